@@ -1,0 +1,280 @@
+"""Every configuration key of scalerl and its default, once. `validate.py` holds the rules between keys.
+
+Key names are those of verl where verl has the concept. A size says its unit in the comment above it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class DataConfig:
+    # One path or a list of paths (parquet, json, jsonl).
+    train_files: Any = MISSING
+    val_files: Any = MISSING
+    prompt_key: str = "prompt"
+    # Column whose value picks the reward rule and groups validation metrics.
+    reward_fn_key: str = "data_source"
+    # Tokens, chat template included.
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    # Prompts per step.
+    train_batch_size: int = 1024
+    train_max_samples: int = -1
+    val_max_samples: int = -1
+    shuffle: bool = True
+    seed: int = 42
+    filter_overlong_prompts: bool = False
+    # What to do with a prompt over max_prompt_length that was not filtered: error | left | right | middle.
+    truncation: str = "error"
+
+
+@dataclass
+class ModelConfig:
+    # Directory with config.json, *.safetensors and tokenizer files.
+    path: str = MISSING
+    trust_remote_code: bool = False
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    # Optimizer updates.
+    lr_warmup_steps: int = 0
+    # constant | linear | cosine
+    lr_decay_style: str = "constant"
+    # Optimizer updates over which lr decays to min_lr; required unless lr_decay_style is constant.
+    lr_decay_steps: int | None = None
+    min_lr: float = 0.0
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    # Largest global gradient norm; 0 switches clipping off.
+    clip_grad: float = 1.0
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    # Ignored (off) when tensor_model_parallel_size is 1.
+    sequence_parallel: bool = True
+    use_distributed_optimizer: bool = True
+    # Arithmetic and parameters: float32 | bfloat16. Main gradients and optimizer state are float32 either way.
+    dtype: str = "bfloat16"
+    seed: int = 42
+
+
+@dataclass
+class PolicyLossConfig:
+    # A name registered with algorithms.register_policy_loss.
+    loss_mode: str = "vanilla"
+
+
+@dataclass
+class ActorConfig:
+    # Prompts per optimizer update (times rollout.n = samples).
+    ppo_mini_batch_size: int = 256
+    # Tokens in one packed micro-batch of one data-parallel rank.
+    ppo_max_token_len_per_gpu: int = 16384
+    ppo_epochs: int = 1
+    # Sets both sides; clip_ratio_low and clip_ratio_high override it.
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    # Dual clip: largest ratio that counts for a negative advantage; must exceed 1.
+    clip_ratio_c: float = 3.0
+    # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    loss_agg_mode: str = "token-mean"
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    # k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs
+    kl_loss_type: str = "low_var_kl"
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass
+class ValSamplingConfig:
+    n: int = 1
+    # False: greedy, whatever the temperature.
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+@dataclass
+class RolloutConfig:
+    # sglang | embedded
+    name: str = "sglang"
+    # Samples per prompt.
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    ignore_eos: bool = False
+    seed: int = 42
+    # Devices of one replica.
+    tensor_model_parallel_size: int = 1
+    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size).
+    num_replicas: int | None = None
+    dtype: str = "bfloat16"
+    # Share of the device's memory for the server's weights and KV cache (GPU only).
+    gpu_memory_utilization: float = 0.5
+    # Requests that one replica runs at a time.
+    max_num_seqs: int = 256
+    # Release the server's KV cache and weights while the trainer computes (GPU only).
+    free_cache_engine: bool = True
+    update_weights_bucket_megabytes: int = 512
+    # Compare per-tensor checksums of server and trainer after every k-th sync; 0 never.
+    verify_weights_every: int = 1
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+
+@dataclass
+class RefConfig:
+    # Directory of the reference model; null: the actor's starting weights.
+    model_path: str | None = None
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    # True: trainer and rollout share devices. False (own pools) is not there yet and is refused.
+    hybrid_engine: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    # A name registered with algorithms.register_adv_est.
+    adv_estimator: str = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+
+
+@dataclass
+class CustomRewardFunctionConfig:
+    # Python file; null: the rule for each row's data_source.
+    path: str | None = None
+    name: str = "compute_score"
+    # Keyword arguments for every call.
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RewardModelConfig:
+    # A name registered with rewards.register_reward_manager.
+    reward_manager: str = "naive"
+    # Seconds that scoring one sample may take.
+    timeout_s: float = 60.0
+    # stop: a reward function that raises, hangs or returns NaN ends the run. zero: the sample scores 0 and is counted.
+    on_error: str = "stop"
+
+
+@dataclass
+class TrainerConfig:
+    project_name: str = "scalerl"
+    experiment_name: str = "default"
+    # Any of console, mlflow, file.
+    logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
+    # null: a SQLite file in default_local_dir.
+    mlflow_tracking_uri: str | None = None
+    # auto: cuda when there is a GPU, else cpu.
+    device: str = "auto"
+    nnodes: int = 1
+    # Devices (on CPU: processes) per node.
+    n_gpus_per_node: int = 8
+    total_epochs: int = 1
+    # null: total_epochs of the data.
+    total_training_steps: int | None = None
+    # Steps between checkpoints, and at the end; -1: none at all.
+    save_freq: int = -1
+    # Steps between validations; -1: none in between.
+    test_freq: int = -1
+    val_before_train: bool = True
+    # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    # auto | disable | resume_path
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    # null keeps all.
+    max_actor_ckpt_to_keep: int | None = None
+    # Validation samples shown in the tracker's table.
+    log_val_generations: int = 0
+    # null: no dump. Directory for one parquet of samples per step.
+    rollout_data_dir: str | None = None
+    # Seconds that a collective or a worker call may take before the run stops with the ranks that are missing.
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class PPOConfig:
+    """Configuration of `scalerl train`."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class SFTDataConfig:
+    # One path or a list of paths (parquet, json, jsonl).
+    train_files: Any = MISSING
+    val_files: Any = None
+    # Column with a list of {"role", "content"}; loss on assistant turns.
+    messages_key: str = "messages"
+    # Conversations per optimizer update.
+    train_batch_size: int = 256
+    # Tokens of one conversation; a longer one is an error or cut (truncation: error | left | right).
+    max_length: int = 1024
+    truncation: str = "error"
+    # Tokens in one packed micro-batch of one data-parallel rank.
+    max_token_len_per_gpu: int = 16384
+    shuffle: bool = True
+    seed: int = 42
+
+
+@dataclass
+class SFTTrainerConfig:
+    project_name: str = "scalerl"
+    experiment_name: str = "sft"
+    logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
+    mlflow_tracking_uri: str | None = None
+    device: str = "auto"
+    nnodes: int = 1
+    n_gpus_per_node: int = 8
+    total_epochs: int = 1
+    total_training_steps: int | None = None
+    save_freq: int = -1
+    test_freq: int = -1
+    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    max_actor_ckpt_to_keep: int | None = 1
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class SFTConfig:
+    """Configuration of `scalerl sft`."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
