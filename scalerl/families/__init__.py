@@ -1,0 +1,20 @@
+"""Model families as data: architecture from config.json, and one table of names for load, sync and merge."""
+
+from __future__ import annotations
+
+from scalerl.families.registry import FAMILIES, family_of
+from scalerl.families.shape import ModelShape, read_config
+from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, padded_vocab_size
+from scalerl.families.weights import HFWeights
+
+__all__ = [
+    "CHECKPOINT_MODEL_PREFIX",
+    "FAMILIES",
+    "Family",
+    "HFWeights",
+    "ModelShape",
+    "Param",
+    "family_of",
+    "padded_vocab_size",
+    "read_config",
+]

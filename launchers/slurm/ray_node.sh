@@ -1,0 +1,83 @@
+#!/bin/bash
+# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean CODE | ip HOST | gpus
+set -uo pipefail
+
+fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
+
+# This node's address: of SCALERL_INTERFACE when set, else what its name resolves to (never the loopback that some
+# distributions put into /etc/hosts).
+node_ip() {
+  local ip
+  if [[ -n ${SCALERL_INTERFACE:-} ]]; then
+    ip=$(ip -o -4 addr show dev "$SCALERL_INTERFACE" 2>/dev/null | awk '{sub("/.*", "", $4); print $4; exit}')
+    [[ -n $ip ]] || fail "no IPv4 address on interface SCALERL_INTERFACE=$SCALERL_INTERFACE; there are: $(ip -o -4 addr show | awk '{printf "%s ", $2}')"
+  else
+    ip=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}')
+    [[ -n $ip ]] || fail "the name $1 has no IPv4 address but loopback: set SCALERL_INTERFACE to the network interface to use"
+  fi
+  echo "$ip"
+}
+
+# What Slurm gave; on sites without GRES what the driver shows.
+gpus() {
+  if [[ -n ${SCALERL_GPUS_PER_NODE:-} ]]; then echo "$SCALERL_GPUS_PER_NODE"
+  elif [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then echo "$SLURM_GPUS_ON_NODE"
+  elif [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .
+  elif command -v nvidia-smi >/dev/null; then nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'
+  else echo 0; fi
+}
+
+# Ranks of this step must not be taken for ranks of the training: Megatron and torch read these.
+leave_slurm() {
+  local name
+  for name in $(compgen -e); do
+    case $name in SLURM_* | SLURMD_* | SRUN_* | PMI_* | PMIX_* | PMI2_* | OMPI_* | MPI_*) unset "$name" ;; esac
+  done
+}
+
+enter_venv() {
+  [[ -x $SCALERL_VENV/bin/python ]] || fail "no $SCALERL_VENV/bin/python here: SCALERL_VENV must be on a file system that all nodes share"
+  export VIRTUAL_ENV=$SCALERL_VENV PATH=$SCALERL_VENV/bin:$PATH
+}
+
+start_ray() { # start_ray OPTION ...
+  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus extra=()
+  ip=$(node_ip "$name") || exit
+  num_gpus=$(gpus)
+  cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
+  [[ -r $RAY_AUTH_TOKEN_PATH ]] || fail "cannot read $RAY_AUTH_TOKEN_PATH: set SCALERL_LOG_DIR to a folder that all nodes share"
+  read -ra extra <<<"${SCALERL_RAY_ARGS:-}"
+  enter_venv
+  leave_slurm
+  ulimit -n "$(ulimit -Hn)"
+  echo "$name: ip $ip, $cpus CPUs, $num_gpus GPUs, $(python --version), $SCALERL_VENV"
+  # python -m would do as well; the script is called by its interpreter because a path with spaces breaks its first line.
+  exec python "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
+    --num-gpus="$num_gpus" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"}
+}
+
+clean() { # clean CODE: keep Ray's logs of a failed attempt, remove this attempt's session and nothing else
+  local session name=${SLURMD_NODENAME:-$(hostname -s)}
+  session=$(cat "$SCALERL_ATTEMPT_DIR/.ray_session")
+  [[ $session == */session_* && -d $session ]] || return 0
+  if (($1 != 0)); then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
+  rm -rf "$session"
+}
+
+mode=$1
+shift
+case $mode in
+  head) start_ray --head --port="${SCALERL_RAY_ADDRESS##*:}" --include-dashboard=false ;;
+  worker) start_ray --address="$SCALERL_RAY_ADDRESS" ;;
+  run)
+    echo "$SLURM_STEP_ID" >"$SCALERL_ATTEMPT_DIR/.driver_step"
+    enter_venv
+    leave_slurm
+    export RAY_ADDRESS=$SCALERL_RAY_ADDRESS
+    exec "$@"
+    ;;
+  clean) clean "$1" ;;
+  ip) node_ip "$1" ;;
+  gpus) gpus ;;
+  *) fail "unknown mode $mode" ;;
+esac

@@ -1,0 +1,67 @@
+"""Wait until Ray runs on every given host with its devices; name the missing ones when the deadline passes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+EXIT_INFRASTRUCTURE = 70
+POLL_S = 0.3
+
+
+def missing_hosts(nodes: list[dict[str, Any]], hosts: list[str], gpus: int) -> dict[str, str]:
+    """What each host that is not ready lacks. `nodes` is `ray.nodes()`; a node's name is its Slurm host name."""
+    alive = {node["NodeName"]: node["Resources"] for node in nodes if node["Alive"]}
+    missing = {}
+    for host in hosts:
+        if host not in alive:
+            missing[host] = "not in the cluster"
+        elif (found := int(alive[host].get("GPU", 0))) < gpus:
+            missing[host] = f"{found} of {gpus} GPUs"
+    return missing
+
+
+def connect(address: str, deadline: float) -> None:
+    """The GCS answers before the head's raylet does, so the first tries may fail."""
+    while True:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except (ConnectionError, TimeoutError, RuntimeError, ValueError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--address", required=True, help="host:port of the head")
+    parser.add_argument("--hosts", required=True, help="comma-separated node names")
+    parser.add_argument("--gpus", type=int, required=True, help="GPUs that each node must offer")
+    parser.add_argument("--timeout-s", type=float, required=True)
+    parser.add_argument("--session-file", type=Path, help="gets the path of Ray's session directory")
+    args = parser.parse_args()
+    hosts = args.hosts.split(",")
+    deadline = time.monotonic() + args.timeout_s
+    connect(args.address, deadline)
+    if args.session_file:
+        args.session_file.write_text(ray.get_runtime_context().get_session_dir()
+                                     if hasattr(ray.get_runtime_context(), "get_session_dir") else "")
+    while missing := missing_hosts(ray.nodes(), hosts, args.gpus):
+        if time.monotonic() > deadline:
+            lines = "\n".join(f"  {host}: {what}" for host, what in missing.items())
+            print(f"{len(missing)} of {len(hosts)} nodes not ready after {args.timeout_s:g} s:\n{lines}", file=sys.stderr)
+            return EXIT_INFRASTRUCTURE
+        time.sleep(POLL_S)
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

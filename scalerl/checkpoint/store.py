@@ -1,0 +1,234 @@
+"""Checkpoint directories as files: which are whole, which is newest, how one appears and goes. No Megatron.
+
+A save is written to `global_step_N.tmp-<host>-<pid>-<random>`, gets its COMPLETE file (manifest of files and sizes),
+is renamed to `global_step_N`, and only then named by the tracker. A removal renames to `.deleting-` first.
+One run at a time writes to a root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+COMPLETE_NAME = "COMPLETE"
+TRAINER_STATE_NAME = "trainer_state.json"
+DIRECTORY_FORMAT = "global_step_{}"
+_TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+_DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
+
+
+def find_latest_ckpt_path(path: str | os.PathLike[str] | None, directory_format: str = DIRECTORY_FORMAT) -> str | None:
+    """Directory of the checkpoint to resume from under `path`; None when there is none, or no `path`.
+
+    That is the step the tracker names; when the tracker is missing or unreadable or its directory is not whole, the
+    whole directory with the highest step. A UserWarning names each directory passed over, and why.
+    """
+    if path is None:
+        return None
+    root = Path(path)
+    tracked = _tracked_step(root)
+    if tracked is not None:
+        _finish_commit(root, tracked, directory_format)
+    steps = sorted(checkpoint_steps(root, directory_format), reverse=True)
+    if tracked is not None and tracked not in steps:
+        warnings.warn(f"{root / TRACKER_NAME} names step {tracked}, whose directory is not there", stacklevel=2)
+    # sorted is stable: the tracked step first, then the rest from newest to oldest.
+    for step in sorted(steps, key=lambda s: s != tracked):
+        directory = root / directory_format.format(step)
+        problem = integrity_problem(directory)
+        if problem is None:
+            return str(directory)
+        warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
+    return None
+
+
+def checkpoint_steps(root: str | os.PathLike[str], directory_format: str = DIRECTORY_FORMAT) -> list[int]:
+    """Steps that have a directory under `root`, whole or not, ascending."""
+    root = Path(root)
+    prefix, suffix = directory_format.split("{}")
+    name = re.compile(re.escape(prefix) + r"(\d+)" + re.escape(suffix))
+    if not root.is_dir():
+        return []
+    return sorted(int(m[1]) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
+
+
+def integrity_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Why the directory is not a whole checkpoint (names the file), or None. Compares sizes, reads no data."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return "no such directory"
+    try:
+        manifest = json.loads((directory / COMPLETE_NAME).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+    except FileNotFoundError:
+        return f"no {COMPLETE_NAME} file, so its save did not finish"
+    except (ValueError, KeyError, TypeError):
+        return f"{COMPLETE_NAME} is not a manifest"
+    for name, size in files.items():
+        try:
+            found = (directory / name).stat().st_size
+        except FileNotFoundError:
+            return f"file {name} is missing"
+        if found != size:
+            return f"file {name} has {found} bytes, was saved with {size}"
+    return None
+
+
+def check_checkpoint(directory: str | os.PathLike[str]) -> None:
+    """Raises ValueError naming the file when `directory` is not a whole checkpoint."""
+    problem = integrity_problem(directory)
+    if problem is not None:
+        raise ValueError(f"checkpoint {directory} cannot be loaded: {problem}; choose another with resume_from_path")
+
+
+def begin_save(root: str | os.PathLike[str], step: int) -> Path:
+    """Makes and returns the directory to write step `step` to; it becomes a checkpoint with commit()."""
+    root = Path(root)
+    name = f"{DIRECTORY_FORMAT.format(step)}.tmp-{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"
+    tmp = root / name
+    tmp.mkdir(parents=True)
+    return tmp
+
+
+def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int) -> Path:
+    """Turns a fully written `tmp` into global_step_{step} and points the tracker at it; returns the directory.
+
+    Call once, after every rank has written. A killed process leaves either the old state or the new one.
+    An existing directory of the same step is replaced.
+    """
+    tmp, root = Path(tmp), Path(root)
+    final = root / DIRECTORY_FORMAT.format(step)
+    files = sorted(p for p in tmp.rglob("*") if p.is_file() and p.name != COMPLETE_NAME)
+    for file in files:
+        _fsync(file)
+    for directory in [*(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
+        _fsync(directory)
+    manifest = {"step": step, "files": {str(f.relative_to(tmp)): f.stat().st_size for f in files}}
+    _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))
+    replaced = _set_aside(final) if final.exists() else None
+    tmp.rename(final)
+    _fsync(root)
+    _write_atomic(root / TRACKER_NAME, str(step))
+    if replaced is not None:
+        shutil.rmtree(replaced)
+    return final
+
+
+def rotate(root: str | os.PathLike[str], keep: int | None) -> list[str]:
+    """Removes all but the `keep` newest whole checkpoints; returns the names removed. Call after commit().
+
+    keep: at least 1; None keeps all. The tracked checkpoint always stays, and what is not whole is neither counted
+    nor removed. Also removes what killed saves and removals left behind.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is {keep}, must be at least 1 (null keeps all)")
+    root = Path(root)
+    tracked = _tracked_step(root)
+    _remove_leftovers(root, tracked)
+    if keep is None:
+        return []
+    whole = [s for s in checkpoint_steps(root) if integrity_problem(root / DIRECTORY_FORMAT.format(s)) is None]
+    surplus = max(0, len(whole) - keep)
+    removed = [DIRECTORY_FORMAT.format(step) for step in [s for s in whole if s != tracked][:surplus]]
+    for name in removed:
+        shutil.rmtree(_set_aside(root / name))
+    return removed
+
+
+def write_trainer_state(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Writes trainer_state.json, whole or not at all. Raises TypeError for a value that JSON has no form for."""
+    _write_atomic(Path(directory) / TRAINER_STATE_NAME, json.dumps(dict(state), indent=1))
+
+
+def read_trainer_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Raises ValueError when trainer_state.json is missing or not a JSON object."""
+    path = Path(directory) / TRAINER_STATE_NAME
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; {directory} is not a checkpoint of a training run") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}, not a JSON object")
+    return state
+
+
+def _tracked_step(root: Path) -> int | None:
+    path = root / TRACKER_NAME
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdecimal():
+        warnings.warn(f"{path} holds {text[:40]!r}, not a step; looking for the newest checkpoint", stacklevel=3)
+        return None
+    return int(text)
+
+
+def _finish_commit(root: Path, step: int, directory_format: str) -> None:
+    # A save that replaces the tracked step and dies between its two renames leaves only whole .tmp- data.
+    final = root / directory_format.format(step)
+    if final.exists() or directory_format != DIRECTORY_FORMAT or not root.is_dir():
+        return
+    for path in root.iterdir():
+        found = _TMP_NAME.fullmatch(path.name)
+        if found and int(found["step"]) == step and integrity_problem(path) is None:
+            path.rename(final)
+            _fsync(root)
+            return
+
+
+def _set_aside(directory: Path) -> Path:
+    aside = directory.with_name(f"{directory.name}.deleting-{token_hex(4)}")
+    directory.rename(aside)
+    return aside
+
+
+def _remove_leftovers(root: Path, tracked: int | None) -> None:
+    for path in list(root.iterdir()):
+        found = _TMP_NAME.fullmatch(path.name)
+        if _DELETING_NAME.fullmatch(path.name) or (found and _is_dead(found, tracked)):
+            shutil.rmtree(path)
+
+
+def _is_dead(tmp: re.Match[str], tracked: int | None) -> bool:
+    # Saves come in step order, so one for a step that is already committed has ended. Elsewhere nobody can tell.
+    if tracked is not None and int(tmp["step"]) <= tracked:
+        return True
+    if tmp["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(tmp["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return int(tmp["pid"]) == os.getpid()
+
+
+def _write_atomic(path: Path, text: str) -> None:
+    tmp = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}")
+    with tmp.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    tmp.replace(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,210 @@
+"""What one value may be, key by key. Rules between keys are in `validate.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scalerl.config import schema
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """Values that a key may take: `limit` completes "must be ...", `example` is one that is allowed."""
+
+    allows: Callable[[Any], bool]
+    limit: str
+    example: str
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def at_least(low: float) -> Domain:
+    return Domain(lambda v: _number(v) and v >= low, f"at least {low:g}", f"{low:g}")
+
+
+def above(low: float, example: float, *, below: float = math.inf) -> Domain:
+    limit = f"above {low:g}" if below == math.inf else f"above {low:g} and below {below:g}"
+    return Domain(lambda v: _number(v) and low < v < below, limit, f"{example:g}")
+
+
+def all_or_at_least(low: int) -> Domain:
+    """-1 switches the limit off."""
+    return Domain(lambda v: _number(v) and (v == -1 or v >= low), f"-1 (off) or at least {low}", "-1")
+
+
+def one_of(*names: str) -> Domain:
+    return Domain(lambda v: v in names, f"one of {', '.join(names)}", names[0])
+
+
+def or_null(domain: Domain) -> Domain:
+    return Domain(lambda v: v is None or domain.allows(v), f"null or {domain.limit}", "null")
+
+
+def list_of(*names: str) -> Domain:
+    def allows(value: Any) -> bool:
+        return isinstance(value, list) and all(name in names for name in value) and len(set(value)) == len(value)
+
+    return Domain(allows, f"a list of {', '.join(names)}, each at most once", f"[{names[0]}]")
+
+
+FINITE = Domain(_number, "a finite number", "0")
+FRACTION = Domain(lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1", "1")
+TEXT = Domain(lambda v: isinstance(v, str) and v.strip() != "", "a non-empty text", "a name")
+BETAS = Domain(
+    lambda v: isinstance(v, list) and len(v) == 2 and all(_number(b) and 0 <= b < 1 for b in v),
+    "two numbers, each at least 0 and below 1",
+    "[0.9,0.999]",
+)
+
+
+def _is_files(value: Any) -> bool:
+    paths = value if isinstance(value, list) else [value]
+    return len(paths) > 0 and all(isinstance(path, str) and path.strip() != "" for path in paths)
+
+
+FILES = Domain(_is_files, "a path or a list of paths", "data.parquet")
+SERVER_ARGS = Domain(
+    lambda v: isinstance(v, dict) and all(k in schema.ROLLOUT_NAMES and isinstance(v[k], dict) for k in v),
+    f"arguments by engine ({', '.join(schema.ROLLOUT_NAMES)})",
+    "{sglang: {attention_backend: fa3}}",
+)
+DTYPE = Domain(
+    lambda v: v in ("float32", "bfloat16"),
+    "float32 or bfloat16 (float16 would need loss scaling, which scalerl has not)",
+    "bfloat16",
+)
+
+_SAMPLING = {
+    "n": at_least(1),
+    "temperature": above(0, 1),
+    "top_p": FRACTION,
+    "top_k": all_or_at_least(1),
+}
+_RUN = {
+    "project_name": TEXT,
+    "experiment_name": TEXT,
+    "logger": list_of("console", "mlflow", "file"),
+    "mlflow_tracking_uri": or_null(TEXT),
+    "device": one_of("auto", "cuda", "cpu"),
+    "nnodes": at_least(1),
+    "n_gpus_per_node": at_least(1),
+    "total_epochs": at_least(1),
+    "total_training_steps": or_null(at_least(1)),
+    "save_freq": all_or_at_least(1),
+    "test_freq": all_or_at_least(1),
+    "default_local_dir": TEXT,
+    "resume_mode": one_of("auto", "disable", "resume_path"),
+    "resume_from_path": or_null(TEXT),
+    "max_actor_ckpt_to_keep": or_null(at_least(1)),
+    "timeout_s": above(0, 1800),
+}
+
+# Every field that is neither a bool nor a free dict, by the dataclass that declares it.
+DOMAINS: dict[type, dict[str, Domain]] = {
+    schema.DataConfig: {
+        "train_files": FILES,
+        "val_files": FILES,
+        "prompt_key": TEXT,
+        "reward_fn_key": TEXT,
+        "max_prompt_length": at_least(1),
+        "max_response_length": at_least(1),
+        "train_batch_size": at_least(1),
+        "train_max_samples": all_or_at_least(1),
+        "val_max_samples": all_or_at_least(1),
+        "seed": at_least(0),
+        "truncation": one_of("error", "left", "right", "middle"),
+    },
+    schema.ModelConfig: {"path": TEXT},
+    schema.OptimConfig: {
+        "lr": at_least(0),
+        "lr_warmup_steps": at_least(0),
+        "lr_decay_style": one_of("constant", "linear", "cosine"),
+        "lr_decay_steps": or_null(at_least(1)),
+        "min_lr": at_least(0),
+        "weight_decay": at_least(0),
+        "betas": BETAS,
+        "clip_grad": at_least(0),
+    },
+    schema.MegatronConfig: {
+        "tensor_model_parallel_size": at_least(1),
+        "pipeline_model_parallel_size": at_least(1),
+        "dtype": DTYPE,
+        "seed": at_least(0),
+    },
+    schema.PolicyLossConfig: {"loss_mode": TEXT},
+    schema.ActorConfig: {
+        "ppo_mini_batch_size": at_least(1),
+        "ppo_max_token_len_per_gpu": at_least(1),
+        "ppo_epochs": at_least(1),
+        "clip_ratio": above(0, 0.2, below=1),
+        "clip_ratio_low": or_null(above(0, 0.2, below=1)),
+        "clip_ratio_high": or_null(above(0, 0.28)),
+        "clip_ratio_c": above(1, 3),
+        "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+        "entropy_coeff": FINITE,
+        "kl_loss_coef": at_least(0),
+        "kl_loss_type": one_of("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"),
+    },
+    schema.ValSamplingConfig: _SAMPLING,
+    schema.RolloutConfig: {
+        **_SAMPLING,
+        "name": one_of(*schema.ROLLOUT_NAMES),
+        "seed": at_least(0),
+        "tensor_model_parallel_size": at_least(1),
+        "num_replicas": or_null(at_least(1)),
+        "dtype": DTYPE,
+        "gpu_memory_utilization": above(0, 0.5, below=1),
+        "max_num_seqs": at_least(1),
+        "update_weights_bucket_megabytes": at_least(1),
+        "verify_weights_every": at_least(0),
+        "start_timeout_s": above(0, 600),
+        "request_timeout_s": above(0, 600),
+        "engine_kwargs": SERVER_ARGS,
+    },
+    schema.RefConfig: {"model_path": or_null(TEXT)},
+    schema.AlgorithmConfig: {"adv_estimator": TEXT},
+    schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
+    schema.RewardModelConfig: {
+        "reward_manager": TEXT,
+        "timeout_s": above(0, 60),
+        "on_error": one_of("stop", "zero"),
+    },
+    schema.TrainerConfig: {**_RUN, "log_val_generations": at_least(0), "rollout_data_dir": or_null(TEXT)},
+    schema.SFTDataConfig: {
+        "train_files": FILES,
+        "val_files": or_null(FILES),
+        "messages_key": TEXT,
+        "train_batch_size": at_least(1),
+        "max_length": at_least(1),
+        "truncation": one_of("error", "left", "right"),
+        "max_token_len_per_gpu": at_least(1),
+        "seed": at_least(0),
+    },
+    schema.SFTTrainerConfig: _RUN,
+}
+
+
+def show(value: Any) -> str:
+    """A value as a user writes it in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if value == "" or isinstance(value, str) and value != value.strip() else str(value)
+
+
+def domain_violations(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, violation) for every value of a config dataclass that is outside its domain."""
+    domains = DOMAINS.get(type(config), {})
+    for field in dataclasses.fields(config):
+        key, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from domain_violations(value, key + ".")
+        elif field.name in domains and not domains[field.name].allows(value):
+            domain = domains[field.name]
+            yield key, f"{key} = {show(value)}: must be {domain.limit}; set for example {key}={domain.example}"

@@ -1,0 +1,371 @@
+"""Rules between keys, and between the keys and the model or the machine. Values by themselves: `domains.py`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from scalerl.config.domains import domain_violations, show
+from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
+
+# Estimators whose baseline is the other samples of the same prompt.
+GROUP_ESTIMATORS = ("grpo", "rloo")
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
+    """Everything that is wrong with `cfg` by itself.
+
+    Args:
+        device: cuda or cpu once it is known; None takes trainer.device, where auto skips the rules of one device.
+    Returns: "key = value: limit; what to set" for each violation; empty when there is none.
+    """
+    return _validate(cfg, PPO_RULES, device)
+
+
+def validate_sft(cfg: SFTConfig, *, device: str | None = None) -> list[str]:
+    """As `validate_ppo`, for `scalerl sft`."""
+    return _validate(cfg, SFT_RULES, device)
+
+
+def layout_violations(
+    *,
+    num_attention_heads: int,
+    num_kv_heads: int,
+    num_layers: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    megatron: MegatronConfig,
+    world_size: int,
+    rollout_tp: int | None = None,
+    prefix: str = f"{ACTOR}.megatron",
+) -> list[str]:
+    """What of a layout the model does not allow. Sizes are those of the whole model; world_size counts devices.
+
+    Args:
+        rollout_tp: devices of one rollout replica; None where nothing is generated.
+        prefix: key of the MegatronConfig, for the messages.
+    """
+    tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    tp_key, pp_key = f"{prefix}.tensor_model_parallel_size", f"{prefix}.pipeline_model_parallel_size"
+    widths = {
+        "attention heads": num_attention_heads,
+        "key/value heads": num_kv_heads,
+        "hidden size": hidden_size,
+        "feed-forward size": ffn_hidden_size,
+    }
+    found = list(_indivisible(tp_key, tp_size, widths))
+    found += _indivisible(pp_key, pp_size, {"layers": num_layers})
+    if world_size % (tp_size * pp_size):
+        found.append(
+            f"{tp_key} x {pp_key} = {tp_size} x {pp_size} = {tp_size * pp_size}: must divide the {world_size} devices; "
+            f"set sizes whose product is one of {_divisors_text(world_size)}"
+        )
+    if rollout_tp is not None:
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        # The server repeats key/value heads when there are fewer than devices.
+        split = {name: size for name, size in widths.items() if name != "key/value heads"}
+        found += _indivisible(key, rollout_tp, split)
+        if num_kv_heads % rollout_tp and rollout_tp % num_kv_heads:
+            found.append(
+                f"{key} = {rollout_tp}: must divide the model's {num_kv_heads} key/value heads or be a multiple of "
+                f"them; set one of {_divisors_text(num_kv_heads)}"
+            )
+    return found
+
+
+def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
+    allowed = functools.reduce(math.gcd, sizes.values())
+    wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
+    if wrong:
+        yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {_divisors_text(allowed)}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation between `keys`; checked only where each of them is inside its own domain."""
+
+    keys: tuple[str, ...]
+    check: Callable[[Any], Iterator[str]]
+
+
+def _validate(cfg: Any, rules: list[Rule], device: str | None) -> list[str]:
+    outside = dict(domain_violations(cfg))
+    found = list(outside.values())
+    for rule in [*rules, *_device_rules(cfg, device, outside)]:
+        if outside.keys().isdisjoint(rule.keys):
+            found += rule.check(cfg)
+    return found
+
+
+def _device_rules(cfg: Any, device: str | None, outside: dict[str, str]) -> list[Rule]:
+    if "trainer.device" in outside or not isinstance(cfg, PPOConfig):
+        return []
+    return [REPLICAS_ON_CUDA] if (device or cfg.trainer.device) == "cuda" else []
+
+
+def _value(cfg: Any, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), cfg)
+
+
+def world_size(cfg: PPOConfig | SFTConfig) -> int:
+    """Devices of the trainer; on CPU, processes."""
+    return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+
+
+def dp_size(cfg: PPOConfig | SFTConfig) -> int:
+    """Data-parallel ranks; the layout must fit the world size."""
+    megatron = cfg.megatron if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.actor.megatron
+    return world_size(cfg) // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _divisors_text(number: int) -> str:
+    return ", ".join(map(str, _divisors(number)))
+
+
+def _nearest(value: int, candidates: list[int]) -> str:
+    """The closest candidates below and above."""
+    below = [c for c in candidates if c <= value]
+    above = [c for c in candidates if c > value]
+    return " or ".join(str(c) for c in [*below[-1:], *above[:1]])
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    down = value // unit * unit
+    return _nearest(value, [m for m in (down, down + unit) if m > 0])
+
+
+# Rules shared by both configs, by the place of their keys
+
+
+def _world_rule(megatron: str) -> Rule:
+    tp_key, pp_key = f"{megatron}.tensor_model_parallel_size", f"{megatron}.pipeline_model_parallel_size"
+
+    def check(cfg: Any) -> Iterator[str]:
+        world, model = world_size(cfg), _value(cfg, tp_key) * _value(cfg, pp_key)
+        if world % model:
+            # With several nodes, the devices per node that work are the multiples of this.
+            unit = model // math.gcd(model, cfg.trainer.nnodes)
+            yield (
+                f"trainer.nnodes x trainer.n_gpus_per_node = {cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node} = "
+                f"{world}: must be a multiple of {tp_key} x {pp_key} = {model}; set trainer.n_gpus_per_node="
+                f"{_nearest_multiples(cfg.trainer.n_gpus_per_node, unit)}, or sizes whose product divides {world}"
+            )
+
+    return Rule((tp_key, pp_key, "trainer.nnodes", "trainer.n_gpus_per_node"), check)
+
+
+def _lr_rules(optim: str) -> list[Rule]:
+    style, decay, warmup = f"{optim}.lr_decay_style", f"{optim}.lr_decay_steps", f"{optim}.lr_warmup_steps"
+    lr, min_lr = f"{optim}.lr", f"{optim}.min_lr"
+
+    def decay_given(cfg: Any) -> Iterator[str]:
+        if _value(cfg, style) != "constant" and _value(cfg, decay) is None:
+            yield (
+                f"{decay} = null: needed when {style} = {_value(cfg, style)}; set it to the optimizer updates of the "
+                f"run, or {style}=constant"
+            )
+        if _value(cfg, style) == "constant" and _value(cfg, decay) is not None:
+            yield (
+                f"{decay} = {_value(cfg, decay)}: has no effect when {style} = constant; set {style}=linear or "
+                f"cosine, or {decay}=null"
+            )
+
+    def warmup_before_decay(cfg: Any) -> Iterator[str]:
+        if _value(cfg, decay) is not None and _value(cfg, warmup) >= _value(cfg, decay):
+            yield (
+                f"{warmup} = {_value(cfg, warmup)}: must be below {decay} = {_value(cfg, decay)}; set at most "
+                f"{warmup}={_value(cfg, decay) - 1}"
+            )
+
+    def floor_below_peak(cfg: Any) -> Iterator[str]:
+        if _value(cfg, min_lr) > _value(cfg, lr):
+            yield (
+                f"{min_lr} = {_value(cfg, min_lr)}: must be at most {lr} = {_value(cfg, lr)}; set "
+                f"{min_lr}={_value(cfg, lr)} or less"
+            )
+
+    return [
+        Rule((style, decay), decay_given),
+        Rule((decay, warmup), warmup_before_decay),
+        Rule((lr, min_lr), floor_below_peak),
+    ]
+
+
+def _resume(cfg: Any) -> Iterator[str]:
+    mode, path = cfg.trainer.resume_mode, cfg.trainer.resume_from_path
+    if mode == "resume_path" and path is None:
+        yield (
+            "trainer.resume_from_path = null: needed when trainer.resume_mode = resume_path; set it to a "
+            "global_step_N directory, or trainer.resume_mode=auto"
+        )
+    if mode != "resume_path" and path is not None:
+        yield (
+            f"trainer.resume_from_path = {path}: has no effect when trainer.resume_mode = {mode}; set "
+            "trainer.resume_mode=resume_path, or trainer.resume_from_path=null"
+        )
+
+
+RESUME = Rule(("trainer.resume_mode", "trainer.resume_from_path"), _resume)
+
+
+# Rules of PPO
+
+
+def _hybrid(cfg: PPOConfig) -> Iterator[str]:
+    if not cfg.actor_rollout_ref.hybrid_engine:
+        yield (
+            "actor_rollout_ref.hybrid_engine = false: trainer and rollout share their devices, pools of their own are "
+            "not there yet; set actor_rollout_ref.hybrid_engine=true"
+        )
+
+
+def _mini_batches(cfg: PPOConfig) -> Iterator[str]:
+    prompts, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts % mini:
+        yield (
+            f"{ACTOR}.ppo_mini_batch_size = {mini}: must divide data.train_batch_size = {prompts}; set "
+            f"{ACTOR}.ppo_mini_batch_size={_nearest(mini, _divisors(prompts))}, or "
+            f"data.train_batch_size={_nearest_multiples(prompts, mini)}"
+        )
+
+
+def _mini_batch_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
+    mini, n, ranks = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n, dp_size(cfg)
+    if mini * n < ranks:
+        yield (
+            f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the "
+            f"{ranks} data-parallel ranks; set {ACTOR}.ppo_mini_batch_size={math.ceil(ranks / n)} or more, or train on "
+            "fewer devices"
+        )
+
+
+def _token_budget(cfg: PPOConfig) -> Iterator[str]:
+    budget = cfg.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if budget < longest:
+        yield (
+            f"{ACTOR}.ppo_max_token_len_per_gpu = {budget}: must hold the longest sample, data.max_prompt_length + "
+            f"data.max_response_length = {longest}; set {ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
+        )
+
+
+def _group_baseline(cfg: PPOConfig) -> Iterator[str]:
+    name = cfg.algorithm.adv_estimator
+    if name in GROUP_ESTIMATORS and cfg.actor_rollout_ref.rollout.n == 1:
+        yield (
+            f"{ROLLOUT}.n = 1: algorithm.adv_estimator = {name} compares the samples of one prompt, so a group of one "
+            f"has no baseline; set {ROLLOUT}.n=2 or more, for example {ROLLOUT}.n=8"
+        )
+
+
+def _greedy_repeats(cfg: PPOConfig) -> Iterator[str]:
+    sampling, key = cfg.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
+    if sampling.n > 1 and not sampling.do_sample:
+        yield (
+            f"{key}.n = {sampling.n}: greedy decoding gives the same answer each time; set {key}.do_sample=true, or "
+            f"{key}.n=1"
+        )
+
+
+def _reference_used(cfg: PPOConfig) -> Iterator[str]:
+    path = cfg.actor_rollout_ref.ref.model_path
+    if path is not None and not cfg.actor_rollout_ref.actor.use_kl_loss:
+        yield (
+            f"actor_rollout_ref.ref.model_path = {path}: has no effect when {ACTOR}.use_kl_loss = false; set "
+            f"{ACTOR}.use_kl_loss=true, or actor_rollout_ref.ref.model_path=null"
+        )
+
+
+def _replicas_on_cuda(cfg: PPOConfig) -> Iterator[str]:
+    rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
+    tp_size = rollout.tensor_model_parallel_size
+    if per_node % tp_size:
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size = {tp_size}: a replica lives on one node, so it must divide "
+            f"trainer.n_gpus_per_node = {per_node}; set {ROLLOUT}.tensor_model_parallel_size="
+            f"{_nearest(tp_size, _divisors(per_node))}"
+        )
+    elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
+        yield (
+            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {ROLLOUT}.tensor_model_parallel_size = {tp_size} "
+            f"must be at most the {world} devices; set {ROLLOUT}.num_replicas={world // tp_size} or less, or null"
+        )
+
+
+REPLICAS_ON_CUDA = Rule(
+    (
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        f"{ROLLOUT}.num_replicas",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+    ),
+    _replicas_on_cuda,
+)
+_PPO_WORLD = _world_rule(f"{ACTOR}.megatron")
+PPO_RULES = [
+    Rule((), _hybrid),
+    _PPO_WORLD,
+    Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), _mini_batches),
+    Rule((f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *_PPO_WORLD.keys), _mini_batch_feeds_ranks),
+    Rule(
+        ("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+        _token_budget,
+    ),
+    *_lr_rules(f"{ACTOR}.optim"),
+    Rule((f"{ROLLOUT}.n", "algorithm.adv_estimator"), _group_baseline),
+    Rule((f"{ROLLOUT}.val_kwargs.n",), _greedy_repeats),
+    Rule(("actor_rollout_ref.ref.model_path",), _reference_used),
+    RESUME,
+]
+
+
+# Rules of SFT
+
+
+def _batch_feeds_ranks(cfg: SFTConfig) -> Iterator[str]:
+    if cfg.data.train_batch_size < dp_size(cfg):
+        yield (
+            f"data.train_batch_size = {cfg.data.train_batch_size}: must be at least the {dp_size(cfg)} data-parallel "
+            f"ranks; set data.train_batch_size={dp_size(cfg)} or more, or train on fewer devices"
+        )
+
+
+def _sft_token_budget(cfg: SFTConfig) -> Iterator[str]:
+    budget, longest = cfg.data.max_token_len_per_gpu, cfg.data.max_length
+    if budget < longest:
+        yield (
+            f"data.max_token_len_per_gpu = {budget}: must hold the longest conversation, data.max_length = {longest}; "
+            f"set data.max_token_len_per_gpu={longest} or more"
+        )
+
+
+def _sft_validation(cfg: SFTConfig) -> Iterator[str]:
+    if cfg.trainer.test_freq != -1 and cfg.data.val_files is None:
+        yield (
+            f"trainer.test_freq = {cfg.trainer.test_freq}: there is nothing to validate on while data.val_files = "
+            "null; set data.val_files, or trainer.test_freq=-1"
+        )
+
+
+_SFT_WORLD = _world_rule("megatron")
+SFT_RULES = [
+    _SFT_WORLD,
+    Rule(("data.train_batch_size", *_SFT_WORLD.keys), _batch_feeds_ranks),
+    Rule(("data.max_length", "data.max_token_len_per_gpu"), _sft_token_budget),
+    Rule(("trainer.test_freq", "data.val_files"), _sft_validation),
+    *_lr_rules("optim"),
+    RESUME,
+]
+
+__all__ = ["dp_size", "layout_violations", "show", "validate_ppo", "validate_sft", "world_size"]

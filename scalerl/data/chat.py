@@ -1,0 +1,68 @@
+"""Tokenizer and chat template: a local directory in, token ids out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.data.problems import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a local directory. Never reaches the network.
+
+    Raises DataError when the directory or its tokenizer files are missing, or the tokenizer does not load.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise DataError(
+            [
+                f"tokenizer directory {directory} does not exist (working directory {Path.cwd()}); give a local directory: "
+                "names on a hub are not downloaded"
+            ]
+        )
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        present = ", ".join(sorted(entry.name for entry in directory.iterdir())[:20]) or "nothing"
+        raise DataError(
+            [f"{directory} holds no tokenizer: expected tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
+        )
+    from transformers import AutoTokenizer  # seconds to import, and only a process that tokenizes needs it
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers, tokenizers and remote code raise bare Exception here
+        hint = "" if trust_remote_code else "; if it needs its own code, set trust_remote_code=true"
+        raise DataError([f"tokenizer in {directory} does not load: {type(error).__name__}: {error}{hint}"]) from error
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises DataError when the tokenizer cannot turn messages into text."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            [
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template; put chat_template.jinja into its directory, "
+                "or use the instruction-tuned model's tokenizer"
+            ]
+        )
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Rendered texts -> token ids. The template has written the special tokens already."""
+    if not texts:
+        return []
+    return tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]

@@ -1,0 +1,141 @@
+"""Rows of parquet, json and jsonl files as Python objects, in order, with errors that name the place."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalerl.data.problems import DataError, FileProblems
+
+CHUNK_ROWS = 1024
+SUFFIXES = (".parquet", ".json", ".jsonl")
+
+Chunk = list[tuple[int, dict[str, Any]]]
+
+
+def resolve_files(data_files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """One path or a list of paths -> existing files, in the order given.
+
+    Raises DataError that names every path that is not there or has an unknown suffix.
+    """
+    paths = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files or [])
+    problems = [] if paths else ["no data file is given; set data.train_files / data.val_files to one path or a list"]
+    files = []
+    for given in paths:
+        if not isinstance(given, str | os.PathLike):
+            problems.append(f"data file {given!r} is {type(given).__name__}; give a path")
+            continue
+        path = Path(given).expanduser()
+        files.append(str(path))
+        if path.is_dir():
+            problems.append(f"data file {path} is a directory; name its files ({', '.join(SUFFIXES)}) in a list")
+        elif not path.is_file():
+            problems.append(f"data file {path} does not exist (working directory {Path.cwd()}); correct the path")
+        elif path.suffix not in SUFFIXES:
+            problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(SUFFIXES)}")
+    if problems:
+        raise DataError(problems)
+    return files
+
+
+def read_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+    """(row number, {column: value}) in chunks of CHUNK_ROWS; row numbers start at 0.
+
+    Columns that are not asked for are not read. A row that cannot be read is added to `problems` and left out.
+    """
+    rows = _parquet_chunks if Path(path).suffix == ".parquet" else _json_chunks
+    yield from rows(path, columns, problems)
+
+
+def _parquet_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+    try:
+        with pq.ParquetFile(path) as file:
+            present = file.schema_arrow.names
+            for column in columns:
+                if present.count(column) != 1:
+                    _add_bad_column(problems, column, present)
+            wanted = [column for column in columns if present.count(column) == 1]
+            # With no column at all Arrow still yields the row counts.
+            row = 0
+            for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
+                yield [(row + i, values) for i, values in _python_rows(batch, row, problems)]
+                row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        problems.add(f"a file that is not readable parquet ({error})", "write it again, or correct its suffix")
+
+
+def _add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) -> None:
+    if column in present:
+        problems.add(f"{present.count(column)} columns of this name", "keep one", column=column)
+        return
+    near = difflib.get_close_matches(column, present, n=1)
+    hint = f"rename '{near[0]}'" if near else "add it"
+    problems.add(f"no such column (the file has: {', '.join(present) or 'none'})", hint, column=column)
+
+
+def _python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -> list[tuple[int, dict[str, Any]]]:
+    try:
+        return list(enumerate(batch.to_pylist()))
+    except UnicodeDecodeError:
+        pass  # Some row holds bytes that are no text: find it.
+    good = []
+    for i in range(batch.num_rows):
+        values = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                values[name] = column[i].as_py()
+            except UnicodeDecodeError as error:
+                problems.add(f"text that is not UTF-8 ({error})", "write it as UTF-8", row=first_row + i, column=name)
+        if len(values) == batch.num_columns:
+            good.append((i, values))
+    return good
+
+
+def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+    chunk: Chunk = []
+    for row, record in _json_records(path, problems):
+        if not isinstance(record, dict):
+            problems.add(f"{type(record).__name__}", "write one JSON object per row", row=row)
+            continue
+        missing = [column for column in columns if column not in record]
+        for column in missing:
+            problems.add("no such key", f"every row needs the keys {', '.join(columns)}", row=row, column=column)
+        if not missing:
+            chunk.append((row, {column: record[column] for column in columns}))
+        if len(chunk) == CHUNK_ROWS:
+            yield chunk
+            chunk = []
+    yield chunk
+
+
+def _json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
+    """One JSON array, or one object per line; blank lines are no rows."""
+    with open(path, "rb") as file:
+        head = file.read(3)
+        while head and not head.strip(b"\xef\xbb\xbf \t\r\n"):
+            head = file.read(1)
+        is_array = head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        file.seek(0)
+        if is_array:
+            try:
+                yield from enumerate(json.loads(file.read().decode("utf-8-sig")))
+            except ValueError as error:
+                problems.add(f"a file that is not valid JSON ({error})", "write one array of objects, or one per line")
+            return
+        row = 0
+        for number, line in enumerate(file, start=1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not text.strip():
+                continue
+            try:
+                yield row, json.loads(text.decode("utf-8"))
+            except ValueError as error:
+                problems.add("a line that is not valid JSON", "correct it", row=row, value=f"line {number}: {error}")
+            row += 1

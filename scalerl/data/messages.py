@@ -1,0 +1,45 @@
+"""What a column of messages must look like. One message: {"role": str, "content": str}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scalerl.data.problems import FileProblems, excerpt, type_name
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAPE = 'write it as [{"role": "user", "content": "..."}]'
+
+
+def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
+    """The messages without keys that are null (Arrow fills them in), or None with the reason added to `problems`."""
+    if not isinstance(value, list):
+        problems.add(f"{type_name(value)}, not a list of messages", _SHAPE, row=row, column=column, value=excerpt(value))
+        return None
+    if not value:
+        problems.add("an empty list", "remove the row or give it a message", row=row, column=column)
+        return None
+    messages = [_check_message(message, i, row, column, problems) for i, message in enumerate(value)]
+    return None if None in messages else messages
+
+
+def _check_message(message: Any, i: int, row: int, column: str, problems: FileProblems) -> dict[str, Any] | None:
+    if not isinstance(message, dict):
+        found = f"{type_name(message)} as message {i}"
+        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(message))
+        return None
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        # Chat templates drop messages of roles that they do not know, without a word.
+        found = f"role {excerpt(role)} in message {i}" if isinstance(role, str) else f"{type_name(role)} as role of message {i}"
+        problems.add(found, f"use one of {', '.join(ROLES)}", row=row, column=column)
+        return None
+    if content is None and message.get("tool_calls"):
+        return {key: item for key, item in message.items() if item is not None}
+    if not isinstance(content, str):
+        found = f"{type_name(content)} as content of message {i}, not text"
+        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(content))
+        return None
+    if not content.strip() and not message.get("tool_calls"):
+        problems.add(f"empty content in message {i}", "remove the message or give it text", row=row, column=column)
+        return None
+    return {key: item for key, item in message.items() if item is not None}

@@ -1,0 +1,326 @@
+"""Rules between Hugging Face tensors and Megatron-Core tensors, shared by all model families.
+
+Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
+  qkv      rows by query group: [q heads of the group, k, v] x head_dim; whole groups per rank
+  gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
+  vocab    rows, zero padded to `padded_vocab_size`
+  column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from scalerl.families.shape import ModelShape
+
+Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
+StagePart = Literal["first", "layer", "last"]
+
+# Every model tensor of a distributed checkpoint: this and Param.name.
+CHECKPOINT_MODEL_PREFIX = "model."
+
+# Rows of one rank's vocabulary shard are a multiple of this (matmul tiles).
+VOCAB_ROWS_MULTIPLE = 64
+
+
+class LazyTensor(Protocol):
+    """What safetensors' get_slice returns: the shape, and a tensor for what is indexed."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+Read = Callable[[str], LazyTensor]
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Smallest multiple of 64 * tp_size that holds vocab_size rows."""
+    multiple = VOCAB_ROWS_MULTIPLE * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def dim_sizes(shape: ModelShape) -> dict[str, int]:
+    """Sizes of the named dimensions that rules are written in."""
+    return {
+        "hidden": shape.hidden_size,
+        "ffn": shape.ffn_hidden_size,
+        "vocab": shape.vocab_size,
+        "q": shape.num_attention_heads * shape.head_dim,
+        "kv": shape.num_kv_heads * shape.head_dim,
+        "head_dim": shape.head_dim,
+    }
+
+
+@dataclass(frozen=True)
+class Param:
+    """One Megatron-Core tensor and the Hugging Face tensors it is made of.
+
+    name: key in the model (local layer spec) and in the distributed checkpoint, with the global layer index.
+    dims: named dimensions of each tensor in `hf` (see dim_sizes).
+    layer: global index, None outside the layers.
+    stage_part: which pipeline stage owns it: first (embedding), last (final norm, head) or the one with the layer.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    dims: tuple[tuple[str, ...], ...]
+    layer: int | None
+    stage_part: StagePart
+
+    def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Shape of each Hugging Face tensor."""
+        sizes = dim_sizes(shape)
+        return {hf: tuple(sizes[d] for d in dims) for hf, dims in zip(self.hf, self.dims, strict=True)}
+
+    def joined_shape(self, shape: ModelShape, vocab_rows: int | None = None) -> tuple[int, ...]:
+        """Shape of the tensor with its tensor-parallel shards joined; vocab_rows: stored rows (None: unpadded)."""
+        hf_shapes = list(self.hf_shapes(shape).values())
+        rows = sum(s[0] for s in hf_shapes)
+        if self.kind == "vocab" and vocab_rows is not None:
+            rows = vocab_rows
+        return (rows, *hf_shapes[0][1:])
+
+    def mcore_shape(self, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
+        """Local shape on one tensor-parallel rank. Raises ValueError where tp_size does not divide."""
+        self._check_divides(shape, tp_size)
+        full = self.joined_shape(shape, padded_vocab_size(shape.vocab_size, tp_size))
+        if self.kind == "replicated":
+            return full
+        if self.kind == "row":
+            return (full[0], full[1] // tp_size, *full[2:])
+        return (full[0] // tp_size, *full[1:])
+
+    def shard(self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """Megatron-Core shard of this rank, contiguous, in the stored dtype; reads only the slices it needs.
+
+        Raises ValueError naming every Hugging Face tensor whose shape is wrong.
+        """
+        self._check_divides(shape, tp_size)
+        sources = [read(hf) for hf in self.hf]
+        self._check_sources(sources, shape)
+        if self.kind == "qkv":
+            groups = shape.num_kv_heads // tp_size
+            parts = [_rows(s, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim)) for s in sources]
+            out = torch.cat(parts, dim=1).flatten(0, 2)
+        elif self.kind == "gate_up":
+            out = torch.cat([_rows(s, tp_rank, tp_size) for s in sources])
+        elif self.kind == "vocab":
+            out = _vocab_rows(sources[0], shape.vocab_size, tp_rank, tp_size)
+        elif self.kind == "column":
+            out = _rows(sources[0], tp_rank, tp_size)
+        elif self.kind == "row":
+            columns = sources[0].get_shape()[1] // tp_size
+            out = sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
+        else:
+            out = sources[0][:]
+        return out.contiguous()
+
+    def join(self, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+        """Tensor-parallel shards, in rank order -> the whole tensor as the distributed checkpoint has it.
+
+        Raises ValueError for a shard of the wrong shape.
+        """
+        expected = self.mcore_shape(shape, len(shards))
+        wrong = [f"tp rank {r}: {tuple(s.shape)}" for r, s in enumerate(shards) if tuple(s.shape) != expected]
+        if wrong:
+            raise ValueError(f"{self.name}: shards should be {expected}, got {'; '.join(wrong)}")
+        if self.kind == "replicated" or len(shards) == 1:
+            return shards[0]
+        if self.kind == "row":
+            return torch.cat(list(shards), dim=1)
+        if self.kind == "gate_up":
+            halves = [s.chunk(2) for s in shards]
+            return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
+        return torch.cat(list(shards))
+
+    def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
+        """Joined tensor -> contiguous Hugging Face tensors, vocabulary padding dropped.
+
+        Raises ValueError when `full` has the wrong shape.
+        """
+        self.check_joined(full.shape, shape)
+        if self.kind == "qkv":
+            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
+            grouped = full.unflatten(0, (shape.num_kv_heads, heads_per_group + 2, shape.head_dim))
+            parts = [p.flatten(0, 2) for p in grouped.split([heads_per_group, 1, 1], dim=1)]
+        elif self.kind == "gate_up":
+            parts = list(full.chunk(2))
+        elif self.kind == "vocab":
+            parts = [full[: shape.vocab_size]]
+        else:
+            parts = [full]
+        return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
+
+    def check_joined(self, stored: Sequence[int], shape: ModelShape) -> None:
+        """Raises ValueError unless `stored` is the joined shape (vocab: or that with more, padded, rows)."""
+        expected = self.joined_shape(shape)
+        stored = tuple(stored)
+        if stored == expected:
+            return
+        if self.kind == "vocab" and stored[1:] == expected[1:] and stored[0] > expected[0]:
+            return
+        more = " or more rows" if self.kind == "vocab" else ""
+        raise ValueError(f"{self.name}: shape {stored}, should be {expected}{more}")
+
+    def _check_divides(self, shape: ModelShape, tp_size: int) -> None:
+        sizes = {
+            "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
+            "gate_up": {"intermediate_size": shape.ffn_hidden_size},
+            "column": {"rows": self.joined_shape(shape)[0]},
+            "row": {"columns": self.joined_shape(shape)[-1]},
+        }
+        for what, size in sizes.get(self.kind, {}).items():
+            if size % tp_size:
+                raise ValueError(f"{self.name}: {what} {size} is not divisible by tp_size {tp_size}")
+
+    def _check_sources(self, sources: Sequence[LazyTensor], shape: ModelShape) -> None:
+        wrong = [
+            f"{hf}: shape {tuple(source.get_shape())}, config.json says {expected}"
+            for source, (hf, expected) in zip(sources, self.hf_shapes(shape).items(), strict=True)
+            if tuple(source.get_shape()) != expected
+        ]
+        if wrong:
+            raise ValueError("wrong tensor shapes: " + "; ".join(wrong))
+
+
+def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
+    rows = source.get_shape()[0] // num_parts
+    return source[rank * rows : (rank + 1) * rows]
+
+
+def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
+    rows = padded_vocab_size(vocab_size, tp_size) // tp_size
+    start, stop = min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size)
+    if start == stop:
+        # A rank that holds padding alone: one row tells dtype and width.
+        return torch.zeros_like(source[:1]).repeat(rows, 1)
+    part = source[start:stop]
+    if stop - start == rows:
+        return part
+    return torch.cat([part, part.new_zeros(rows - (stop - start), *part.shape[1:])])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A Param before its layer index is filled in: `{i}` in name and hf stands for the layer."""
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    dims: tuple[tuple[str, ...], ...]
+
+    def param(self, layer: int | None, stage_part: StagePart) -> Param:
+        def fill(text: str) -> str:
+            return text.replace("{i}", str(layer))
+
+        return Param(fill(self.name), tuple(fill(h) for h in self.hf), self.kind, self.dims, layer, stage_part)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family as data: which rules make its parameters, and what its config.json leaves unsaid.
+
+    default_head_dim: head_dim when config.json has none (None: hidden_size / num_attention_heads).
+    refused: config.json keys that must be absent, null or false.
+    """
+
+    model_type: str
+    first: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    last: tuple[Rule, ...]
+    head: Rule
+    qk_norm: bool
+    qkv_bias: bool
+    default_head_dim: int | None = None
+    refused: tuple[str, ...] = ()
+
+    def params(self, shape: ModelShape) -> list[Param]:
+        """All parameters in the static export order: embedding, layers 0.., final norm, head.
+
+        Tied embeddings: no head of its own (Hugging Face stores none).
+        """
+        params = [rule.param(None, "first") for rule in self.first]
+        params += [rule.param(i, "layer") for i in range(shape.num_layers) for rule in self.layer]
+        params += [rule.param(None, "last") for rule in self.last]
+        if not shape.tie_word_embeddings:
+            params.append(self.head.param(None, "last"))
+        return params
+
+    def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Every Hugging Face tensor of the model and its shape, in export order."""
+        return {name: size for param in self.params(shape) for name, size in param.hf_shapes(shape).items()}
+
+
+# Rules that families pick from.
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),))
+FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
+HEAD = Rule("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
+
+
+def _qkv(suffix: str, tail: tuple[str, ...]) -> Rule:
+    return Rule(
+        f"decoder.layers.{{i}}.self_attention.linear_qkv.{suffix}",
+        tuple(f"model.layers.{{i}}.self_attn.{p}_proj.{suffix}" for p in "qkv"),
+        "qkv",
+        tuple((rows, *tail) for rows in ("q", "kv", "kv")),
+    )
+
+
+def _norm(name: str, hf: str, dim: str) -> Rule:
+    return Rule(f"decoder.layers.{{i}}.{name}.weight", (f"model.layers.{{i}}.{hf}.weight",), "replicated", ((dim,),))
+
+
+INPUT_NORM = _norm("input_layernorm", "input_layernorm", "hidden")
+QKV_WEIGHT = _qkv("weight", ("hidden",))
+QKV_BIAS = _qkv("bias", ())
+Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim")
+K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim")
+PROJ = Rule(
+    "decoder.layers.{i}.self_attention.linear_proj.weight",
+    ("model.layers.{i}.self_attn.o_proj.weight",),
+    "row",
+    (("hidden", "q"),),
+)
+MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
+GATE_UP = Rule(
+    "decoder.layers.{i}.mlp.linear_fc1.weight",
+    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
+    "gate_up",
+    (("ffn", "hidden"), ("ffn", "hidden")),
+)
+DOWN = Rule(
+    "decoder.layers.{i}.mlp.linear_fc2.weight", ("model.layers.{i}.mlp.down_proj.weight",), "row", (("hidden", "ffn"),)
+)
+
+
+def dense_family(
+    model_type: str,
+    *,
+    qk_norm: bool,
+    qkv_bias: bool,
+    default_head_dim: int | None = None,
+    refused: Iterable[str] = (),
+) -> Family:
+    """A pre-norm decoder with grouped-query attention, SwiGLU and RMSNorm."""
+    attention = [INPUT_NORM, QKV_WEIGHT]
+    attention += [QKV_BIAS] if qkv_bias else []
+    attention += [Q_NORM, K_NORM] if qk_norm else []
+    return Family(
+        model_type=model_type,
+        first=(EMBEDDING,),
+        layer=(*attention, PROJ, MLP_NORM, GATE_UP, DOWN),
+        last=(FINAL_NORM,),
+        head=HEAD,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        default_head_dim=default_head_dim,
+        refused=tuple(refused),
+    )

@@ -1,0 +1,114 @@
+"""Opening the safetensors of a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from scalerl.families.shape import ModelShape
+from scalerl.families.table import Family, LazyTensor
+
+# Buffers that old checkpoints carry and no model needs.
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class HFWeights:
+    """The tensors of a model directory: model.safetensors, or the shards that model.safetensors.index.json names.
+
+    Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
+    or call close().
+    """
+
+    def __init__(self, model_dir: str | Path) -> None:
+        self.dir = Path(model_dir)
+        self._open_files: dict[str, Any] = {}
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        if (self.dir / INDEX_NAME).is_file():
+            return self._read_index()
+        if (self.dir / SINGLE_NAME).is_file():
+            return dict.fromkeys(self._file(SINGLE_NAME).keys(), SINGLE_NAME)
+        raise ValueError(self._nothing_there())
+
+    def _read_index(self) -> dict[str, str]:
+        path = self.dir / INDEX_NAME
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a safetensors index: {error!r}") from None
+        missing = sorted({f for f in weight_map.values() if not (self.dir / f).is_file()})
+        if missing:
+            raise ValueError(f"{path} names files that are not there: {', '.join(missing)}; download the model again")
+        return weight_map
+
+    def _nothing_there(self) -> str:
+        if not self.dir.is_dir():
+            return f"{self.dir} is not a directory; give a local Hugging Face model directory"
+        pickles = sorted(p.name for p in self.dir.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        if pickles:
+            return (
+                f"{self.dir} has no safetensors, only {', '.join(pickles[:3])}: these are pickles, which can run any "
+                "code when read, so they are refused. Convert them where you trust them: AutoModelForCausalLM"
+                f".from_pretrained({str(self.dir)!r}).save_pretrained(NEW_DIR)"
+            )
+        others = sorted(p.name for p in self.dir.glob("*.safetensors"))
+        found = f"; {', '.join(others[:3])} there, but no {INDEX_NAME}" if others else ""
+        return f"{self.dir} has neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a Hugging Face model directory"
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(self.dir / name, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.dir / name} cannot be read ({error}); download the model again") from None
+        return self._open_files[name]
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def read(self, name: str) -> LazyTensor:
+        """Lazy tensor: its shape, and the slices that are asked for. Raises ValueError when there is none."""
+        if name not in self._file_of:
+            raise ValueError(f"{self.dir} has no tensor {name}")
+        file_name = self._file_of[name]
+        try:
+            return self._file(file_name).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self.dir / file_name}: tensor {name} cannot be read: {error}") from None
+
+    def check(self, family: Family, shape: ModelShape) -> None:
+        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors. Reads headers only."""
+        expected = family.hf_shapes(shape)
+        tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
+        extra = [n for n in self.names() if n not in expected and n not in tied_head and not HARMLESS.search(n)]
+        problems = [f"missing {n}" for n in expected if n not in self._file_of]
+        problems += [f"unexpected {n}" for n in extra]
+        for name, size in expected.items():
+            if name in self._file_of:
+                found = tuple(self.read(name).get_shape())
+                if found != size:
+                    problems.append(f"{name} has shape {found}, config.json says {size}")
+        if problems:
+            raise ValueError(
+                f"{self.dir} does not hold the {family.model_type} model of its config.json "
+                f"({len(problems)} problems):\n  " + "\n  ".join(problems)
+            )
+
+    def close(self) -> None:
+        """Unmaps the files; tensors already read stay valid."""
+        self._open_files.clear()
+
+    def __enter__(self) -> HFWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

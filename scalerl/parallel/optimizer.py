@@ -1,0 +1,52 @@
+"""OptimConfig -> megatron's (distributed) optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+
+# constant never decays; megatron wants a length all the same.
+_NO_DECAY_STEPS = 10**12
+
+
+def build_optimizer(ddp_model: Any, optim: OptimConfig, megatron: MegatronConfig, dtype: torch.dtype) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        clip_grad=optim.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, [ddp_model], use_gloo_process_groups=False)
+
+
+def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:
+    """lr of update k (from 0) is read before it: warm-up gives lr * (k + 1) / lr_warmup_steps, so no update is wasted on 0."""
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=optim.lr_decay_steps or _NO_DECAY_STEPS,
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    schedule.step(increment=1)
+    return schedule

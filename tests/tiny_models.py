@@ -1,0 +1,109 @@
+"""Random models of a few thousand parameters in Hugging Face format, with a byte-level chat tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
+    """One token per byte after `SPECIAL_TOKENS`; the rest of the vocabulary are tokens that no text produces."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size {vocab_size} is too small for {MIN_VOCAB_SIZE} special tokens and bytes")
+    vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[byte] = len(vocab)
+    while len(vocab) < vocab_size:
+        vocab[f"<|unused_{len(vocab)}|>"] = len(vocab)
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=SPECIAL_TOKENS[PAD_ID],
+        bos_token=SPECIAL_TOKENS[BOS_ID],
+        eos_token=SPECIAL_TOKENS[EOS_ID],
+        model_max_length=2048,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_tiny_model(
+    path: str | Path,
+    family: str = "qwen3",
+    *,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+    ffn_size: int | None = None,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int | None = None,
+    vocab_size: int = 512,
+    max_position_embeddings: int = 2048,
+    tied: bool | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    initializer_range: float = 0.2,
+) -> Path:
+    """Write config, safetensors, generation config and tokenizer to `path`; returns it.
+
+    family: qwen3 | qwen2 | llama.  tied: input and output embeddings share weights; None: only for qwen2.
+    ffn_size: None is twice the hidden size.  head_dim: None is hidden_size / num_heads; qwen2 allows nothing else.
+    Biases and norm weights are random too, so that a test notices when one is lost.
+    """
+    config_class, model_class = FAMILIES[family]
+    config = dict(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=ffn_size or 2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_position_embeddings,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        tie_word_embeddings=family == "qwen2" if tied is None else tied,
+        initializer_range=initializer_range,
+    )
+    if family != "qwen2":
+        config["head_dim"] = head_dim or hidden_size // num_heads
+    elif head_dim not in (None, hidden_size // num_heads):
+        raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
+    # transformers draws from the global generator; the caller keeps its state.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**config))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    path = Path(path)
+    model.to(dtype).save_pretrained(path)
+    tiny_tokenizer(vocab_size).save_pretrained(path)
+    return path
