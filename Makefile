@@ -34,10 +34,10 @@ $(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 	  echo "setup: $$($$python --version) ($$(command -v $$python)) -> $(VENV)"; \
 	  $$python -m venv --clear $(VENV); \
 	fi
-	$(BIN)/python -m pip install -q $(TORCH) -c requirements/cpu.txt
-	$(BIN)/python -m pip install -q -r requirements/cpu.txt
-	$(BIN)/python -m pip install -q --no-deps -r requirements/cpu-nodeps.txt
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip install -qq $(TORCH) -c requirements/cpu.txt
+	$(BIN)/python -m pip install -qq -r requirements/cpu.txt
+	$(BIN)/python -m pip install -qq --no-deps -r requirements/cpu-nodeps.txt
+	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
 	@echo "setup: done. Activate with: . $(BIN)/activate"
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean CODE | ip HOST | gpus
+# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean CODE | ip HOST
 set -uo pipefail
 
 fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
@@ -67,7 +67,11 @@ clean() { # clean CODE: keep Ray's logs of a failed attempt, remove this attempt
 mode=$1
 shift
 case $mode in
-  head) start_ray --head --port="${SCALERL_RAY_ADDRESS##*:}" --include-dashboard=false ;;
+  head)
+    # The batch script's own environment counts wrongly under --exclusive; a step's does not. Every node must offer as many.
+    gpus >"$SCALERL_ATTEMPT_DIR/.head_gpus"
+    start_ray --head --port="${SCALERL_RAY_ADDRESS##*:}" --include-dashboard=false
+    ;;
   worker) start_ray --address="$SCALERL_RAY_ADDRESS" ;;
   run)
     echo "$SLURM_STEP_ID" >"$SCALERL_ATTEMPT_DIR/.driver_step"
@@ -78,6 +82,5 @@ case $mode in
     ;;
   clean) clean "$1" ;;
   ip) node_ip "$1" ;;
-  gpus) gpus ;;
   *) fail "unknown mode $mode" ;;
 esac

@@ -13,6 +13,7 @@ import ray
 
 EXIT_INFRASTRUCTURE = 70
 POLL_S = 0.3
+REPORT_EVERY_S = 30.0
 
 
 def missing_hosts(nodes: list[dict[str, Any]], hosts: list[str], gpus: int) -> dict[str, str]:
@@ -51,13 +52,17 @@ def main() -> int:
     deadline = time.monotonic() + args.timeout_s
     connect(args.address, deadline)
     if args.session_file:
-        args.session_file.write_text(ray.get_runtime_context().get_session_dir()
-                                     if hasattr(ray.get_runtime_context(), "get_session_dir") else "")
+        context = ray.get_runtime_context()
+        args.session_file.write_text(f"{context.get_temp_dir()}/{context.get_session_name()}\n")
+    next_report = time.monotonic() + REPORT_EVERY_S
     while missing := missing_hosts(ray.nodes(), hosts, args.gpus):
+        lines = "\n".join(f"  {host}: {what}" for host, what in missing.items())
         if time.monotonic() > deadline:
-            lines = "\n".join(f"  {host}: {what}" for host, what in missing.items())
-            print(f"{len(missing)} of {len(hosts)} nodes not ready after {args.timeout_s:g} s:\n{lines}", file=sys.stderr)
+            print(f"{len(missing)} of {len(hosts)} nodes not ready after {args.timeout_s:g} s:\n{lines}", flush=True)
             return EXIT_INFRASTRUCTURE
+        if time.monotonic() > next_report:
+            print(f"waiting for {len(missing)} of {len(hosts)} nodes:\n{lines}", flush=True)
+            next_report += REPORT_EVERY_S
         time.sleep(POLL_S)
     ray.shutdown()
     return 0

@@ -199,6 +199,8 @@ def _remove_leftovers(root: Path, tracked: int | None) -> None:
         found = _TMP_NAME.fullmatch(path.name)
         if _DELETING_NAME.fullmatch(path.name) or (found and _is_dead(found, tracked)):
             shutil.rmtree(path)
+        elif path.name.startswith(f".{TRACKER_NAME}."):
+            path.unlink()
 
 
 def _is_dead(tmp: re.Match[str], tracked: int | None) -> bool:

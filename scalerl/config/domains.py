@@ -195,7 +195,11 @@ def show(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(value) if value == "" or isinstance(value, str) and value != value.strip() else str(value)
+    if isinstance(value, list):
+        return f"[{','.join(map(show, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{show(inner)}" for key, inner in value.items()) + "}"
+    return f"'{value}'" if isinstance(value, str) and value.strip() == "" else str(value)
 
 
 def domain_violations(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ class Leaf:
             return "dict"
         if typing.get_origin(self.annotation) is list:
             return f"list[{typing.get_args(self.annotation)[0].__name__}]"
-        return text.replace("typing.", "").replace("None", "null")
+        return text.replace("typing.", "").replace("None", "null").replace("Any", "any")
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:

@@ -10,24 +10,32 @@ from typing import Any
 
 from omegaconf import MISSING
 
+# Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
+ROLLOUT_NAMES = ("sglang", "embedded")
+
 
 @dataclass
 class DataConfig:
     # One path or a list of paths (parquet, json, jsonl).
     train_files: Any = MISSING
     val_files: Any = MISSING
+    # Column with a list of {"role", "content"}.
     prompt_key: str = "prompt"
     # Column whose value picks the reward rule and groups validation metrics.
     reward_fn_key: str = "data_source"
     # Tokens, chat template included.
     max_prompt_length: int = 512
+    # Tokens.
     max_response_length: int = 512
     # Prompts per step.
     train_batch_size: int = 1024
+    # First rows to keep; -1: all.
     train_max_samples: int = -1
+    # First rows to keep; -1: all.
     val_max_samples: int = -1
     shuffle: bool = True
     seed: int = 42
+    # Drop prompts over max_prompt_length, with a count.
     filter_overlong_prompts: bool = False
     # What to do with a prompt over max_prompt_length that was not filtered: error | left | right | middle.
     truncation: str = "error"
@@ -37,6 +45,7 @@ class DataConfig:
 class ModelConfig:
     # Directory with config.json, *.safetensors and tokenizer files.
     path: str = MISSING
+    # Run Python code that the model directory brings along.
     trust_remote_code: bool = False
 
 
@@ -58,10 +67,13 @@ class OptimConfig:
 
 @dataclass
 class MegatronConfig:
+    # Devices that share each layer.
     tensor_model_parallel_size: int = 1
+    # Stages that share the layers.
     pipeline_model_parallel_size: int = 1
     # Ignored (off) when tensor_model_parallel_size is 1.
     sequence_parallel: bool = True
+    # Optimizer state is split over the data-parallel ranks.
     use_distributed_optimizer: bool = True
     # Arithmetic and parameters: float32 | bfloat16. Main gradients and optimizer state are float32 either way.
     dtype: str = "bfloat16"
@@ -80,6 +92,7 @@ class ActorConfig:
     ppo_mini_batch_size: int = 256
     # Tokens in one packed micro-batch of one data-parallel rank.
     ppo_max_token_len_per_gpu: int = 16384
+    # Passes over a step's samples.
     ppo_epochs: int = 1
     # Sets both sides; clip_ratio_low and clip_ratio_high override it.
     clip_ratio: float = 0.2
@@ -89,7 +102,9 @@ class ActorConfig:
     clip_ratio_c: float = 3.0
     # token-mean | seq-mean-token-sum | seq-mean-token-mean
     loss_agg_mode: str = "token-mean"
+    # Weight of the entropy that the loss rewards.
     entropy_coeff: float = 0.0
+    # Add the KL to the reference model to the loss; without it there is no reference model.
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     # k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs
@@ -117,7 +132,9 @@ class RolloutConfig:
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
+    # -1: off.
     top_k: int = -1
+    # Generate max_response_length tokens, whatever comes.
     ignore_eos: bool = False
     seed: int = 42
     # Devices of one replica.
@@ -161,6 +178,7 @@ class ActorRolloutRefConfig:
 class AlgorithmConfig:
     # A name registered with algorithms.register_adv_est.
     adv_estimator: str = "grpo"
+    # Divide by the standard deviation of the group.
     norm_adv_by_std_in_grpo: bool = True
 
 
@@ -240,8 +258,9 @@ class SFTDataConfig:
     messages_key: str = "messages"
     # Conversations per optimizer update.
     train_batch_size: int = 256
-    # Tokens of one conversation; a longer one is an error or cut (truncation: error | left | right).
+    # Tokens of one conversation, chat template included.
     max_length: int = 1024
+    # What to do with a conversation over max_length: error | left | right.
     truncation: str = "error"
     # Tokens in one packed micro-batch of one data-parallel rank.
     max_token_len_per_gpu: int = 16384

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl.config.domains import domain_violations, show
+from scalerl.config.domains import domain_violations
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 # Estimators whose baseline is the other samples of the same prompt.
@@ -38,7 +38,6 @@ def layout_violations(
     num_attention_heads: int,
     num_kv_heads: int,
     num_layers: int,
-    hidden_size: int,
     ffn_hidden_size: int,
     megatron: MegatronConfig,
     world_size: int,
@@ -56,7 +55,6 @@ def layout_violations(
     widths = {
         "attention heads": num_attention_heads,
         "key/value heads": num_kv_heads,
-        "hidden size": hidden_size,
         "feed-forward size": ffn_hidden_size,
     }
     found = list(_indivisible(tp_key, tp_size, widths))
@@ -367,5 +365,3 @@ SFT_RULES = [
     *_lr_rules("optim"),
     RESUME,
 ]
-
-__all__ = ["dp_size", "layout_violations", "show", "validate_ppo", "validate_sft", "world_size"]

@@ -24,21 +24,19 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
     if not directory.is_dir():
         raise DataError(
             [
-                f"tokenizer directory {directory} does not exist (working directory {Path.cwd()}); give a local directory: "
-                "names on a hub are not downloaded"
+                f"tokenizer directory {directory} does not exist (working directory {Path.cwd()}); "
+                "give a local directory: names on a hub are not downloaded"
             ]
         )
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         present = ", ".join(sorted(entry.name for entry in directory.iterdir())[:20]) or "nothing"
         raise DataError(
-            [f"{directory} holds no tokenizer: expected tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
+            [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
     from transformers import AutoTokenizer  # seconds to import, and only a process that tokenizes needs it
 
     try:
-        return AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers, tokenizers and remote code raise bare Exception here
         hint = "" if trust_remote_code else "; if it needs its own code, set trust_remote_code=true"
         raise DataError([f"tokenizer in {directory} does not load: {type(error).__name__}: {error}{hint}"]) from error
@@ -49,8 +47,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
         raise DataError(
             [
-                f"tokenizer {tokenizer.name_or_path!r} has no chat template; put chat_template.jinja into its directory, "
-                "or use the instruction-tuned model's tokenizer"
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template; put chat_template.jinja into its "
+                "directory, or use the instruction-tuned model's tokenizer"
             ]
         )
 

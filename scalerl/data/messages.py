@@ -13,7 +13,8 @@ _SHAPE = 'write it as [{"role": "user", "content": "..."}]'
 def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
     """The messages without keys that are null (Arrow fills them in), or None with the reason added to `problems`."""
     if not isinstance(value, list):
-        problems.add(f"{type_name(value)}, not a list of messages", _SHAPE, row=row, column=column, value=excerpt(value))
+        found = f"{type_name(value)}, not a list of messages"
+        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(value))
         return None
     if not value:
         problems.add("an empty list", "remove the row or give it a message", row=row, column=column)
@@ -30,8 +31,10 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         # Chat templates drop messages of roles that they do not know, without a word.
-        found = f"role {excerpt(role)} in message {i}" if isinstance(role, str) else f"{type_name(role)} as role of message {i}"
-        problems.add(found, f"use one of {', '.join(ROLES)}", row=row, column=column)
+        found = (
+            f"no known role in message {i}" if isinstance(role, str) else f"{type_name(role)} as role of message {i}"
+        )
+        problems.add(found, f"use one of {', '.join(ROLES)}", row=row, column=column, value=excerpt(role))
         return None
     if content is None and message.get("tool_calls"):
         return {key: item for key, item in message.items() if item is not None}

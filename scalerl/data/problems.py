@@ -12,7 +12,7 @@ _MAX_VALUE_CHARS = 80
 
 
 class DataError(ValueError):
-    """Input data that cannot be used. `problems`: one line each, naming file, row (from 0), column, found and wanted."""
+    """Input data that cannot be used. `problems`: a line each with file, row (from 0), column, found and what to do."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         # One positional argument that rebuilds the error: it crosses process borders by pickle.
@@ -41,7 +41,9 @@ class FileProblems:
         """True when another problem would not be shown."""
         return len(self._groups) >= MAX_PROBLEMS_PER_FILE
 
-    def add(self, found: str, advice: str, *, row: int | None = None, column: str | None = None, value: str = "") -> None:
+    def add(
+        self, found: str, advice: str, *, row: int | None = None, column: str | None = None, value: str = ""
+    ) -> None:
         """found: what is there, the same text for every row with this problem.  value: this row's example of it."""
         key = (column, found, advice)
         if key not in self._groups and self.full:

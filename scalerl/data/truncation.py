@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def truncate(tokens: Sequence[T], max_length: int, side: str) -> Sequence[T]:
-    """At most max_length of the tokens. side: what is cut away: left | right | middle (the smaller half stays in front)."""
+    """At most max_length of the tokens. side: where the cut is: left | right | middle (the end keeps the odd token)."""
     if len(tokens) <= max_length:
         return tokens
     if side == "right":

@@ -28,7 +28,22 @@ def build_optimizer(ddp_model: Any, optim: OptimConfig, megatron: MegatronConfig
         params_dtype=dtype,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, [ddp_model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, [ddp_model], use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _allocate_adam_state(part.optimizer)
+    return optimizer
+
+
+def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """torch's Adam has no state before its first step, and megatron's checkpoint code cannot describe what is not there."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter].update(
+                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                )
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:

@@ -1,0 +1,53 @@
+"""Per-token estimators of KL(policy || reference). Dims: T packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+K3_LOG_RATIO_BOUND = 20.0
+K3_BOUND = 10.0
+
+
+def _k1(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return logprobs_T - ref_logprobs_T
+
+
+def _abs(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return (logprobs_T - ref_logprobs_T).abs()
+
+
+def _k2(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    return 0.5 * (logprobs_T - ref_logprobs_T).square()
+
+
+def _k3(logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    delta_T = (ref_logprobs_T - logprobs_T).clamp(-K3_LOG_RATIO_BOUND, K3_LOG_RATIO_BOUND)
+    # expm1 keeps the digits that exp(d) - 1 - d loses for small d.
+    return (torch.expm1(delta_T) - delta_T).clamp(-K3_BOUND, K3_BOUND)
+
+
+_KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": _k1,
+    "kl": _k1,
+    "abs": _abs,
+    "k2": _k2,
+    "mse": _k2,
+    "k3": _k3,
+    "low_var_kl": _k3,
+}
+KL_KINDS = tuple(_KINDS)
+
+
+def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
+    """[T] estimate per token, with gradient to logprobs_T.  d = ref_logprobs - logprobs.
+
+    k1 | kl: -d (unbiased, either sign).  abs: |d|.  k2 | mse: d^2 / 2.
+    k3 | low_var_kl: exp(d) - 1 - d with d in [-20, 20], result at most 10 (no gradient beyond a bound).
+    Raises ValueError for another kind.  Source: J. Schulman, http://joschu.net/blog/kl-approx.html
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"kl_loss_type={kind!r}: no such KL estimator; known are {sorted(_KINDS)}")
+    return _KINDS[kind](logprobs_T, ref_logprobs_T)

@@ -1,0 +1,115 @@
+"""Policy losses per token, and the weights that turn them into one number.
+
+loss = sum_t weights_t * loss_t. The weights hold the only division, by counts of the whole mini-batch, so micro-batches
+and data-parallel ranks add up to the same loss however the mini-batch is split into whole sequences.
+Dims: T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from scalerl.algorithms.registry import Registry
+from scalerl.config.schema import ActorConfig
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, ActorConfig], tuple[Tensor, dict[str, Tensor]]]
+
+_REGISTRY: Registry[PolicyLoss] = Registry("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
+register_policy_loss = _REGISTRY.register
+get_policy_loss = _REGISTRY.get
+policy_loss_names = _REGISTRY.names
+
+# exp(20) = 4.9e8: far beyond any clip range, far from overflow.
+LOG_RATIO_BOUND = 20.0
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def clip_bounds(config: ActorConfig) -> tuple[float, float]:
+    """(low, high): the ratio is clipped to [1 - low, 1 + high].
+
+    clip_ratio sets both; clip_ratio_low and clip_ratio_high, when not null, override their side.
+    """
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high
+
+
+@register_policy_loss("vanilla")
+def vanilla(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss with a clip range per side and dual clip.
+
+    r = exp(clamp(logprobs - old_logprobs, -20, 20));  l = max(-A r, -A clip(r, 1 - low, 1 + high));
+    where A < 0: l = min(l, -A clip_ratio_c).
+    All inputs [T]. Returns ([T] loss, {name: [T] values without gradient}):
+    actor/pg_clipfrac: 1 where the clipped term is the larger; actor/pg_clipfrac_lower: 1 where dual clip cuts;
+    actor/ppo_kl: -log r.
+    Raises ValueError when clip_ratio_c is not over 1.
+    Source: PPO (arXiv 1707.06347) eq. 7; dual clip: arXiv 1912.09729 eq. 5; clip range per side: DAPO (arXiv 2503.14476).
+    """
+    low, high = clip_bounds(config)
+    bound = config.clip_ratio_c
+    if not bound > 1.0:
+        raise ValueError(
+            f"actor.clip_ratio_c={bound} must be over 1 (3.0 is usual): at 1 it would cut unchanged tokens"
+        )
+    log_ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio_T = log_ratio_T.exp()
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(1.0 - low, 1.0 + high)
+    ppo_T = torch.maximum(plain_T, clipped_T)
+    ceiling_T = -advantages_T * bound
+    loss_T = torch.where(advantages_T < 0, torch.minimum(ppo_T, ceiling_T), ppo_T)
+    return loss_T, {
+        "actor/pg_clipfrac": (clipped_T > plain_T).detach().to(loss_T.dtype),
+        "actor/pg_clipfrac_lower": ((advantages_T < 0) & (ppo_T > ceiling_T)).detach().to(loss_T.dtype),
+        "actor/ppo_kl": -log_ratio_T.detach(),
+    }
+
+
+def check_loss_counts(loss_agg_mode: str, num_loss_tokens: int, num_sequences: int) -> None:
+    """Raises ValueError for a mode that does not exist or a count below 1."""
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ValueError(f"actor.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
+    for name, count in (("num_loss_tokens", num_loss_tokens), ("num_sequences", num_sequences)):
+        if count < 1:
+            raise ValueError(f"{name}={count}: the mini-batch has no token to learn from, all its masks are empty")
+
+
+def loss_weights(
+    response_mask_T: Tensor, cu_seqlens: Tensor, loss_agg_mode: str, num_loss_tokens: int, num_sequences: int
+) -> Tensor:
+    """[T] float32 weights; 0 where the mask is 0 and past cu_seqlens[-1] (alignment padding).
+
+    response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers.  Both of one micro-batch of whole sequences.
+    num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
+    token-mean: 1 / num_loss_tokens.  seq-mean-token-sum: 1 / num_sequences.
+    seq-mean-token-mean: 1 / (loss tokens of the sequence * num_sequences).
+    Raises ValueError for another mode or a count below 1.
+    """
+    check_loss_counts(loss_agg_mode, num_loss_tokens, num_sequences)
+    divisor = num_loss_tokens if loss_agg_mode == "token-mean" else num_sequences
+    sequence_T = _sequence_of_token(cu_seqlens, len(response_mask_T))
+    num_local = len(cu_seqlens) - 1
+    mask_T = (response_mask_T != 0) & (sequence_T < num_local)
+    divisor_T = torch.full(mask_T.shape, float(divisor), dtype=torch.float64, device=mask_T.device)
+    if loss_agg_mode == "seq-mean-token-mean":
+        counts_S = torch.zeros(num_local + 1, dtype=torch.float64, device=mask_T.device)
+        counts_S.index_add_(0, sequence_T, mask_T.double())
+        divisor_T = divisor_T * counts_S.clamp(min=1.0)[sequence_T]
+    return torch.where(mask_T, 1.0 / divisor_T, 0.0).float()
+
+
+def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:
+    """Scalar sum_t weights_t * values_t; a token of weight 0 counts as 0 even where its value is NaN or infinite."""
+    return (torch.where(weights_T != 0, values_T, 0.0) * weights_T).sum()
+
+
+def _sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """[T] int64 number of the sequence of each token; S for tokens past cu_seqlens[-1]."""
+    positions_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions_T, right=True)

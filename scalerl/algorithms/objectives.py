@@ -1,0 +1,138 @@
+"""Objectives: what the engine minimizes on one packed micro-batch.
+
+Called as objective(logprobs_T, entropy_T | None, columns) -> (loss, metrics). Loss and metrics are sum-reducible: they
+are weighted with counts of the whole mini-batch, so their SUM over micro-batches and data-parallel ranks is the value
+for the mini-batch. Metrics stay tensors, so that a micro-batch costs no device-to-host copy.
+Dims: T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scalerl.algorithms.kl import KL_KINDS, kl_penalty_forward
+from scalerl.algorithms.losses import check_loss_counts, get_policy_loss, loss_weights, weighted_sum
+from scalerl.config.schema import ActorConfig
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL (with use_kl_loss), aggregated by loss_agg_mode.
+
+    num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
+    Raises ValueError at construction for a loss_mode, kl_loss_type or loss_agg_mode that does not exist.
+
+    Metrics (0-dim, without gradient, sum-reducible): actor/pg_loss, actor/kl_loss (use_kl_loss) and actor/entropy (when
+    entropy is given) aggregated by loss_agg_mode; actor/pg_clipfrac, actor/pg_clipfrac_lower, actor/ppo_kl means over
+    loss tokens.
+    """
+
+    actor_config: ActorConfig
+    num_loss_tokens: int
+    num_sequences: int
+
+    def __post_init__(self) -> None:
+        config = self.actor_config
+        get_policy_loss(config.policy_loss.loss_mode)
+        if config.use_kl_loss and config.kl_loss_type not in KL_KINDS:
+            raise ValueError(f"actor.kl_loss_type={config.kl_loss_type!r}: known are {sorted(KL_KINDS)}")
+        check_loss_counts(config.loss_agg_mode, self.num_loss_tokens, self.num_sequences)
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """Token columns that `columns` must hold, beside cu_seqlens."""
+        names = ("old_logprobs", "advantages", "response_mask")
+        return (*names, "ref_logprobs") if self.actor_config.use_kl_loss else names
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss needs entropy_T with a gradient."""
+        return self.actor_config.entropy_coeff != 0.0
+
+    def __call__(
+        self, logprobs_T: Tensor, entropy_T: Tensor | None, columns: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """logprobs_T, entropy_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
+
+        Raises ValueError for a missing column, or missing entropy_T when entropy_coeff is not 0.
+        """
+        config = self.actor_config
+        _require(columns, (*self.token_columns, "cu_seqlens"))
+        if self.needs_entropy and entropy_T is None:
+            raise ValueError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of every token: got none")
+        mask_T = columns["response_mask"]
+        weights_T = loss_weights(
+            mask_T, columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
+        )
+        # Masked tokens get log-ratio 0, KL 0 and advantage 0: NaN there reaches neither the sum nor the gradient.
+        keep_T = weights_T != 0
+        logprobs_T, old_logprobs_T, advantages_T = (
+            torch.where(keep_T, column, 0.0) for column in (logprobs_T, columns["old_logprobs"], columns["advantages"])
+        )
+        loss_T, token_metrics = get_policy_loss(config.policy_loss.loss_mode)(
+            logprobs_T, old_logprobs_T, advantages_T, config
+        )
+        loss = weighted_sum(loss_T, weights_T)
+        metrics = {"actor/pg_loss": _snapshot(loss)}
+        token_weights_T = keep_T.to(weights_T.dtype) / self.num_loss_tokens
+        for name, values_T in token_metrics.items():
+            metrics[name] = _snapshot(weighted_sum(values_T, token_weights_T))
+        if entropy_T is not None:
+            entropy = weighted_sum(entropy_T, weights_T)
+            metrics["actor/entropy"] = _snapshot(entropy)
+            if self.needs_entropy:
+                loss = loss - config.entropy_coeff * entropy
+        if config.use_kl_loss:
+            ref_logprobs_T = torch.where(keep_T, columns["ref_logprobs"], 0.0)
+            kl = weighted_sum(kl_penalty_forward(logprobs_T, ref_logprobs_T, config.kl_loss_type), weights_T)
+            metrics["actor/kl_loss"] = _snapshot(kl)
+            loss = loss + config.kl_loss_coef * kl
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class SFTObjective:
+    """Mean negative log-likelihood over the loss tokens of the mini-batch.
+
+    num_loss_tokens: of the mini-batch over all ranks. ValueError when it is below 1.
+    Metrics (as PolicyObjective's): train/loss.
+    """
+
+    num_loss_tokens: int
+    mask_column: str = "response_mask"
+
+    def __post_init__(self) -> None:
+        check_loss_counts("token-mean", self.num_loss_tokens, num_sequences=1)
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        return (self.mask_column,)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    def __call__(
+        self, logprobs_T: Tensor, entropy_T: Tensor | None, columns: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """logprobs_T: [T] with gradient.  entropy_T: ignored.  columns: `token_columns` [T] and cu_seqlens [S + 1]."""
+        _require(columns, (*self.token_columns, "cu_seqlens"))
+        weights_T = loss_weights(
+            columns[self.mask_column], columns["cu_seqlens"], "token-mean", self.num_loss_tokens, num_sequences=1
+        )
+        loss = weighted_sum(-logprobs_T, weights_T)
+        return loss, {"train/loss": _snapshot(loss)}
+
+
+def _snapshot(value: Tensor) -> Tensor:
+    # A copy: scaling the loss in place later must not change the metric.
+    return value.detach().clone()
+
+
+def _require(columns: dict[str, Tensor], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise ValueError(f"micro-batch lacks columns {missing}; it has {sorted(columns)}")

@@ -1,0 +1,231 @@
+"""The plan of a step: which sample trains in which micro-batch of which data-parallel rank.
+
+One plan serves every pass of the step (old log-probs, reference, update), so a sample stays on its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalerl.balance.packing import Bins, fewest_bins, group_evenly, least_loaded, pack, split_to
+from scalerl.balance.refine import even_out
+
+MicroBatch = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """micro_batches[dp_rank][mini_batch][micro_batch] = row indices of the step's batch, ascending.
+
+    All ranks have the same number of micro-batches in a mini-batch; none is empty; every row is in exactly one.
+    """
+
+    micro_batches: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def num_mini_batches(self) -> int:
+        return len(self.micro_batches[0])
+
+    @property
+    def num_micro_batches(self) -> tuple[int, ...]:
+        """Per mini-batch, of each rank."""
+        return tuple(len(mini_batch) for mini_batch in self.micro_batches[0])
+
+    def rows(self, dp_rank: int) -> tuple[int, ...]:
+        """Rows of the rank in the order in which it trains them."""
+        return tuple(row for mini in self.micro_batches[dp_rank] for micro in mini for row in micro)
+
+    def local_micro_batches(self, dp_rank: int) -> tuple[tuple[MicroBatch, ...], ...]:
+        """[mini_batch][micro_batch] = positions in rows(dp_rank): for a shard that holds the rank's rows only."""
+        position = 0
+        minis = []
+        for mini in self.micro_batches[dp_rank]:
+            micros = []
+            for micro in mini:
+                micros.append(tuple(range(position, position + len(micro))))
+                position += len(micro)
+            minis.append(tuple(micros))
+        return tuple(minis)
+
+
+def plan_step(
+    num_tokens_S: Sequence[int] | np.ndarray,
+    *,
+    dp_size: int,
+    mini_batches: Sequence[Sequence[int]],
+    max_tokens_per_micro_batch: int,
+    workload_S: Sequence[float] | np.ndarray | None = None,
+    sample_names: Sequence[str] | None = None,
+    micro_batch_multiple: int = 1,
+) -> StepPlan:
+    """Packs each mini-batch into as few micro-batches as found, none over the cap, and balances the ranks' workload.
+
+    num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; together every row once.
+    workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
+    micro_batch_multiple: micro-batches of a rank in a mini-batch are a multiple of it (virtual pipeline).
+    Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
+    packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
+    Equal input gives an equal plan.
+    Raises ValueError naming the sample for one over the cap or without tokens; for rows missing or twice; for a
+    mini-batch with too few rows to give every rank its micro-batches.
+    """
+    num_tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
+    workload_S = num_tokens_S.astype(np.float64) if workload_S is None else np.asarray(workload_S, dtype=np.float64)
+    minis = [np.asarray(rows, dtype=np.int64).reshape(-1) for rows in mini_batches]
+    names = _Names(sample_names)
+    _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
+    _check_samples(num_tokens_S, workload_S, max_tokens_per_micro_batch, names)
+    _check_partition(minis, len(num_tokens_S), names)
+    multiple = dp_size * micro_batch_multiple
+    plans = []
+    for number, rows in enumerate(minis):
+        if len(rows) < multiple:
+            raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple))
+        ranks = _plan_mini_batch(
+            num_tokens_S[rows], workload_S[rows], dp_size, micro_batch_multiple, max_tokens_per_micro_batch, number
+        )
+        plans.append([_ordered(bins, rows, workload_S) for bins in ranks])
+    return StepPlan(tuple(tuple(plan[rank] for plan in plans) for rank in range(dp_size)))
+
+
+def _plan_mini_batch(
+    sizes: np.ndarray, workload: np.ndarray, dp_size: int, multiple: int, cap: int, number: int
+) -> list[Bins]:
+    """[rank][micro-batch] = items."""
+    step = dp_size * multiple
+    by_rank = least_loaded(np.zeros(len(sizes)), workload, dp_size, np.inf)
+
+    def balanced(count: int) -> list[Bins] | None:
+        if count > len(sizes):
+            return None
+        ranks = _pack_each_rank(by_rank, sizes, workload, count // dp_size, cap)
+        if ranks is None:
+            bins = least_loaded(sizes, workload, count, cap)
+            ranks = None if bins is None else _deal(bins, workload, count, dp_size)
+        return ranks
+
+    ranks, bins, count = fewest_bins(sizes, cap, step, balanced)
+    if count > len(sizes):
+        raise ValueError(
+            f"mini-batch {number} of {len(sizes)} samples needs {count} micro-batches of {cap} tokens (a multiple of "
+            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise "
+            "actor.ppo_max_token_len_per_gpu (SFT: data.max_token_len_per_gpu), or make the samples of a mini-batch a "
+            f"multiple of {step}"
+        )
+    if ranks is None:
+        ranks = _deal(bins, workload, count, dp_size)
+    even_out(ranks, sizes, workload, cap)
+    return ranks
+
+
+def _pack_each_rank(
+    by_rank: Bins, sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int
+) -> list[Bins] | None:
+    """Balance first, pack second: the best balance, but a rank may not fit."""
+    ranks = []
+    for items in by_rank:
+        if len(items) < num_bins or sizes[items].sum() > num_bins * cap:
+            return None
+        bins = pack(sizes[items], workload[items], num_bins, cap)
+        if bins is None:
+            return None
+        ranks.append([[items[i] for i in bin_] for bin_ in bins])
+    return ranks
+
+
+def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bins]:
+    """Pack first, balance second."""
+    bins = split_to(bins, workload, count)
+    loads = np.array([workload[items].sum() for items in bins])
+    return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
+
+
+def _ordered(bins: Bins, rows: np.ndarray, workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
+    """Light micro-batches first and last: a pipeline fills and drains with them, so its bubble is short."""
+    micros = sorted(tuple(sorted(rows[items].tolist())) for items in bins)
+    micros.sort(key=lambda micro: float(workload_S[list(micro)].sum()))
+    return tuple(micros[0::2] + micros[1::2][::-1])
+
+
+def seqlen_metrics(
+    num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan, prefix: str = "global_seqlen"
+) -> dict[str, float]:
+    """Tokens per data-parallel rank, before and after balancing.
+
+    Before: rank r would get the r-th contiguous chunk of the batch, as numpy.array_split cuts it into dp_size chunks.
+    After: what the plan gives rank r, over all mini-batches.
+    {prefix}/min, max, mean: over the chunks before.  minmax_diff: max - min before.  balanced_min, balanced_max: after.
+    """
+    num_tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
+    before = [int(chunk.sum()) for chunk in np.array_split(num_tokens_S, plan.dp_size)]
+    after = [int(num_tokens_S[list(plan.rows(rank))].sum()) for rank in range(plan.dp_size)]
+    return {
+        f"{prefix}/min": float(min(before)),
+        f"{prefix}/max": float(max(before)),
+        f"{prefix}/minmax_diff": float(max(before) - min(before)),
+        f"{prefix}/balanced_min": float(min(after)),
+        f"{prefix}/balanced_max": float(max(after)),
+        f"{prefix}/mean": sum(before) / plan.dp_size,
+    }
+
+
+@dataclass(frozen=True)
+class _Names:
+    names: Sequence[str] | None
+
+    def __getitem__(self, row: int) -> str:
+        return f"sample {row}" if self.names is None else f"sample {row} ({self.names[row]})"
+
+
+def _check_sizes(dp_size: int, multiple: int, cap: int, num_mini_batches: int) -> None:
+    for name, value in (
+        ("dp_size", dp_size),
+        ("micro_batch_multiple", multiple),
+        ("max_tokens_per_micro_batch", cap),
+        ("number of mini_batches", num_mini_batches),
+    ):
+        if value < 1:
+            raise ValueError(f"plan_step: {name} is {value}, must be at least 1")
+
+
+def _check_samples(num_tokens_S: np.ndarray, workload_S: np.ndarray, cap: int, names: _Names) -> None:
+    if workload_S.shape != num_tokens_S.shape:
+        raise ValueError(f"plan_step: {len(workload_S)} workloads for {len(num_tokens_S)} samples")
+    for rows, problem in (
+        (num_tokens_S < 1, "has {tokens} tokens: a sample needs at least one"),
+        (
+            num_tokens_S > cap,
+            "has {tokens} tokens, over the {cap} of one micro-batch: set actor.ppo_max_token_len_per_gpu (SFT: "
+            "data.max_token_len_per_gpu) to at least {tokens}, or shorten the data",
+        ),
+        (~(np.isfinite(workload_S) & (workload_S > 0)), "has workload {work}: must be positive and finite"),
+    ):
+        if rows.any():
+            row = int(rows.argmax())
+            raise ValueError(f"{names[row]} " + problem.format(tokens=num_tokens_S[row], cap=cap, work=workload_S[row]))
+
+
+def _check_partition(minis: list[np.ndarray], num_samples: int, names: _Names) -> None:
+    rows = np.concatenate(minis)
+    if len(rows) and not (rows.min() >= 0 and rows.max() < num_samples):
+        raise ValueError(f"mini_batches hold rows {rows.min()}..{rows.max()}, the batch has rows 0..{num_samples - 1}")
+    times = np.bincount(rows, minlength=num_samples)
+    if (times != 1).any():
+        row = int((times != 1).argmax())
+        raise ValueError(f"mini_batches must hold every row once: {names[row]} is there {times[row]} times")
+
+
+def _too_few_rows(number: int, num_rows: int, dp_size: int, multiple: int) -> str:
+    each = "one micro-batch" if multiple == 1 else f"{multiple} micro-batches (virtual pipeline)"
+    return (
+        f"mini-batch {number} has {num_rows} samples, too few to give each of {dp_size} data-parallel ranks {each}: "
+        "make actor.ppo_mini_batch_size x rollout.n (SFT: data.train_batch_size) at least "
+        f"{dp_size * multiple}, or use fewer data-parallel ranks"
+    )

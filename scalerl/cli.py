@@ -1,0 +1,103 @@
+"""The `scalerl` command: finds the program of a subcommand and runs it. Imports nothing heavy before it must."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+
+import scalerl
+from scalerl.config import help_text, run_main
+from scalerl.config.errors import EXIT_USER_ERROR
+
+USAGE = """\
+usage: scalerl COMMAND ...
+
+commands:
+  train    reinforcement learning: parquet in, checkpoints out
+  sft      supervised fine-tuning on conversations
+  merge    a checkpoint -> a Hugging Face model directory
+  doctor   versions, devices, what is missing and what that changes
+
+`scalerl COMMAND --help` explains a command; `scalerl --version` prints the version.
+SCALERL_TRACEBACK=1 shows the stack behind an error message."""
+
+KEYS_USAGE = """\
+usage: scalerl {command} key=value ... [--dry-run] [--config-dir DIR] [--config-name NAME] [+recipe=NAME] [+layout=NAME]
+
+  --dry-run       check everything that can be checked without a device, print the plan and stop
+  --config-dir    directory with YAML files of your own; --config-name NAME takes DIR/NAME.yaml
+  +recipe=NAME    settings that go together, from scalerl/configs/recipe; several: +recipe=[grpo,cpu]
+  +layout=NAME    how a model is spread over devices, from scalerl/configs/layout
+"""
+
+
+def _print(text: str) -> None:
+    """Print; a reader that stops early (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What Python would flush at exit must not meet the closed pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _train(argv: list[str]) -> int | None:
+    from scalerl.trainer.main_ppo import main as program
+
+    return program(argv)
+
+
+def _sft(argv: list[str]) -> int | None:
+    from scalerl.trainer.main_sft import main as program
+
+    return program(argv)
+
+
+def _merge(argv: list[str]) -> int | None:
+    from scalerl.merge.__main__ import main as program
+
+    return program(["merge", *argv])
+
+
+def _doctor(argv: list[str]) -> int | None:
+    from scalerl.doctor import main as program
+
+    return program(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "train": _train,
+    "sft": _sft,
+    "merge": _merge,
+    "doctor": _doctor,
+}
+# Commands that take the keys of a config schema.
+SCHEMA_OF = {"train": "ppo", "sft": "sft"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code of the subcommand; 2 for an error that the user can mend."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print(USAGE, file=sys.stderr)
+        return EXIT_USER_ERROR
+    command, *rest = argv
+    if command in ("-h", "--help", "help"):
+        _print(USAGE)
+        return 0
+    if command in ("-V", "--version"):
+        _print(f"scalerl {scalerl.__version__}")
+        return 0
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+        print(f"error: there is no command {command}; did you mean scalerl {nearest}?\n\n{USAGE}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if command in SCHEMA_OF and not {"-h", "--help"}.isdisjoint(rest):
+        _print(f"{KEYS_USAGE.format(command=command)}\n{help_text(SCHEMA_OF[command])}")
+        return 0
+    return run_main(COMMANDS[command], rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

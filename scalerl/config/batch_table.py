@@ -1,0 +1,79 @@
+"""How the prompts of a step become micro-batches, and which key sets each number."""
+
+from __future__ import annotations
+
+import math
+
+from scalerl.config.schema import PPOConfig
+from scalerl.config.validate import dp_size, world_size
+
+
+def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
+    """The table that a run prints at its start. `cfg` must be valid.
+
+    Args:
+        num_prompts: prompts of the training data; adds the steps of an epoch and of the run.
+    """
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    megatron = actor.megatron
+    prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
+    ranks, budget = dp_size(cfg), actor.ppo_max_token_len_per_gpu
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    per_rank = mini * n / ranks
+    most = math.ceil(per_rank) * longest
+    rows = [
+        ("prompts per step", f"{prompts}", "data.train_batch_size"),
+        ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
+        ("= samples per step", f"{prompts * n}", ""),
+        ("mini-batches per step", _updates(prompts // mini, actor.ppo_epochs), "ppo_mini_batch_size, ppo_epochs"),
+        ("samples per mini-batch", f"{mini * n}", "actor_rollout_ref.actor.ppo_mini_batch_size x n"),
+        (
+            "data-parallel ranks",
+            f"{world_size(cfg)} / ({megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size})"
+            f" = {ranks}",
+            "devices / (tensor x pipeline_model_parallel_size)",
+        ),
+        ("samples per mini-batch and rank", _about(per_rank), "balanced by tokens"),
+        (
+            "tokens per mini-batch and rank",
+            f"up to about {most}",
+            "data.max_prompt_length + data.max_response_length",
+        ),
+        ("tokens per micro-batch", f"at most {budget}", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("micro-batches per mini-batch", _micro_batches(math.ceil(per_rank), longest, budget), "by token budget"),
+    ]
+    if num_prompts is not None:
+        rows += _step_rows(cfg, num_prompts)
+    return _table(rows)
+
+
+def _updates(mini_batches: int, epochs: int) -> str:
+    if epochs == 1:
+        return f"{mini_batches}"
+    return f"{mini_batches} x {epochs} = {mini_batches * epochs} updates"
+
+
+def _about(per_rank: float) -> str:
+    return f"about {per_rank:.0f}" if per_rank == int(per_rank) else f"about {per_rank:.1f}"
+
+
+def _micro_batches(samples: int, longest: int, budget: int) -> str:
+    """Between 1 and what full-length samples need; a micro-batch holds whole samples."""
+    most = math.ceil(samples / (budget // longest))
+    return "1" if most == 1 else f"1 to {most}"
+
+
+def _step_rows(cfg: PPOConfig, num_prompts: int) -> list[tuple[str, str, str]]:
+    per_epoch = num_prompts // cfg.data.train_batch_size
+    wanted = cfg.trainer.total_training_steps
+    total = per_epoch * cfg.trainer.total_epochs if wanted is None else wanted
+    source = "trainer.total_epochs" if wanted is None else "trainer.total_training_steps"
+    return [
+        ("steps per epoch", f"{num_prompts} / {cfg.data.train_batch_size} -> {per_epoch}", "prompts of the data"),
+        ("steps of the run", f"{total}", source),
+    ]
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows)

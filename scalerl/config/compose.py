@@ -1,0 +1,227 @@
+"""Overrides and YAML files -> a checked config dataclass, through Hydra. All that is wrong is reported together."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from scalerl.config.domains import domain_violations
+from scalerl.config.draft import Draft
+from scalerl.config.errors import ConfigError
+from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.validate import validate_ppo, validate_sft
+
+CONFIGS_PACKAGE = "scalerl.configs"
+SCHEMAS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig}
+VALIDATORS = {"ppo": validate_ppo, "sft": validate_sft}
+UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
+
+for _kind, _schema in SCHEMAS.items():
+    ConfigStore.instance().store(name=f"{_kind}_schema", node=_schema)
+
+
+@overload
+def compose(kind: Literal["ppo"], overrides: Sequence[str]) -> PPOConfig: ...
+@overload
+def compose(kind: Literal["sft"], overrides: Sequence[str]) -> SFTConfig: ...
+def compose(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> PPOConfig | SFTConfig:
+    """Compose and check a configuration. Interpolations are resolved; relative paths stay as they are.
+
+    Args:
+        overrides: a command line: `key=value`, `+group=option`, `--config-dir DIR`, `--config-name NAME`. NAME is a
+            YAML file in DIR; it needs no defaults list, and its own groups in DIR are found too.
+    Raises: ConfigError with every unknown key, wrong type, missing value and broken rule. Rules between keys are
+        left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
+    """
+    request = _parse(kind, overrides)
+    with _hydra(request.config_dir):
+        groups = _group_overrides(request)
+        _check(request, groups)
+        return OmegaConf.to_object(_hydra_config(request, groups))
+
+
+def _check(request: _Request, groups: list[str]) -> None:
+    draft = Draft(SCHEMAS[request.kind])
+    for origin, package, content in _files(request, groups):
+        draft.put_tree(package, content, f" in {origin}")
+    for override in request.values:
+        draft.put_override(override)
+    misfits = request.violations + draft.violations
+    missing, config = draft.finish()
+    rules = dict(domain_violations(config)).values() if misfits else VALIDATORS[request.kind](config)
+    if violations := [*misfits, *missing, *rules]:
+        raise ConfigError(violations)
+
+
+@dataclass
+class _Request:
+    """A command line, parsed. Violations collect what could not be."""
+
+    kind: str
+    config_name: str
+    config_dir: Path | None
+    groups: list[Override] = field(default_factory=list)
+    values: list[Override] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+
+
+def _parse(kind: str, arguments: Sequence[str]) -> _Request:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    try:
+        flags, rest = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError([f"{error}; write --config-dir DIR --config-name NAME"]) from None
+    config_dir = Path(flags.config_dir).absolute() if flags.config_dir is not None else None
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError([f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})"])
+    name = (flags.config_name or kind).removesuffix(".yaml")
+    request = _Request(kind, name, config_dir)
+    if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
+        names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
+        raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])
+    group_names = _group_names(request)
+    for text in rest:
+        _parse_override(request, group_names, text)
+    return request
+
+
+def _parse_override(request: _Request, group_names: set[str], text: str) -> None:
+    if text.startswith("--") or ("=" not in text and not text.startswith("~")):
+        request.violations.append(f"{text}: not understood; write key=value, --config-dir DIR or --config-name NAME")
+        return
+    try:
+        override = OverridesParser.create().parse_overrides([text])[0]
+    except HydraException as error:
+        reason = str(error).split("\nSee ")[0]
+        key, _, value = text.partition("=")
+        request.violations.append(f"{text}: {reason}; quote a value with special characters: '{key}=\"{value}\"'")
+        return
+    if override.value_type not in (ValueType.ELEMENT, None):
+        key, _, value = text.partition("=")
+        request.violations.append(f"{text}: one run takes one value; for a list write '{key}=[{value}]'")
+    elif override.key_or_group in group_names:
+        request.groups.append(override)
+    else:
+        request.values.append(override)
+
+
+# Files and groups
+
+
+def _roots(request: _Request) -> list[Any]:
+    """Where configs are looked up, the user's directory first."""
+    package = resources.files(CONFIGS_PACKAGE)
+    return [package] if request.config_dir is None else [request.config_dir, package]
+
+
+def _yaml_files(root: Any) -> Iterator[Path]:
+    return (Path(str(entry)) for entry in root.iterdir() if entry.name.endswith(".yaml"))
+
+
+def _group_names(request: _Request) -> set[str]:
+    return {
+        entry.name for root in _roots(request) for entry in root.iterdir() if entry.is_dir() and any(_yaml_files(entry))
+    }
+
+
+def _options(request: _Request, group: str) -> list[str]:
+    folders = (root.joinpath(group) for root in _roots(request))
+    return sorted({path.stem for folder in folders if folder.is_dir() for path in _yaml_files(folder)})
+
+
+@contextmanager
+def _hydra(config_dir: Path | None) -> Iterator[None]:
+    """Hydra's search path for one composition; its global state is put back at the end."""
+    if config_dir is None:
+        session = initialize_config_module(CONFIGS_PACKAGE, version_base="1.3")
+    else:
+        session = initialize_config_dir(str(config_dir), version_base="1.3")
+    with session:
+        yield
+
+
+def _search_path(request: _Request) -> list[str]:
+    return [] if request.config_dir is None else [f"hydra.searchpath=[pkg://{CONFIGS_PACKAGE}]"]
+
+
+def _group_overrides(request: _Request) -> list[str]:
+    """Overrides of groups as Hydra wants them: `+` exactly where the defaults list does not name the group yet."""
+    try:
+        chosen = _defaults_list(request, []).overrides.known_choices
+    except UNREADABLE as error:
+        raise _cannot_read(request, error) from None
+    texts = []
+    for override in request.groups:
+        group, value = override.key_or_group, override.value()
+        unknown = _unknown_options(request, group, value)
+        request.violations += unknown
+        if not unknown:
+            text = (override.input_line or "").lstrip("+")
+            texts.append(text if override.is_delete() or group in chosen else "+" + text)
+    return texts
+
+
+def _cannot_read(request: _Request, error: Exception) -> ConfigError:
+    """Without its files nothing else of the configuration can be judged."""
+    return ConfigError([*request.violations, f"{request.config_name}: cannot be read: {error}"])
+
+
+def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
+    options = _options(request, group)
+    wanted = [name for name in (value if isinstance(value, list) else [value]) if name is not None]
+    found = []
+    for name in (str(name) for name in wanted if str(name) not in options):
+        close = difflib.get_close_matches(name, options, n=1, cutoff=0.0)
+        found.append(f"{group}={name}: no such option; did you mean {group}={close[0]}? There are {', '.join(options)}")
+    return found
+
+
+def _defaults_list(request: _Request, groups: list[str]) -> Any:
+    loader = GlobalHydra.instance().config_loader()
+    return loader.compute_defaults_list(request.config_name, [*_search_path(request), *groups], RunMode.RUN)
+
+
+def _files(request: _Request, groups: list[str]) -> Iterator[tuple[str, str, Any]]:
+    """(file, package, content) of every YAML file of the composition, in the order in which they apply."""
+    try:
+        defaults = _defaults_list(request, groups).defaults
+    except UNREADABLE as error:
+        raise _cannot_read(request, error) from None
+    for default in defaults:
+        path = f"{default.config_path}.yaml"
+        source = next((root.joinpath(path) for root in _roots(request) if root.joinpath(path).is_file()), None)
+        if source is None:  # Hydra's own configs and the schema
+            continue
+        content = OmegaConf.to_container(OmegaConf.create(source.read_text(encoding="utf-8")), resolve=False)
+        if isinstance(content, dict):
+            yield str(source), default.package or "", {k: v for k, v in content.items() if k != "defaults"}
+
+
+def _hydra_config(request: _Request, groups: list[str]) -> DictConfig:
+    # `++` sets a key whether or not a YAML without the schema has it; the keys are known to exist by now.
+    values = ["++" + (override.input_line or "").lstrip("+") for override in request.values]
+    try:
+        config = hydra_compose(request.config_name, [*_search_path(request), *groups, *values])
+        return OmegaConf.merge(OmegaConf.structured(SCHEMAS[request.kind]), config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([str(error)]) from error

@@ -1,0 +1,86 @@
+"""The reference of keys that `--help` prints: names and defaults from the dataclasses, texts from their comments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import tokenize
+from functools import cache
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+from scalerl.config import schema
+from scalerl.config.domains import show
+from scalerl.config.keys import Leaf, leaves
+
+SCHEMAS: dict[str, type] = {"ppo": schema.PPOConfig, "sft": schema.SFTConfig}
+# Fields without a comment mean what the namesake in this class means.
+LIKE: dict[type, type] = {
+    schema.SFTDataConfig: schema.DataConfig,
+    schema.SFTTrainerConfig: schema.TrainerConfig,
+    schema.ValSamplingConfig: schema.RolloutConfig,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyDoc:
+    """One key; `default` as a user would write it, "required" where there is none."""
+
+    key: str
+    type_text: str
+    default: str
+    comment: str
+
+
+def key_docs(kind: Literal["ppo", "sft"]) -> list[KeyDoc]:
+    """Every key, in the order of the source. A field without a comment may have a namesake's."""
+    return [KeyDoc(leaf.key, leaf.type_text, _default(leaf), _comment(leaf)) for leaf in leaves(SCHEMAS[kind])]
+
+
+def help_text(kind: Literal["ppo", "sft"]) -> str:
+    """All keys with default and comment, by section."""
+    lines: list[str] = []
+    section = None
+    for doc in key_docs(kind):
+        head = doc.key.rpartition(".")[0]
+        if head != section:
+            section = head
+            lines.append("" if lines else "Keys:")
+        name = f"  {doc.key} ({doc.type_text}) = {doc.default}"
+        lines += [name, f"      {doc.comment}"] if doc.comment else [name]
+    return "\n".join(lines)
+
+
+def _default(leaf: Leaf) -> str:
+    field = next(f for f in dataclasses.fields(leaf.owner) if f.name == leaf.name)
+    value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return "required" if value == MISSING else show(value)
+
+
+def _comment(leaf: Leaf) -> str:
+    own = _comments(leaf.owner).get(leaf.name)
+    if own is None and leaf.owner in LIKE:
+        return _comments(LIKE[leaf.owner]).get(leaf.name, "")
+    return own or ""
+
+
+@cache
+def _comments(cls: type) -> dict[str, str]:
+    """Field -> the comment lines right above it, joined."""
+    found: dict[str, str] = {}
+    pending: list[str] = []
+    at_line_start = True
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
+        if token.type == tokenize.COMMENT:
+            pending.append(token.string.lstrip("# "))
+        elif token.type in (tokenize.NEWLINE, tokenize.INDENT):
+            at_line_start = True
+        elif token.type == tokenize.NAME and at_line_start:
+            if pending:
+                found[token.string] = " ".join(pending)
+            pending, at_line_start = [], False
+        elif token.type not in (tokenize.NL, tokenize.DEDENT):
+            at_line_start = False
+    return found

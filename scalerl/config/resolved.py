@@ -1,0 +1,51 @@
+"""A configuration as a YAML file and as one flat dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+Scalar = str | int | float | bool | None
+
+
+def save_resolved(cfg: Any, path: str | Path) -> None:
+    """Write a config dataclass as YAML, whole or not at all; `--config-dir D --config-name NAME` reads it back.
+
+    Raises: OSError where the directory cannot be written. Missing parent directories are made.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def flatten(cfg: Any) -> dict[str, Scalar]:
+    """Dotted key -> scalar. A list and an empty dict become their JSON text."""
+    flat: dict[str, Scalar] = {}
+    _flatten_into(flat, "", dataclasses.asdict(cfg))
+    return flat
+
+
+def _flatten_into(flat: dict[str, Scalar], key: str, value: Any) -> None:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            _flatten_into(flat, f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, dict | list):
+        flat[key] = json.dumps(value)
+    else:
+        flat[key] = value

@@ -1,0 +1,208 @@
+"""`MegatronWorker`: one trainer rank. Actor and reference live in the same process and share its process groups."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.controller.register import Dispatch, register
+from scalerl.metrics import Metric
+from scalerl.parallel.layout import Layout
+from scalerl.protocol import DataProto, Jagged
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+    from scalerl.hybrid.weight_sync import Replica
+
+MicroBatches = list[list[list[int]]]
+Result = tuple[dict[str, Metric], DataProto | None]
+
+
+class MegatronWorker:
+    """Runs inside a Ray actor; every @register method is called on the group (`worker_group.WorkerGroup`)."""
+
+    def __init__(self, rank: int, layout: Layout, *, device: str, timeout_s: float, seed: int) -> None:
+        self.rank, self.layout, self.device, self.timeout_s, self.seed = rank, layout, device, timeout_s, seed
+        self.engines: dict[str, Any] = {}
+        self.weight_sync = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        from scalerl.controller.worker_group import free_address
+
+        return free_address()
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Joins torch.distributed at rank 0's address."""
+        # Ranks of an outer launcher would be taken for ours.
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"))]:
+            del os.environ[name]
+        host, port = address
+        os.environ.update(
+            RANK=str(self.rank), WORLD_SIZE=str(self.layout.world_size), MASTER_ADDR=host, MASTER_PORT=str(port), LOCAL_RANK="0"
+        )
+        import torch
+
+        if self.device == "cpu":
+            torch.set_num_threads(1)
+        from scalerl.parallel import platform
+        from scalerl.parallel.layout import initialize
+
+        platform.install(self.device)
+        self.groups = initialize(self.layout, backend=platform.backend(), timeout_s=self.timeout_s, seed=self.seed)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def build_engine(
+        self, role: str, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, trust_remote_code: bool
+    ) -> None:
+        """role: `actor` (trainable) or `ref` (frozen; optim None)."""
+        from scalerl.parallel.engine import MegatronEngine
+
+        self.engines[role] = MegatronEngine(
+            model_path, megatron, self.groups, optim=optim, trust_remote_code=trust_remote_code
+        )
+
+    def run_on_shard(self, method: str, micro_batches: MicroBatches, samples: dict, kwargs: dict, *columns: DataProto) -> Result:
+        """Entry of every DP_COMPUTE_PROTO call: joins the shard's fragments, then calls the method."""
+        shard = DataProto(samples=samples)
+        for fragment in columns:
+            shard = shard.union(DataProto(tokens=fragment.tokens))
+        return getattr(self, method)(shard, micro_batches, **kwargs)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
+        """Column old_logprobs; how far they are from the sampler's."""
+        outputs = self._logprobs("actor", shard, micro_batches, temperature)
+        if not outputs:
+            return {}, None
+        metrics = {}
+        if self.groups.at.tp_rank == 0 and "rollout_logprobs" in shard.tokens:
+            from scalerl.metrics import rollout_diff_sums
+
+            metrics = rollout_diff_sums(
+                shard.tokens["rollout_logprobs"].values, outputs["logprobs"].values, shard.tokens["response_mask"].values
+            )
+        return metrics, DataProto({"old_logprobs": outputs["logprobs"]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
+        """Column ref_logprobs."""
+        outputs = self._logprobs("ref", shard, micro_batches, temperature)
+        return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
+
+    def _logprobs(self, role: str, shard: DataProto, micro_batches: MicroBatches, temperature: float) -> dict[str, Jagged]:
+        flat = [rows for mini_batch in micro_batches for rows in mini_batch]
+        return self.engines[role].logprobs(shard, flat, temperature=temperature)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(
+        self, shard: DataProto, micro_batches: MicroBatches, *, config: ActorConfig, temperature: float, totals: list[dict[str, int]]
+    ) -> Result:
+        """ppo_epochs passes over the mini-batches, one optimizer update each.
+
+        totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
+        """
+        from scalerl.algorithms import PolicyObjective
+
+        shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        updates = []
+        for _ in range(config.ppo_epochs):
+            for mini_batch, total in zip(micro_batches, totals, strict=True):
+                objective = PolicyObjective(config, **total)
+                updates.append(self.engines["actor"].update(shard, mini_batch, objective, temperature=temperature))
+        return self._update_metrics(updates, "actor"), None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_dataset(self, name: str, dataset: Any) -> None:
+        """dataset[i] has input_ids and loss_mask; held for update_sft and evaluate_sft."""
+        self.datasets = getattr(self, "datasets", {}) | {name: dataset}
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def update_sft(self, shard: DataProto, micro_batches: MicroBatches, *, totals: list[dict[str, int]]) -> Result:
+        """One update per mini-batch on rows of the training set. samples["row"]: index into it."""
+        from scalerl.algorithms import SFTObjective
+
+        shard = shard.union(self._sft_rows("train", shard.samples["row"]))
+        updates = [
+            self.engines["actor"].update(shard, mini_batch, SFTObjective(total["num_loss_tokens"]), temperature=1.0)
+            for mini_batch, total in zip(micro_batches, totals, strict=True)
+        ]
+        return self._update_metrics(updates, "train"), None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def evaluate_sft(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """val/loss: mean negative log-likelihood of the validation set's loss tokens."""
+        shard = shard.union(self._sft_rows("val", shard.samples["row"]))
+        outputs = self._logprobs("actor", shard, micro_batches, 1.0)
+        if not outputs or self.groups.at.tp_rank:
+            return {}, None
+        mask = shard.tokens["response_mask"].values
+        num_tokens = float(mask.sum())
+        mean = float(-(outputs["logprobs"].values * mask).sum()) / max(num_tokens, 1.0)
+        return {"val/loss": Metric(mean, "mean", num_tokens)}, None
+
+    def _sft_rows(self, name: str, rows: np.ndarray) -> DataProto:
+        import torch
+
+        picked = [self.datasets[name][int(row)] for row in rows]
+        return DataProto(
+            {
+                "input_ids": Jagged.from_list([row.input_ids for row in picked], torch.int64),
+                "response_mask": Jagged.from_list([row.loss_mask for row in picked], torch.bool),
+            }
+        )
+
+    def _update_metrics(self, updates: list[dict[str, float]], prefix: str) -> dict[str, Metric]:
+        """Means over the step's updates, from one rank of the last stage; the first update's ppo_kl and clipfrac apart."""
+        if not self.groups.is_last_stage or self.groups.at.tp_rank or self.groups.at.dp_rank:
+            return {}
+        metrics: dict[str, Metric] = {}
+        for key in updates[0]:
+            name = key if "/" in key else f"{prefix}/{key}"
+            metrics[name] = Metric(float(np.mean([update[key] for update in updates])), "mean")
+        for key in ("actor/ppo_kl", "actor/pg_clipfrac"):
+            if key in updates[0]:
+                metrics[f"{key}_first_update"] = Metric(updates[0][key], "mean")
+        metrics[f"{prefix}/num_updates"] = Metric(float(len(updates)), "max")
+        return metrics
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect_rollout(self, replicas: list[Replica], model_config: dict, *, bucket_bytes: int, timeout_s: float) -> None:
+        from scalerl.hybrid.weight_sync import WeightSync
+
+        self.weight_sync = WeightSync(
+            self.engines["actor"], replicas, model_config, bucket_bytes=bucket_bytes, timeout_s=timeout_s
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def sync_weights(self, policy_version: int, *, verify: bool) -> dict[str, float]:
+        return self.weight_sync.sync(policy_version, verify=verify)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: str) -> None:
+        """Writes the actor's distributed checkpoint into an existing directory."""
+        from scalerl.checkpoint.megatron import save_engine
+
+        save_engine(self.engines["actor"], directory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: str) -> None:
+        from scalerl.checkpoint.megatron import load_engine
+
+        load_engine(self.engines["actor"], directory)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def memory(self) -> dict[str, Metric]:
+        from scalerl.metrics import memory_metrics
+
+        return memory_metrics()
+
+
+def _per_token(shard: DataProto, name: str) -> Jagged:
+    """A per-sample value on every token of its sample."""
+    import torch
+
+    ids = shard.tokens["input_ids"]
+    values = torch.as_tensor(shard.samples[name].astype(np.float32))
+    return Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)

@@ -1,0 +1,162 @@
+"""Conversations for supervised fine-tuning: messages in, token ids and the mask of what is learned out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.config.schema import SFTDataConfig
+from scalerl.data.chat import encode, render, require_chat_template
+from scalerl.data.files import read_chunks, resolve_files
+from scalerl.data.messages import check_messages
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.ragged import RaggedArray
+from scalerl.data.truncation import truncate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRUNCATIONS = ("error", "left", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class SFTRow:
+    """loss_mask: 1 where the token is learned, one entry per token of input_ids."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+class SFTDataset:
+    """Conversations of one or many parquet, json or jsonl files, in the order of files and rows.
+
+    loss_mask is 1 on what the assistant says: from the end of the generation prompt to the end-of-turn token, in every
+    assistant turn. The turn is found by rendering the conversation up to the turn with the generation prompt, and up to
+    and with the turn without it; the tokens of both must start the tokens of the whole conversation, else the template
+    rewrites earlier turns and the row is an error.
+
+    A conversation over config.max_length tokens: config.truncation error | left | right.
+    Raises DataError, naming file, row and column of all problems of the first file that has any.
+    """
+
+    def __init__(
+        self,
+        data_files: str | os.PathLike | Sequence[str | os.PathLike],
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig,
+    ) -> None:
+        if config.truncation not in TRUNCATIONS:
+            raise ValueError(f"data.truncation={config.truncation!r}: use one of {', '.join(TRUNCATIONS)}")
+        if config.max_length < 2:
+            raise ValueError(f"data.max_length={config.max_length}: use at least 2 tokens")
+        require_chat_template(tokenizer)
+        self.files = resolve_files(data_files)
+        rows = [row for path in self.files for row in _read_file(path, tokenizer, config)]
+        if not rows:
+            raise DataError([f"{', '.join(self.files)}: no rows; give files with at least one row"])
+        self._tokens = RaggedArray([tokens for tokens, _ in rows], np.int32)
+        self._loss_mask = RaggedArray([mask for _, mask in rows], np.int8)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, row: int) -> SFTRow:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} is not in 0..{len(self) - 1}")
+        return SFTRow(self._tokens[row].tolist(), self._loss_mask[row].tolist())
+
+
+def _read_file(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    problems = FileProblems(path)
+    column = config.messages_key
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    overlong: dict[int, int] = {}
+    for chunk in read_chunks(path, [column], problems):
+        if problems.full:
+            break
+        for row, values in chunk:
+            if column not in values:
+                continue  # The file lacks the column, which is in `problems`.
+            messages = check_messages(values[column], row, column, problems)
+            if messages is None or not _check_turns(messages, row, column, problems):
+                continue
+            masked = _tokenize(messages, row, tokenizer, column, problems)
+            if masked is None:
+                continue
+            tokens, mask = masked
+            if len(tokens) > config.max_length and config.truncation == "error":
+                overlong[row] = len(tokens)
+                continue
+            tokens, mask = (truncate(part, config.max_length, config.truncation) for part in (tokens, mask))
+            if not any(mask):
+                found = (
+                    f"no assistant token in the {config.max_length} tokens kept by data.truncation={config.truncation}"
+                )
+                advice = "raise data.max_length, change data.truncation, or remove the row"
+                problems.add(found, advice, row=row, column=column)
+                continue
+            rows.append((np.asarray(tokens, np.int32), np.asarray(mask, np.int8)))
+    for row, num_tokens in overlong.items():
+        found = f"a conversation longer than data.max_length={config.max_length} tokens"
+        advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"
+        problems.add(found, advice, row=row, column=column, value=f"{num_tokens} tokens")
+    problems.raise_if_any()
+    return rows
+
+
+def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems: FileProblems) -> bool:
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        problems.add("no assistant message", "remove the row: it has nothing to learn", row=row, column=column)
+    elif roles[0] == "assistant":
+        found = "an assistant message before any other"
+        problems.add(found, "start the conversation with a system or user message", row=row, column=column)
+    else:
+        return True
+    return False
+
+
+def _tokenize(
+    messages: list[dict[str, Any]], row: int, tokenizer: PreTrainedTokenizerBase, column: str, problems: FileProblems
+) -> tuple[list[int], list[int]] | None:
+    """(tokens, loss mask) of the conversation, or None with the reason added to `problems`."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        texts = [render(tokenizer, messages, add_generation_prompt=False)]
+        for turn in turns:
+            texts.append(render(tokenizer, messages[:turn], add_generation_prompt=True))
+            texts.append(render(tokenizer, messages[: turn + 1], add_generation_prompt=False))
+    except Exception as error:  # a chat template is a program of the model's author: it raises anything
+        found = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+        problems.add(found, "correct the messages, or use another template", row=row, column=column)
+        return None
+    whole, *prefixes = encode(tokenizer, texts)
+    mask = [0] * len(whole)
+    for turn, before, through in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
+        for prefix, what in ((before, "before"), (through, "through")):
+            if whole[: len(prefix)] != prefix:
+                found = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
+                advice = (
+                    "the chat template rewrites earlier turns, so no mask of the assistant's tokens exists; "
+                    "use a template that only appends, or split the row into conversations with one assistant message"
+                )
+                problems.add(found, advice, row=row, column=column)
+                return None
+        end = _end_of_turn(through, len(before), tokenizer)
+        mask[len(before) : end] = [1] * (end - len(before))
+    return whole, mask
+
+
+def _end_of_turn(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """End of the assistant turn tokens[start:]: after its last eos if only whitespace follows, which nobody samples."""
+    eos = tokenizer.eos_token_id
+    if eos is None or eos not in tokens[start:]:
+        return len(tokens)
+    end = len(tokens) - tokens[::-1].index(eos)
+    return len(tokens) if tokenizer.decode(tokens[end:]).strip() else end

@@ -1,0 +1,1 @@
+"""Where trainer and rollout meet: weights go from parallel/ to rollout/."""

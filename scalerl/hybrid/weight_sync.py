@@ -1,0 +1,136 @@
+"""Trainer weights -> rollout servers: begin, buckets, end, and the proof that they arrived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from scalerl.parallel.engine import MegatronEngine
+from scalerl.rollout.client import RolloutClient
+from scalerl.rollout.weights import expected_checksums, serialize_bucket
+
+
+class WeightSyncError(RuntimeError):
+    """A server does not serve the trainer's weights."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One rollout server. kind: `sglang` | `embedded`.  tp_size: its ranks, each of which takes its own copy of a bucket."""
+
+    url: str
+    kind: str
+    tp_size: int
+
+
+@dataclass(frozen=True)
+class _Feed:
+    """The trainer ranks that feed one replica: ranks[i] makes the bucket of engine rank i; ranks[0] talks to the server."""
+
+    replica: Replica
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def lead(self) -> int:
+        return self.ranks[0]
+
+
+def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
+    """Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world).
+
+    On a GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
+    """
+    feeds, first = [], 0
+    for replica in replicas:
+        feeds.append(tuple((first + rank) % world_size for rank in range(replica.tp_size)))
+        first += replica.tp_size
+    return feeds
+
+
+class WeightSync:
+    """Built once per run; `sync` is collective over the trainer's world."""
+
+    def __init__(self, engine: MegatronEngine, replicas: Sequence[Replica], model_config: dict, *, bucket_bytes: int, timeout_s: float):
+        self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
+        self.rank = dist.get_rank()
+        self.feeds = []
+        for replica, ranks in zip(replicas, plan_feeds(replicas, dist.get_world_size()), strict=True):
+            distinct = sorted(set(ranks))
+            # Collective: every rank creates every group.
+            group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
+            self.feeds.append(_Feed(replica, ranks, group))
+        self.clients = {
+            feed.replica.url: RolloutClient(feed.replica.url, feed.replica.kind, timeout_s=timeout_s)
+            for feed in self.feeds
+            if feed.lead == self.rank
+        }
+
+    def sync(self, policy_version: int, *, verify: bool) -> dict[str, float]:
+        """Every server then samples with the engine's weights and says policy_version. Returns seconds and bytes.
+
+        Raises WeightSyncError naming the first tensors whose checksum differs (verify=True).
+        """
+        start = time.perf_counter()
+        mine = [feed for feed in self.feeds if self.rank in feed.ranks]
+        led = [feed for feed in mine if feed.lead == self.rank]
+        for feed in led:
+            self.clients[feed.replica.url].begin_weight_update()
+        num_bytes = 0
+        recorders = {feed.replica.url: _Recorder() for feed in led} if verify else {}
+        for bucket in self.engine.export_buckets(self.bucket_bytes):
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            for feed in mine:
+                self._send(feed, bucket, policy_version)
+            for recorder in recorders.values():
+                recorder.add(bucket)
+        for feed in led:
+            self.clients[feed.replica.url].end_weight_update(policy_version)
+        sent_s = time.perf_counter() - start
+        for feed in led:
+            if verify:
+                self._verify(feed, recorders[feed.replica.url], policy_version)
+        dist.barrier()
+        return {"sync_s": sent_s, "verify_s": time.perf_counter() - start - sent_s, "num_bytes": float(num_bytes)}
+
+    def _send(self, feed: _Feed, bucket: list[tuple[str, Tensor]], policy_version: int) -> None:
+        blobs = {rank: serialize_bucket(bucket, feed.replica.kind) for rank, owner in enumerate(feed.ranks) if owner == self.rank}
+        if feed.group is not None:
+            gathered: list | None = [None] * dist.get_world_size(feed.group) if feed.lead == self.rank else None
+            dist.gather_object(blobs, gathered, dst=feed.lead, group=feed.group)
+            blobs = {rank: blob for part in gathered or [] for rank, blob in part.items()}
+        if feed.lead == self.rank:
+            self.clients[feed.replica.url].update_weights(
+                [blobs[rank] for rank in range(feed.replica.tp_size)], flush_cache=False, policy_version=policy_version
+            )
+        if feed.group is not None:
+            # The bucket's memory must live until every engine rank has copied it.
+            dist.barrier(feed.group)
+
+    def _verify(self, feed: _Feed, recorder: _Recorder, policy_version: int) -> None:
+        expected = expected_checksums(iter(recorder), self.model_config, feed.replica.tp_size, feed.replica.kind)
+        served = self.clients[feed.replica.url].checksums()
+        for rank, (want, have) in enumerate(zip(expected, served, strict=True)):
+            wrong = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
+            if wrong:
+                raise WeightSyncError(
+                    f"{feed.replica.url} engine rank {rank} does not serve version {policy_version}: "
+                    f"{len(wrong)} of {len(want)} tensors differ, first {wrong[:5]}"
+                )
+
+
+class _Recorder:
+    """Keeps the buckets that were sent, on the host, for the checksums."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[str, Tensor]] = []
+
+    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
+        self.tensors.extend((name, tensor.cpu()) for name, tensor in bucket)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors)

@@ -1,0 +1,56 @@
+"""Command line of the merge: `python -m scalerl.merge merge --backend megatron --local_dir D --target_dir H`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from scalerl.merge.convert import DTYPES, merge
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """'5GB' -> 5_000_000_000; KB MB GB are powers of 1000, KiB MiB GiB of 1024, no unit is bytes."""
+    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if not found or found[2].upper() not in _UNITS or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scalerl.merge", description="Turn a distributed checkpoint into a Hugging Face model, offline."
+    )
+    operations = parser.add_subparsers(dest="operation", required=True)
+    command = operations.add_parser("merge", help="write Hugging Face safetensors")
+    command.add_argument("--backend", required=True, choices=["megatron"], help="what wrote the checkpoint")
+    command.add_argument("--local_dir", required=True, help="global_step_N/actor (or global_step_N)")
+    command.add_argument("--target_dir", required=True, help="directory for the model; must not exist or be empty")
+    command.add_argument("--dtype", choices=list(DTYPES), default=None, help="of the weights (default: as stored)")
+    command.add_argument("--max_shard_size", type=parse_bytes, default="5GB", help="of one file (default: 5GB)")
+    command.add_argument("--overwrite", action="store_true", help="replace the model that target_dir holds")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, or 1 with one message on standard error."""
+    args = build_parser().parse_args(argv)
+    try:
+        summary = merge(
+            args.local_dir,
+            args.target_dir,
+            dtype=args.dtype,
+            max_shard_bytes=args.max_shard_size,
+            overwrite=args.overwrite,
+        )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(
+        f"merged {summary.num_tensors} tensors, {summary.num_bytes:,} bytes ({summary.dtype}), in {summary.num_files} "
+        f"file{'s' if summary.num_files > 1 else ''} and {summary.seconds:.1f} s: {summary.target_dir}"
+    )
+    return 0

@@ -1,0 +1,214 @@
+"""From `actor/` of a checkpoint to a Hugging Face model directory, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+
+from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelShape, Param, family_of, read_config
+from scalerl.merge.reader import DistCheckpoint
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
+
+MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth)(\.index\.json)?")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class MergeSummary:
+    """What a merge wrote. num_bytes: of tensor data."""
+
+    target_dir: Path
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    dtype: str
+    seconds: float
+
+
+def merge(
+    local_dir: str | Path,
+    target_dir: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> MergeSummary:
+    """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
+
+    local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16; None keeps what is stored.
+    Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
+    a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
+    """
+    start = time.monotonic()
+    actor_dir, target = _actor_dir(Path(local_dir)), Path(target_dir)
+    _check_target(target, actor_dir, overwrite)
+    hf_dir = actor_dir / "huggingface"
+    shape = ModelShape.from_hf(hf_dir)
+    family = family_of(shape)
+    checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
+    keys = _check_complete(checkpoint, family, shape)
+    out_dtype = _out_dtype(checkpoint, list(keys.values()), dtype)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+    tmp.mkdir()
+    try:
+        specs, num_files = _write_tensors(
+            tmp, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes
+        )
+        _copy_beside(hf_dir, tmp, out_dtype)
+        with HFWeights(tmp) as written:
+            written.check(family, ModelShape.from_hf(tmp))
+        _put_in_place(tmp, target)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return MergeSummary(
+        target_dir=target,
+        num_tensors=len(specs),
+        num_bytes=sum(s.num_bytes for s in specs.values()),
+        num_files=num_files,
+        dtype=_dtype_name(out_dtype),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _actor_dir(local_dir: Path) -> Path:
+    if not local_dir.is_dir():
+        raise ValueError(f"--local_dir {local_dir} is not a directory")
+    for actor_dir in (local_dir, local_dir / "actor"):
+        if (actor_dir / "dist_ckpt").is_dir():
+            step_dir = actor_dir.resolve().parent
+            if re.match(r"global_step_\d+", step_dir.name) and not (step_dir / "COMPLETE").is_file():
+                raise ValueError(f"{step_dir} has no COMPLETE file: its save did not finish; merge another step")
+            return actor_dir
+    steps = sorted((p for p in local_dir.glob("global_step_*") if p.is_dir()), key=lambda p: (len(p.name), p.name))
+    hint = f"; did you mean {steps[-1] / 'actor'}?" if steps else ""
+    raise ValueError(
+        f"--local_dir {local_dir} has neither dist_ckpt nor actor/dist_ckpt; give global_step_N/actor{hint}"
+    )
+
+
+def _check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
+    inside, outside = target.resolve(), actor_dir.resolve()
+    if inside.is_relative_to(outside) or outside.is_relative_to(inside):
+        raise ValueError(f"--target_dir {target} overlaps the checkpoint {actor_dir}; give a directory outside it")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"--target_dir {target} is a file; give a directory")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"--target_dir {target} is not empty; give another, or --overwrite to replace it")
+    if not (target / "config.json").is_file():
+        raise ValueError(f"--target_dir {target} is not empty and no model directory; --overwrite replaces models only")
+
+
+def _check_complete(checkpoint: DistCheckpoint, family: Family, shape: ModelShape) -> dict[str, str]:
+    """Checkpoint key of every Param.name. Raises one ValueError with all that is wrong."""
+    tensors = checkpoint.tensors()
+    params = family.params(shape)
+    prefix = CHECKPOINT_MODEL_PREFIX if any(k.startswith(CHECKPOINT_MODEL_PREFIX) for k in tensors) else ""
+    keys = {p.name: prefix + p.name for p in params}
+    known = set(keys.values())
+    problems = []
+    for param in params:
+        key = keys[param.name]
+        if key not in tensors:
+            problems.append(f"missing {key}")
+            continue
+        try:
+            param.check_joined(tensors[key].size, shape)
+        except ValueError as error:
+            problems.append(str(error))
+        problem = checkpoint.problem(key)
+        if problem:
+            problems.append(problem)
+    roots = (prefix,) if prefix else MODEL_ROOTS
+    problems += [
+        f"unexpected {k}" for k in sorted(tensors) if k.startswith(roots) and k not in known and "_extra_state" not in k
+    ]
+    if problems:
+        raise ValueError(
+            f"{checkpoint.dir} does not hold the {family.model_type} model of its config.json "
+            f"({len(problems)} problems):\n  " + "\n  ".join(problems)
+        )
+    return keys
+
+
+def _out_dtype(checkpoint: DistCheckpoint, keys: Sequence[str], wanted: str | None) -> torch.dtype:
+    if wanted is not None:
+        if wanted not in DTYPES:
+            raise ValueError(f"--dtype {wanted!r} is not one of {', '.join(DTYPES)}")
+        return DTYPES[wanted]
+    tensors = checkpoint.tensors()
+    stored = {tensors[k].properties.dtype for k in keys}
+    names = ", ".join(sorted(str(d) for d in stored))
+    if len(stored) > 1:
+        raise ValueError(f"{checkpoint.dir} stores the model in several dtypes ({names}); choose one with --dtype")
+    if not stored <= set(DTYPE_NAMES):
+        raise ValueError(f"{checkpoint.dir} stores the model as {names}; choose float32 or bfloat16 with --dtype")
+    return stored.pop()
+
+
+def _write_tensors(
+    out_dir: Path,
+    checkpoint: DistCheckpoint,
+    keys: dict[str, str],
+    params: list[Param],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> tuple[dict[str, TensorSpec], int]:
+    groups = [{n: TensorSpec(size, dtype) for n, size in p.hf_shapes(shape).items()} for p in params]
+    files = plan_files(groups, max_shard_bytes)
+    file_of: dict[str, str] = {}
+    for index, members in enumerate(files):
+        name = file_name(index, len(files))
+        specs = {n: spec for i in members for n, spec in groups[i].items()}
+        file_of |= dict.fromkeys(specs, name)
+        with SafetensorsFile(out_dir / name, specs) as file:
+            for i in members:
+                full = checkpoint.read(keys[params[i].name])
+                for hf_name, tensor in params[i].to_hf(full, shape).items():
+                    file.write(hf_name, tensor.to(dtype))
+    all_specs = {n: spec for group in groups for n, spec in group.items()}
+    if len(files) > 1:
+        write_index(out_dir, file_of, all_specs)
+    return all_specs, len(files)
+
+
+def _copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
+    for source in sorted(hf_dir.iterdir()):
+        if source.is_dir():
+            shutil.copytree(source, out_dir / source.name)
+        elif not WEIGHT_FILES.fullmatch(source.name):
+            shutil.copyfile(source, out_dir / source.name)
+    config = read_config(hf_dir)
+    # transformers 5 writes dtype, 4 torch_dtype.
+    keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
+    if any(config.get(k) != _dtype_name(dtype) for k in keys):
+        config |= dict.fromkeys(keys, _dtype_name(dtype))
+        (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _put_in_place(tmp: Path, target: Path) -> None:
+    old = None
+    if target.exists():
+        old = target.with_name(f".{target.name}.old-{os.getpid()}-{token_hex(4)}")
+        target.rename(old)
+    tmp.rename(target)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

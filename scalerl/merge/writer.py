@@ -1,0 +1,100 @@
+"""Writing safetensors tensor by tensor. Format: https://huggingface.co/docs/safetensors/index#format"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor to come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsFile:
+    """One file whose header is written first; tensors follow in the order of `specs`, so none is kept in memory."""
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        self._pending = list(specs.items())[::-1]
+        self._file = path.open("wb")
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, spec in specs.items():
+            end = offset + spec.num_bytes
+            header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Appends the next tensor of the header."""
+        expected, spec = self._pending.pop()
+        assert (name, tuple(tensor.shape), tensor.dtype) == (expected, spec.shape, spec.dtype), (name, expected, spec)
+        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    def close(self) -> None:
+        """Flushes to disk."""
+        assert not self._pending, f"not written: {[name for name, _ in self._pending]}"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def plan_files(groups: list[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:
+    """Group indices of each file, in order: a file takes groups until the next would exceed max_shard_bytes."""
+    files: list[list[int]] = []
+    room = 0
+    for index, group in enumerate(groups):
+        size = sum(spec.num_bytes for spec in group.values())
+        if not files or size > room:
+            files.append([])
+            room = max_shard_bytes
+        files[-1].append(index)
+        room -= size
+    return files
+
+
+def file_name(index: int, num_files: int) -> str:
+    """Name of file `index` (from 0) as transformers writes it."""
+    if num_files == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def write_index(directory: Path, file_of: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> None:
+    """model.safetensors.index.json; total_size in bytes of tensor data."""
+    index = {
+        "metadata": {
+            "total_parameters": sum(prod(s.shape) for s in specs.values()),
+            "total_size": sum(s.num_bytes for s in specs.values()),
+        },
+        "weight_map": dict(sorted(file_of.items())),
+    }
+    (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,149 @@
+"""The reward function of a run: the user's, from a file, or the rule of each row's data source."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from scalerl.config.schema import CustomRewardFunctionConfig
+from scalerl.rewards.default_score import default_compute_score
+from scalerl.rewards.errors import RewardError
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A callable with the four arguments of ARGUMENTS, passed by keyword, and reward_kwargs.
+
+    Returns a number, or a dict with "score" and other values; an async function returns an awaitable of it.
+    path: the file that defines it, None for the rules of scalerl.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    path: str | None = None
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> Any:
+        return self.fn(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **self.reward_kwargs,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.path}" if self.path else self.name
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(getattr(self.fn, "__call__", None))
+
+
+def load_reward_function(config: CustomRewardFunctionConfig) -> RewardFunction:
+    """The function `config.name` of the file `config.path`; default_compute_score when path is null.
+
+    Raises RewardError when the file does not exist or does not import, does not define the name, or what it defines
+    cannot be called with the four arguments and config.reward_kwargs.
+    """
+    reward_kwargs = dict(config.reward_kwargs)
+    if config.path is None:
+        if reward_kwargs:
+            raise RewardError(
+                f"custom_reward_function.reward_kwargs={reward_kwargs} is set, but custom_reward_function.path is not; "
+                "set the path of the function that takes them"
+            )
+        return RewardFunction(default_compute_score, "default_compute_score")
+    path = Path(config.path).expanduser()
+    module = _import_file(path)
+    fn = _find(module, config.name, path)
+    _check_signature(fn, config.name, path, reward_kwargs)
+    return RewardFunction(fn, config.name, str(path.resolve()), reward_kwargs)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RewardError(
+            f"custom_reward_function.path={path} does not exist (working directory {Path.cwd()}); correct the path"
+        )
+    if path.suffix != ".py":
+        raise RewardError(f"custom_reward_function.path={path} is no Python file; give a file that ends in .py")
+    path = path.resolve()
+    # By the whole path: two files named reward.py are two modules.
+    module_name = f"scalerl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by name.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise RewardError(f"custom_reward_function.path={path} does not import: {cause_of(error, str(path))}") from error
+    return module
+
+
+def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
+    if not hasattr(module, name):
+        public = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
+        near = difflib.get_close_matches(name, public, n=1)
+        raise RewardError(
+            f"custom_reward_function.path={path} does not define '{name}' "
+            f"(it defines: {', '.join(public) or 'nothing'}); set custom_reward_function.name{f'={near[0]}' if near else ''} to one of its functions"
+        )
+    fn = getattr(module, name)
+    if not callable(fn):
+        raise RewardError(
+            f"'{name}' in custom_reward_function.path={path} is {type(fn).__name__}, not a function; "
+            "set custom_reward_function.name to a function"
+        )
+    return fn
+
+
+def _check_signature(fn: Callable[..., Any], name: str, path: Path, reward_kwargs: dict[str, Any]) -> None:
+    taken = sorted(reward_kwargs.keys() & set(ARGUMENTS))
+    if taken:
+        raise RewardError(f"custom_reward_function.reward_kwargs sets {', '.join(taken)}: each sample gives it; remove it")
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:
+        return  # Some builtins and extension functions have none.
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
+    except TypeError as error:
+        wanted = ", ".join([*ARGUMENTS, *reward_kwargs])
+        raise RewardError(
+            f"{name}{signature} in custom_reward_function.path={path} cannot be called with the keyword arguments "
+            f"{wanted}: {error}; define it as {name}({wanted})"
+        ) from None
+
+
+def cause_of(error: BaseException, path: str | None) -> str:
+    """Type, message and place (file:line: code) of an error.
+
+    The place is the innermost line of `path` if the traceback has one, else the innermost line; a syntax error's own.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if path is not None and frame.filename == path]
+    frame = (of_user or frames or [None])[-1]
+    place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
+    return f"{type(error).__name__}: {error}{place}"

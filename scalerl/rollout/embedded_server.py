@@ -1,0 +1,189 @@
+"""`python -m scalerl.rollout.embedded_server`: the embedded engine over HTTP, with SGLang's endpoints and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.embedded_engine import EmbeddedEngine, RefusedError
+
+SAMPLING_DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "ignore_eos": False,
+    "sampling_seed": 0,
+    "n": 1,
+}
+SUCCESS = {"success": True, "message": "Success"}
+
+
+def embedded_command(
+    *,
+    model_path: str,
+    rollout: RolloutConfig,
+    port: int,
+    max_model_len: int,
+    host: str = "127.0.0.1",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> tuple[list[str], dict[str, str]]:
+    """-> (command, environment variables to add)."""
+    command = [sys.executable, "-m", "scalerl.rollout.embedded_server"]
+    command += ["--model-path", model_path, "--host", host, "--port", str(port), "--device", device]
+    command += ["--dtype", rollout.dtype, "--max-model-len", str(max_model_len)]
+    command += ["--max-batch-size", str(rollout.max_num_seqs)]
+    return command + (["--trust-remote-code"] if trust_remote_code else []), {"OMP_NUM_THREADS": "1"}
+
+
+class Endpoints:
+    """Path -> function of the request's JSON; raises RefusedError for a 400."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self.get: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "/health": lambda body: {},
+            "/get_model_info": lambda body: engine.info(),
+            "/model_info": lambda body: engine.info(),
+            "/server_info": lambda body: engine.info() | {"version": "embedded", "tp_size": 1},
+        }
+        self.post: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "/generate": self._generate,
+            "/begin_weight_update": lambda body: engine.begin_weight_update() or SUCCESS,
+            "/update_weights_from_tensor": self._update_weights,
+            "/end_weight_update": lambda body: engine.end_weight_update() or SUCCESS,
+            "/update_weight_version": lambda body: engine.set_policy_version(str(body["new_version"])) or SUCCESS,
+            "/weights_checker": self._weights_checker,
+            # There is no cache between requests.
+            "/flush_cache": lambda body: SUCCESS,
+            "/pause_generation": self._pause,
+            "/continue_generation": lambda body: engine.resume_generation() or SUCCESS,
+            "/release_memory_occupation": lambda body: engine.release(body.get("tags")),
+            "/resume_memory_occupation": lambda body: engine.resume(body.get("tags")),
+        }
+
+    def _generate(self, body: dict[str, Any]) -> Any:
+        prompts = body.get("input_ids")
+        if not isinstance(prompts, list) or not prompts:
+            raise RefusedError("input_ids must be a list of token ids or a list of such lists")
+        single = not isinstance(prompts[0], list)
+        prompts = [prompts] if single else prompts
+        given = body.get("sampling_params") or {}
+        per_prompt = given if isinstance(given, list) else [given] * len(prompts)
+        if len(per_prompt) != len(prompts):
+            raise RefusedError(f"{len(per_prompt)} sampling_params for {len(prompts)} prompts")
+        unknown = sorted({key for params in per_prompt for key in params} - SAMPLING_DEFAULTS.keys())
+        if unknown:
+            raise RefusedError(f"sampling_params {unknown} are not known; known: {sorted(SAMPLING_DEFAULTS)}")
+        params = [SAMPLING_DEFAULTS | given_params for given_params in per_prompt]
+        # The i-th of n samples draws from sampling_seed + i.
+        expanded = [
+            (prompt, param | {"sampling_seed": param["sampling_seed"] + i})
+            for prompt, param in zip(prompts, params, strict=True)
+            for i in range(param["n"])
+        ]
+        answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
+        return answers[0] if single and len(answers) == 1 else answers
+
+    def _update_weights(self, body: dict[str, Any]) -> Any:
+        blobs = body["serialized_named_tensors"]
+        if len(blobs) != 1:
+            raise RefusedError(f"{len(blobs)} buckets for the 1 rank of the embedded engine")
+        self._engine.update_weights(blobs[0], body.get("weight_version"))
+        return SUCCESS
+
+    def _weights_checker(self, body: dict[str, Any]) -> Any:
+        if body.get("action") != "checksum":
+            raise RefusedError(f"action {body.get('action')!r} is not known; known: checksum")
+        return SUCCESS | {"ranks": [{"checksums": self._engine.checksums()}]}
+
+    def _pause(self, body: dict[str, Any]) -> Any:
+        if body.get("mode", "abort") != "abort":
+            raise RefusedError(f"pause mode {body['mode']!r}: the embedded engine knows abort only")
+        self._engine.pause()
+        return SUCCESS
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections open
+    endpoints: Endpoints
+
+    def do_GET(self) -> None:
+        self._respond(self.endpoints.get)
+
+    def do_POST(self) -> None:
+        self._respond(self.endpoints.post)
+
+    def _respond(self, operations: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        operation = operations.get(self.path.partition("?")[0])
+        if operation is None:
+            self._send(404, {"detail": "Not Found"})
+            return
+        try:
+            self._send(200, operation(json.loads(raw) if raw else {}))
+        except (RefusedError, KeyError, json.JSONDecodeError) as error:
+            message = f"missing field {error}" if isinstance(error, KeyError) else str(error)
+            self._send(400, {"success": False, "message": message, "error": {"message": message}})
+        except BrokenPipeError:  # the client left
+            pass
+        except Exception as error:
+            traceback.print_exc()
+            message = f"{type(error).__name__}: {error}"
+            self._send(500, {"success": False, "message": message, "error": {"message": message}})
+
+    def _send(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass  # one line per request drowns the lines that matter
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scalerl.rollout.embedded_server", description=__doc__)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--max-model-len", type=int, required=True, help="tokens of prompt + response")
+    parser.add_argument("--max-batch-size", type=int, required=True)
+    parser.add_argument("--trust-remote-code", action="store_true")
+    args = parser.parse_args()
+    # One thread: sums are added in the same order on every machine.
+    torch.set_num_threads(1)
+    # The port is taken before the model is loaded; requests wait until serve_forever.
+    with Server((args.host, args.port), Handler) as server:
+        engine = EmbeddedEngine(
+            args.model_path,
+            dtype=getattr(torch, args.dtype),
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_batch_size=args.max_batch_size,
+            trust_remote_code=args.trust_remote_code,
+        )
+        Handler.endpoints = Endpoints(engine)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What the jobs of test_ray_job.py run on the head: a real Ray driver. Modes: report, sleep (until USR1, then 75)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+@ray.remote(num_cpus=1)
+def where() -> dict[str, object]:
+    leaked = [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "MPI_"))]
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {"host": socket.gethostname(), "leaked": leaked, "devices": sorted(devices.split(","))}
+
+
+@ray.remote(num_cpus=1)
+def hold() -> None:
+    time.sleep(600)
+
+
+def report(num_nodes: int, gpus: int) -> dict[str, object]:
+    """Run one task per node, each with all GPUs of its node."""
+    group = placement_group([{"CPU": 1, "GPU": gpus}] * num_nodes, strategy="STRICT_SPREAD")
+    ray.get(group.ready(), timeout=60)
+    tasks = []
+    for i in range(num_nodes):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+        tasks.append(where.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
+    nodes = {node["NodeName"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    leaked = [name for name in os.environ if name.startswith("SLURM")]
+    cpus = ray.cluster_resources()["CPU"]
+    return {"nodes": nodes, "tasks": ray.get(tasks, timeout=60), "driver_leaked": leaked, "cpus": cpus}
+
+
+def main() -> int:
+    mode, *rest = sys.argv[1:]
+    got_usr1: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda signum, frame: got_usr1.append(signum))
+    ray.init(log_to_driver=False)  # the address comes from RAY_ADDRESS
+    if mode == "report":
+        print("REPORT", json.dumps(report(int(rest[0]), int(rest[1]))), flush=True)
+        return int(rest[2])
+    # A task that holds a worker process, so that there is something to clean up.
+    task = hold.remote()
+    print("WAITING", flush=True)
+    while not got_usr1:
+        ray.wait([task], timeout=0.1)
+    return 75
+
+
+if __name__ == "__main__":
+    sys.exit(main())

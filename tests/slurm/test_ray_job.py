@@ -1,0 +1,184 @@
+"""launchers/slurm/ray.sbatch against a real Slurm of four nodes with a real Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.minislurm import POLL_S, MiniSlurm
+
+REPO = Path(__file__).resolve().parents[2]
+LAUNCHER = REPO / "launchers/slurm/ray.sbatch"
+DRIVER = str(REPO / "tests/slurm/driver.py")
+
+
+@pytest.fixture
+def submit(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setenv("SCALERL_VENV", sys.prefix)
+    monkeypatch.setenv("SCALERL_RAY_ARGS", "--object-store-memory=80000000")
+    monkeypatch.setenv("SCALERL_CPUS_PER_NODE", "2")
+
+    def run(num_nodes: int, *command: str, options: tuple[str, ...] = (), cwd: Path = tmp_path) -> str:
+        return slurm.sbatch(f"-N{num_nodes}", "--output=out-%j.txt", *options, str(LAUNCHER), *command, cwd=cwd)
+
+    return run
+
+
+def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not after {timeout_s} s"
+        time.sleep(POLL_S)
+
+
+def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
+    """Until the job's driver holds a Ray task."""
+
+    def waiting() -> bool:
+        text = out.read_text() if out.exists() else ""
+        if slurm.job(job_id)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING"):
+            pytest.fail(f"job {job_id} ended before its driver waited:\n{text}")
+        return "WAITING" in text
+
+    wait_until("driver waits", waiting)
+
+
+def assert_nothing_left(slurm: MiniSlurm) -> None:
+    left: dict[str, list[tuple[int, str]]] = {}
+
+    def clean() -> bool:
+        left.update({host: slurm.processes(host) for host in slurm.hosts})
+        return not any(left.values())
+
+    try:
+        wait_until("no process left", clean, timeout_s=15)
+    except AssertionError:
+        pytest.fail(f"left on the nodes: {left}")
+    sessions = [path for host in slurm.hosts for path in (slurm.root / f"nodes/{host}/ray").glob("session_2*")]
+    assert not sessions
+
+
+def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(4, "python", DRIVER, "report", "4", "8", "0", options=("--gpus-per-node=8",))
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
+    report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
+    assert report["nodes"] == {f"n{i}": f"10.99.0.{10 + i}" for i in range(1, 5)}
+    assert sorted(task["host"] for task in report["tasks"]) == slurm.hosts
+    assert [task["devices"] for task in report["tasks"]] == [[str(i) for i in range(8)]] * 4
+    assert [task["leaked"] for task in report["tasks"]] == [[]] * 4
+    assert report["driver_leaked"] == []
+    assert report["cpus"] == 8
+
+    attempt = tmp_path / f"logs/{job_id}/attempt_0"
+    assert sorted(path.name for path in attempt.iterdir()) == [f"node-n{i}.log" for i in range(1, 5)]
+    assert os.readlink(tmp_path / f"logs/{job_id}/latest") == "attempt_0"
+    assert_nothing_left(slurm)
+
+
+def test_exit_code_passes_and_paths_may_have_spaces(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    (folder / "repo").symlink_to(REPO)
+    launcher = folder / "repo/launchers/slurm/ray.sbatch"
+    # --gres is the other way to ask for devices; one argument has a space.
+    job_id = slurm.sbatch(
+        "-N1", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
+        'echo "ARGS $# [$1]"; exec python "$2" report 1 3 5', "-", "two words", DRIVER, cwd=folder,
+    )  # fmt: skip
+    job = slurm.wait(job_id)
+    out = (folder / "out.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "5:0"), out
+    assert "ARGS 2 [two words]" in out
+    assert '"devices": ["0", "1", "2"]' in out
+    attempt = folder / f"logs/{job_id}/latest"
+    assert (attempt / "node-n1.log").exists()
+    assert list((attempt / "ray/n1").glob("gcs_server*")), "a failed attempt keeps Ray's own logs"
+    assert_nothing_left(slurm)
+
+
+def test_exit_code_75_after_usr1_requeues_once(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    script = f'[[ $(readlink logs/*/latest) == attempt_0 ]] || exit 0; exec python "{DRIVER}" sleep'
+    job_id = submit(1, "bash", "-c", script)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1")
+    job = slurm.wait(job_id)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), out.read_text()
+    assert "exit code 75: requeue" in out.read_text()
+    assert sorted(path.name for path in (tmp_path / f"logs/{job_id}").iterdir()) == ["attempt_0", "attempt_1", "latest"]
+    assert_nothing_left(slurm)
+
+
+def test_killed_worker_node_ends_the_job(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(3, "python", DRIVER, "sleep")
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    raylet = next(pid for pid, args in slurm.processes("n3") if "raylet/raylet" in args.split()[0])
+    slurm.run("kill", "-KILL", str(raylet), host="n3")
+    job = slurm.wait(job_id)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out.read_text()
+    assert "Ray's workers step ended before the command" in out.read_text()
+    assert list((tmp_path / f"logs/{job_id}/latest/ray/n3").iterdir())
+    assert_nothing_left(slurm)
+
+
+def test_killed_driver_leaves_nothing(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(2, "python", DRIVER, "sleep")
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    driver = next(pid for pid, args in slurm.processes("n1") if args == f"python {DRIVER} sleep")
+    slurm.run("kill", "-KILL", str(driver), host="n1")
+    job = slurm.wait(job_id)
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{128 + signal.SIGKILL}:0"), out.read_text()
+    assert_nothing_left(slurm)
+
+
+def test_readiness_names_missing_hosts_and_devices(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    waiter = str(REPO / "launchers/slurm/wait_for_ray.py")
+    command = f'exec python "{waiter}" --address "$RAY_ADDRESS" --hosts n1,n9 --gpus 8 --timeout-s 1'
+    job_id = submit(1, "bash", "-c", command, options=("--gpus-per-node=2",))
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert job["ExitCode"] == "70:0", out
+    assert "n9: not in the cluster" in out
+    assert "n1: 2 of 8 GPUs" in out
+
+
+def test_node_that_cannot_start_ends_the_job_with_its_log(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALERL_RAY_ARGS", "--no-such-option")
+    job_id = submit(1, "true")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert job["ExitCode"] == "70:0", out
+    assert "No such option" in out
+    assert_nothing_left(slurm)
+
+
+def test_usage_errors_hold_no_ray(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_command = submit(1)
+    monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "nothing here"))
+    no_venv = submit(1, "true")
+    for job_id, message in ((no_command, "no command given"), (no_venv, "nothing here/bin/ray: run 'make setup'")):
+        job = slurm.wait(job_id)
+        out = (tmp_path / f"out-{job_id}.txt").read_text()
+        assert job["ExitCode"] == "64:0", out
+        assert message in out
+        assert not (tmp_path / "logs").exists()

@@ -1,0 +1,235 @@
+"""Checkpoint directories: what is whole, what is newest, and what a SIGKILL at any point leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import scalerl
+from scalerl.checkpoint import store
+
+REPO = Path(next(iter(scalerl.__path__))).parent
+# Saves `step` with content `text`, keeping `keep`; dies by SIGKILL just before filesystem operation number `kill_at`.
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from scalerl.checkpoint import store
+root, step, text, keep, kill_at = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+count = 0
+def hook(event, args):
+    global count
+    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+sys.addaudithook(hook)
+tmp = store.begin_save(root, step)
+(tmp / "actor").mkdir()
+for name in ("actor/a.bin", "actor/b.bin"):
+    (tmp / name).write_text(text)
+store.write_trainer_state(tmp, {"step": step, "text": text})
+store.commit(tmp, root, step)
+store.rotate(root, keep)
+"""
+
+
+def child_save(root: Path, step: int, text: str, keep: int = 1, kill_at: int = -1) -> int:
+    return subprocess.run(
+        [sys.executable, "-c", CHILD, str(root), str(step), text, str(keep), str(kill_at)],
+        cwd=REPO,
+        timeout=60,
+        stderr=subprocess.DEVNULL,
+    ).returncode
+
+
+def save(root: Path, step: int, text: str = "x") -> Path:
+    tmp = store.begin_save(root, step)
+    (tmp / "actor").mkdir()
+    (tmp / "actor" / "a.bin").write_text(text)
+    return store.commit(tmp, root, step)
+
+
+def find(root: Path) -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return store.find_latest_ckpt_path(root)
+
+
+def text_of(directory: str) -> str:
+    """Content of a checkpoint of CHILD, after checking that it is whole and of one save."""
+    assert store.integrity_problem(directory) is None
+    path = Path(directory)
+    texts = {(path / "actor" / n).read_text() for n in ("a.bin", "b.bin")}
+    state = store.read_trainer_state(directory)
+    assert path.name == f"global_step_{state['step']}"
+    assert texts == {state["text"]}
+    return state["text"]
+
+
+def kill_everywhere(make_root, step: int, text: str):
+    """Yields the root after a kill at each filesystem operation of the save, until the save lives to its end."""
+    for kill_at in range(200):
+        root = make_root(kill_at)
+        code = child_save(root, step, text, kill_at=kill_at)
+        if code == 0:
+            # The save has a mkdir, an open and a rename at least for each thing that it writes.
+            assert kill_at > 12
+            return
+        assert code == -signal.SIGKILL
+        yield root
+    raise AssertionError("the save never came to its end")
+
+
+def test_killed_first_save_leaves_a_whole_checkpoint_or_none(tmp_path):
+    found = set()
+    for root in kill_everywhere(lambda k: tmp_path / str(k), 1, "new"):
+        latest = find(root)
+        found.add(text_of(latest) if latest else None)
+    assert found == {None, "new"}
+
+
+def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    start = tmp_path / "start"
+    assert child_save(start, 1, "old") == 0
+
+    def make_root(kill_at: int) -> Path:
+        shutil.copytree(start, tmp_path / str(kill_at))
+        return tmp_path / str(kill_at)
+
+    # The same step again (after a resume from elsewhere), and a later one.
+    for step in (1, 2):
+        found = set()
+        for root in kill_everywhere(lambda k, s=step: make_root(1000 * s + k), step, "new"):
+            latest = find(root)
+            assert latest is not None
+            found.add(text_of(latest))
+        assert found == {"old", "new"}
+
+
+def test_the_save_after_a_kill_leaves_no_remains(tmp_path):
+    for root in kill_everywhere(lambda k: tmp_path / str(k), 1, "new"):
+        save(root, 2)
+        store.rotate(root, 1)
+        assert sorted(p.name for p in root.iterdir()) == ["global_step_2", store.TRACKER_NAME]
+
+
+def test_save_find_and_read_back(tmp_path):
+    assert store.find_latest_ckpt_path(None) is None
+    assert store.find_latest_ckpt_path(tmp_path / "nowhere") is None
+    assert store.find_latest_ckpt_path(tmp_path) is None
+    save(tmp_path, 2)
+    final = save(tmp_path, 10)
+    assert store.find_latest_ckpt_path(tmp_path) == str(final) == str(tmp_path / "global_step_10")
+    assert (tmp_path / store.TRACKER_NAME).read_text() == "10"
+    manifest = json.loads((final / "COMPLETE").read_text())
+    assert manifest == {"step": 10, "files": {"actor/a.bin": 1}}
+    store.check_checkpoint(final)
+
+
+def test_a_directory_without_complete_is_skipped_and_named(tmp_path):
+    whole = save(tmp_path, 1)
+    (save(tmp_path, 2) / "COMPLETE").unlink()
+    with pytest.warns(UserWarning, match=r"skipping checkpoint .*global_step_2: no COMPLETE"):
+        assert store.find_latest_ckpt_path(tmp_path) == str(whole)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: f.write_text("xx"), r"file actor/a\.bin has 2 bytes, was saved with 1"),
+        (lambda f: f.unlink(), r"file actor/a\.bin is missing"),
+        (lambda f: (f.parents[1] / "COMPLETE").write_text("{"), "COMPLETE is not a manifest"),
+        (lambda f: (f.parents[1] / "COMPLETE").write_text("[]"), "COMPLETE is not a manifest"),
+    ],
+)
+def test_a_damaged_directory_is_refused_with_the_file(tmp_path, damage, message):
+    whole = save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    damage(damaged / "actor" / "a.bin")
+    with pytest.raises(ValueError, match=message):
+        store.check_checkpoint(damaged)
+    with pytest.warns(UserWarning, match=message):
+        assert store.find_latest_ckpt_path(tmp_path) == str(whole)
+
+
+@pytest.mark.parametrize("tracker", [None, "", "abc", "-1", "7"])
+def test_without_a_usable_tracker_the_newest_whole_one_is_found(tmp_path, tracker):
+    for step in (9, 10):
+        save(tmp_path, step)
+    path = tmp_path / store.TRACKER_NAME
+    path.unlink()
+    if tracker is not None:
+        path.write_text(tracker)
+    assert find(tmp_path) == str(tmp_path / "global_step_10")
+
+
+def test_the_tracker_decides_so_that_a_person_can_go_back(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / store.TRACKER_NAME).write_text("2\n")
+    assert store.find_latest_ckpt_path(tmp_path) == str(tmp_path / "global_step_2")
+
+
+def test_directory_format(tmp_path):
+    save(tmp_path, 3).rename(tmp_path / "step-3-done")
+    assert find(tmp_path) is None
+    assert store.find_latest_ckpt_path(tmp_path, "step-{}-done") == str(tmp_path / "step-3-done")
+
+
+def test_rotation_keeps_the_newest_and_the_tracked(tmp_path):
+    for step in (1, 2, 10, 9):
+        save(tmp_path, step)
+    # Half written, and not ours: neither counted nor removed.
+    (tmp_path / "global_step_5").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert store.rotate(tmp_path, None) == []
+    assert store.rotate(tmp_path, 2) == ["global_step_1", "global_step_2"]
+    assert store.rotate(tmp_path, 1) == ["global_step_10"]
+    assert store.checkpoint_steps(tmp_path) == [5, 9]
+    assert (tmp_path / "notes").is_dir()
+    with pytest.raises(ValueError, match="keep is 0, must be at least 1"):
+        store.rotate(tmp_path, 0)
+
+
+def test_a_save_that_another_process_is_writing_is_left_alone(tmp_path):
+    save(tmp_path, 1)
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    alive = store.begin_save(tmp_path, 2)
+    alive = alive.rename(str(alive).replace(f"-{os.getpid()}-", f"-{other.pid}-"))
+    elsewhere = tmp_path / "global_step_2.tmp-some-other-host-1-0123abcd"
+    elsewhere.mkdir()
+    store.rotate(tmp_path, 1)
+    assert alive.is_dir()
+    assert elsewhere.is_dir()
+    other.communicate(b"\n", timeout=30)
+    store.rotate(tmp_path, 1)
+    assert not alive.exists()
+    save(tmp_path, 2)
+    store.rotate(tmp_path, 1)
+    assert not elsewhere.exists()
+
+
+def test_trainer_state(tmp_path):
+    state = {"step": 3, "cursor": {"epoch": 1, "position": 12}, "lr": 1e-6, "mlflow_run_id": None}
+    store.write_trainer_state(tmp_path, state)
+    assert store.read_trainer_state(tmp_path) == state
+    with pytest.raises(TypeError):
+        store.write_trainer_state(tmp_path, {"step": object()})
+    assert store.read_trainer_state(tmp_path) == state
+    assert [p.name for p in tmp_path.iterdir()] == ["trainer_state.json"]
+    (tmp_path / "trainer_state.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list"):
+        store.read_trainer_state(tmp_path)
+    (tmp_path / "trainer_state.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        store.read_trainer_state(tmp_path)
+    with pytest.raises(ValueError, match="not a checkpoint of a training run"):
+        store.read_trainer_state(tmp_path / "nowhere")

@@ -1,0 +1,334 @@
+"""Overrides and YAML files become typed dataclasses, or one error that names everything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, UserError, compose, flatten, save_resolved
+from scalerl.config.keys import KeyTable
+
+ROLLOUT = "actor_rollout_ref.rollout"
+PPO = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+SFT = ["data.train_files=a.parquet", "model.path=m"]
+GROUPS = ("recipe", "layout")
+
+
+def violations(kind: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(kind, list(overrides))
+    return caught.value.violations
+
+
+def test_ppo_is_typed_and_resolved():
+    cfg = compose(
+        "ppo",
+        [*PPO, f"{ROLLOUT}.n=4", "actor_rollout_ref.actor.optim.betas=[0.8,0.9]", "trainer.experiment_name=e1"],
+    )
+    assert isinstance(cfg, PPOConfig)
+    assert cfg.actor_rollout_ref.rollout.n == 4
+    assert cfg.actor_rollout_ref.actor.optim.betas == [0.8, 0.9]
+    assert type(cfg.actor_rollout_ref.actor.optim.betas) is list
+    assert cfg.trainer.default_local_dir == "outputs/scalerl/e1"
+
+
+def test_sft_is_typed():
+    cfg = compose("sft", [*SFT, "data.train_files=[a.parquet,b.parquet]", "optim.lr=1e-5"])
+    assert isinstance(cfg, SFTConfig)
+    assert cfg.data.train_files == ["a.parquet", "b.parquet"]
+    assert cfg.optim.lr == 1e-5
+
+
+def test_nothing_is_written_and_hydra_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compose("ppo", [*PPO, "recipe=grpo"])
+    violations("ppo")
+    assert list(tmp_path.iterdir()) == [] and Path.cwd() == tmp_path
+    assert not GlobalHydra.instance().is_initialized()
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_plus_makes_no_difference(plus):
+    key = f"{ROLLOUT}.engine_kwargs.sglang.attention_backend"
+    cfg = compose("ppo", [*PPO, f"{plus}{ROLLOUT}.n=4", f"{plus}{key}=fa3", f"{plus}custom_reward_function.path=f.py"])
+    assert cfg.actor_rollout_ref.rollout.engine_kwargs == {"sglang": {"attention_backend": "fa3"}}
+    assert cfg.custom_reward_function.path == "f.py"
+
+
+@pytest.mark.parametrize("recipe", ["+recipe=grpo", "recipe=grpo"])
+def test_a_recipe_comes_before_the_keys_of_the_command_line(recipe):
+    assert compose("ppo", [*PPO, recipe]).actor_rollout_ref.rollout.n == 8
+    assert compose("ppo", [f"{ROLLOUT}.n=3", *PPO, recipe]).actor_rollout_ref.rollout.n == 3
+
+
+def test_several_recipes():
+    cfg = compose("ppo", [*PPO, "+recipe=[grpo,cpu]", "+layout=tp2"])
+    assert cfg.trainer.device == "cpu" and cfg.actor_rollout_ref.rollout.n == 8
+    assert cfg.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 2
+
+
+# The YAML files that ship
+
+FILES = sorted(
+    (group, Path(str(file)).stem)
+    for group in GROUPS
+    for file in resources.files("scalerl.configs").joinpath(group).iterdir()
+)
+
+
+@pytest.mark.parametrize(("group", "name"), FILES, ids=lambda part: part)
+def test_every_shipped_file_composes_and_repeats_no_default(group, name):
+    kind = "sft" if name.startswith("sft") else "ppo"
+    needed = SFT if kind == "sft" else [*PPO, f"++{ROLLOUT}.n=8"]
+    defaults, cfg = flatten(compose(kind, needed)), flatten(compose(kind, [*needed, f"+{group}={name}"]))
+    text = resources.files("scalerl.configs").joinpath(group, f"{name}.yaml").read_text()
+    written = flatten_yaml(OmegaConf.to_container(OmegaConf.create(text)))
+    assert text.startswith("# @package _global_\n")
+    same = [key for key, value in written.items() if defaults[key] == value and key != f"{ROLLOUT}.n"]
+    assert written and not same
+    assert cfg != defaults or set(written) == {f"{ROLLOUT}.n"}
+
+
+def flatten_yaml(tree: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten_yaml(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def test_the_list_of_shipped_files_is_not_empty():
+    assert {"grpo", "cpu"} <= {name for _, name in FILES}
+
+
+# Wrong input
+
+
+def test_everything_wrong_is_named_at_once():
+    found = violations(
+        "ppo",
+        "data.train_file=a",
+        "trainer.total_epoch=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "trainer.nnodes=abc",
+        "trainer.save_freq=1.5",
+        "data.shuffle=maybe",
+        "data.seed=null",
+        "data=3",
+        "trainer.device=tpu",
+        "recipe=grp",
+        "trainer.experiment_name=${trainer.foo}",
+        "--dry-ran",
+    )
+    expected = [
+        "--dry-ran: not understood",
+        "recipe=grp: no such option; did you mean recipe=grpo?",
+        "data.train_file: no such key; did you mean data.train_files?",
+        "trainer.total_epoch: no such key; did you mean trainer.total_epochs?",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: no such key; micro-batches are packed",
+        "trainer.nnodes = abc: wrong type, must be int",
+        "trainer.save_freq = 1.5: wrong type, must be int",
+        "data.shuffle = maybe: wrong type, must be bool",
+        "data.seed = null: wrong type, must be int",
+        "data = 3: is a section; set one of data.train_files",
+        "trainer.experiment_name = ${trainer.foo}: cannot be resolved",
+        "data.train_files: missing",
+        "data.val_files: missing",
+        "actor_rollout_ref.model.path: missing",
+        "trainer.device = tpu: must be one of",
+    ]
+    assert len(found) == len(expected)
+    for text, start in zip(found, expected, strict=True):
+        assert text.startswith(start)
+
+
+def test_missing_values_and_broken_rules_come_together():
+    found = violations("ppo", "data.train_batch_size=100", f"{ROLLOUT}.n=4")
+    assert [text.split(" ")[0] for text in found] == [
+        "data.train_files:",
+        "data.val_files:",
+        "actor_rollout_ref.model.path:",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    ]
+
+
+def test_rules_between_keys_wait_until_every_key_is_known():
+    # The mini-batch size that the user meant to set would divide.
+    found = violations("ppo", *PPO, "data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_sze=50")
+    assert len(found) == 1 and "ppo_mini_batch_size?" in found[0]
+
+
+def test_an_interpolation_of_the_wrong_type():
+    (found,) = violations("ppo", *PPO, "trainer.nnodes=${trainer.project_name}", f"{ROLLOUT}.n=4")
+    assert found.startswith("trainer.nnodes = ${trainer.project_name}: cannot be resolved")
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("trainer.nnodes=1,2", "'trainer.nnodes=[1,2]'"),
+        ("trainer.experiment_name=a=b", "'trainer.experiment_name=\"a=b\"'"),
+        ("~data.seed", "cannot be deleted"),
+        ("~data.sead", "did you mean data.seed"),
+        ("data@x=3", "no group data"),
+        ("word", "write key=value"),
+        ("data={sead:3}", "did you mean data.seed"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.x=3", "arguments by engine"),
+        ("hydra.run.dir=x", "trainer.default_local_dir"),
+    ],
+)
+def test_overrides_that_are_not_understood(override, text):
+    (found,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", override)
+    assert text in found
+
+
+def test_a_section_may_be_given_as_a_dict():
+    cfg = compose("ppo", [*PPO, "+recipe=grpo", "data={seed: 3, shuffle: false}"])
+    assert (cfg.data.seed, cfg.data.shuffle, cfg.data.train_files) == (3, False, "a.parquet")
+
+
+@pytest.mark.parametrize("key", sorted(KeyTable(PPOConfig).leaves))
+def test_every_key_can_be_set(key):
+    # A value of no type: either the type refuses it, or it arrives.
+    try:
+        cfg = compose("ppo", [*PPO, "recipe=grpo", f"{key}=zzz"])
+    except ConfigError as error:
+        assert all(text.startswith(f"{key} = zzz") or "resume_from_path" in text for text in error.violations), error
+    else:
+        assert flatten(cfg)[key] == "zzz"
+
+
+# A user's own files
+
+
+def write(directory: Path, name: str, text: str) -> None:
+    path = directory / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+OWN = "data: {train_files: a, val_files: b}\nactor_rollout_ref: {model: {path: m}, rollout: {n: 5}}\n"
+
+
+@pytest.mark.parametrize("head", ["", "defaults:\n  - ppo\n  - recipe: grpo\n  - _self_\n"])
+def test_a_file_of_ones_own(tmp_path, head):
+    write(tmp_path, "my.yaml", head + OWN)
+    cfg = compose("ppo", ["--config-dir", str(tmp_path), "--config-name", "my", "trainer.nnodes=2"])
+    assert cfg.actor_rollout_ref.rollout.n == 5 and cfg.trainer.nnodes == 2
+    assert cfg.actor_rollout_ref.actor.use_kl_loss == bool(head)
+
+
+def test_a_relative_config_dir_is_the_callers(tmp_path, monkeypatch):
+    write(tmp_path, "conf/my.yaml", OWN)
+    monkeypatch.chdir(tmp_path)
+    assert compose("ppo", ["--config-dir=conf", "--config-name=my.yaml"]).data.train_files == "a"
+
+
+def test_a_recipe_in_a_file_is_replaced_on_the_command_line(tmp_path):
+    write(tmp_path, "my.yaml", "defaults: [ppo, recipe: grpo, _self_]\n" + OWN)
+    cfg = compose("ppo", ["--config-dir", str(tmp_path), "--config-name", "my", "recipe=cpu"])
+    assert cfg.trainer.device == "cpu" and not cfg.actor_rollout_ref.actor.use_kl_loss
+
+
+def test_groups_of_ones_own(tmp_path):
+    write(tmp_path, "lab/big.yaml", "# @package _global_\ntrainer: {nnodes: 4}\n")
+    assert compose("ppo", ["--config-dir", str(tmp_path), *PPO, "recipe=grpo", "lab=big"]).trainer.nnodes == 4
+
+
+def test_a_group_file_without_a_package_says_what_is_missing(tmp_path):
+    write(tmp_path, "lab/big.yaml", "trainer: {nnodes: 4}\n")
+    (found,) = violations("ppo", "--config-dir", str(tmp_path), *PPO, f"{ROLLOUT}.n=4", "lab=big")
+    assert "# @package _global_" in found and "big.yaml" in found
+
+
+def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_file(tmp_path):
+    bad = "data: {train_file: a, seed: [1], val_files: b}\ncritic: {x: 1}\nactor_rollout_ref: {model: {path: m}}\n"
+    write(tmp_path, "bad.yaml", bad)
+    found = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", "trainer.node=2")
+    path = os.fspath(tmp_path / "bad.yaml")
+    starts = [
+        f"data.train_file: no such key in {path}; did you mean data.train_files?",
+        f"data.seed = [1]: wrong type in {path}, must be int",
+        f"critic: no such key in {path}; there is no critic yet",
+        "trainer.node: no such key; did you mean trainer.nnodes?",
+        "data.train_files: missing",
+    ]
+    assert len(found) == len(starts)
+    assert all(text.startswith(start) for text, start in zip(found, starts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("data: [\n", "cannot be read"),
+        ("data: {}\ndata: {}\n", "duplicate key"),
+        ("- 3\n", "must be a DictConfig"),
+        ("defaults: [ppo, recipe: nope]\n", "Could not find 'recipe/nope'"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, content, text):
+    write(tmp_path, "bad.yaml", content)
+    (found,) = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", *PPO)
+    assert text in found
+
+
+def test_files_that_are_not_there(tmp_path):
+    assert "no such directory" in violations("ppo", "--config-dir", str(tmp_path / "no"))[0]
+    assert "--config-name my: no such file; there are ppo, sft" in violations("ppo", "--config-name", "my")[0]
+    assert "--config-dir DIR" in violations("ppo", "--config-name")[0]
+
+
+# The resolved config
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_what_is_saved_reads_back_equal(tmp_path, kind):
+    extra = ["+recipe=[grpo,cpu]", "custom_reward_function.reward_kwargs.a.b=[1,x,null]"] if kind == "ppo" else []
+    cfg = compose(kind, [*(PPO if kind == "ppo" else SFT), *extra, "data.train_files=[a,'b c']"])
+    save_resolved(cfg, tmp_path / "run" / "config.yaml")
+    assert compose(kind, ["--config-dir", str(tmp_path / "run"), "--config-name", "config"]) == cfg
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "config.yaml"
+    cfg = compose("sft", SFT)
+    save_resolved(cfg, path)
+    before = path.read_text()
+    cfg.data.seed = 7
+
+    def fail(*_: object) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk"):
+        save_resolved(cfg, path)
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_flatten_gives_scalars_for_every_key():
+    flat = flatten(compose("ppo", [*PPO, "recipe=grpo", f"{ROLLOUT}.engine_kwargs.sglang.tp=2"]))
+    assert flat["actor_rollout_ref.actor.optim.betas"] == "[0.9, 0.999]"
+    assert flat[f"{ROLLOUT}.engine_kwargs.sglang.tp"] == 2
+    assert flat["custom_reward_function.reward_kwargs"] == "{}"
+    assert flat["trainer.max_actor_ckpt_to_keep"] is None
+    assert all(value is None or isinstance(value, str | int | float | bool) for value in flat.values())
+    assert set(KeyTable(PPOConfig).leaves) - set(flat) == {f"{ROLLOUT}.engine_kwargs"}
+
+
+# The error
+
+
+def test_the_error_numbers_its_violations_and_survives_pickling():
+    error = ConfigError(["a = 1: wrong", "b = 2: wrong\nsecond line"])
+    assert str(error) == (
+        "The configuration has 2 problems:\n  1. a = 1: wrong\n  2. b = 2: wrong\n     second line"
+    )
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.violations == error.violations and str(copy) == str(error)
+    assert isinstance(error, UserError) and isinstance(error, ValueError)

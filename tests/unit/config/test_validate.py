@@ -1,0 +1,359 @@
+"""Each rule is broken alone and found alone; several together are found together; nothing makes the rules raise."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl.config import compose, layout_violations, validate_ppo, validate_sft
+from scalerl.config.domains import DOMAINS
+from scalerl.config.keys import leaves
+from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PPO = compose(
+    "ppo",
+    ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m", f"{ROLLOUT}.n=4"],
+)
+SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m"])
+
+
+def changed(cfg: Any, values: dict[str, Any]) -> Any:
+    cfg = copy.deepcopy(cfg)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        assert hasattr(node := functools.reduce(getattr, section.split("."), cfg), name), key
+        setattr(node, name, value)
+    return cfg
+
+
+def test_the_smallest_configs_are_valid():
+    assert validate_ppo(PPO) == validate_ppo(PPO, device="cuda") == validate_ppo(PPO, device="cpu") == []
+    assert validate_sft(SFT) == []
+
+
+# Values on both sides of every border: (refused, allowed). By field name; where a name has two meanings, by class.
+BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
+    "DataConfig.train_files": (["", [], ["a", 3], None, {"a": 1}], ["a", ["a", "b"]]),
+    "DataConfig.val_files": (["", [], None], ["a", ["a"]]),
+    "DataConfig.truncation": (["cut"], ["left", "right", "middle"]),
+    "SFTDataConfig.train_files": (["", []], ["a", ["a"]]),
+    "SFTDataConfig.val_files": ([""], [None, "a"]),
+    "SFTDataConfig.truncation": (["middle"], ["error", "left", "right"]),
+    "RewardModelConfig.timeout_s": ([0.0], [0.1]),
+    "prompt_key": ([""], ["p"]),
+    "messages_key": ([" "], ["m"]),
+    "reward_fn_key": ([""], ["p"]),
+    "max_prompt_length": ([0], [1]),
+    "max_response_length": ([0], [1]),
+    "max_length": ([0], [1]),
+    "max_token_len_per_gpu": ([0, -1], [1024]),
+    "train_batch_size": ([0, -8], [256]),
+    "train_max_samples": ([0, -2], [-1, 1]),
+    "val_max_samples": ([0, -2], [-1, 1]),
+    "seed": ([-1], [0]),
+    "path": ([""], ["m"]),
+    "model_path": ([""], [None]),
+    "lr": ([-1e-9, float("nan"), float("inf")], [0.0, 1.0]),
+    "lr_warmup_steps": ([-1], [0]),
+    "lr_decay_style": (["step"], ["constant"]),
+    "lr_decay_steps": ([0], [None]),
+    "min_lr": ([-1.0], [0.0]),
+    "weight_decay": ([-0.1], [0.0]),
+    "betas": ([[0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9]], [[0.0, 0.0], [0.9, 0.95]]),
+    "clip_grad": ([-1.0], [0.0]),
+    "tensor_model_parallel_size": ([0], [1]),
+    "pipeline_model_parallel_size": ([0], [1]),
+    "dtype": (["float16", "fp32"], ["float32", "bfloat16"]),
+    "loss_mode": ([""], ["vanilla"]),
+    "ppo_mini_batch_size": ([0], [1]),
+    "ppo_max_token_len_per_gpu": ([0], [1024]),
+    "ppo_epochs": ([0], [1]),
+    "clip_ratio": ([0.0, 1.0, -0.2], [0.001, 0.999]),
+    "clip_ratio_low": ([0.0, 1.0], [None, 0.5]),
+    "clip_ratio_high": ([0.0, -1.0], [None, 0.5, 5.0]),
+    "clip_ratio_c": ([1.0, 0.5], [1.01, 20.0]),
+    "loss_agg_mode": (["mean"], ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
+    "entropy_coeff": ([float("nan")], [0.0, -0.1, 0.1]),
+    "kl_loss_coef": ([-0.1], [0.0]),
+    "kl_loss_type": (["k4"], ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"]),
+    "n": ([0], [1, 2]),
+    "temperature": ([0.0, -1.0], [0.01]),
+    "top_p": ([0.0, 1.1], [0.01, 1.0]),
+    "top_k": ([0, -2], [-1, 1]),
+    "RolloutConfig.name": (["vllm"], ["sglang", "embedded"]),
+    "CustomRewardFunctionConfig.name": ([""], ["f"]),
+    "CustomRewardFunctionConfig.path": ([""], [None, "f.py"]),
+    "num_replicas": ([0], [None, 1]),
+    "gpu_memory_utilization": ([0.0, 1.0], [0.1]),
+    "max_num_seqs": ([0], [1]),
+    "update_weights_bucket_megabytes": ([0], [1]),
+    "verify_weights_every": ([-1], [0]),
+    "start_timeout_s": ([0.0], [0.1]),
+    "request_timeout_s": ([0.0], [0.1]),
+    "timeout_s": ([0.0, float("inf")], [0.1]),
+    "engine_kwargs": ([{"vllm": {}}, {"sglang": 3}, {"attention_backend": "x"}], [{}, {"sglang": {"a": 1}}]),
+    "adv_estimator": ([""], ["grpo"]),
+    "reward_manager": ([""], ["naive"]),
+    "on_error": (["skip"], ["stop", "zero"]),
+    "project_name": ([""], ["p"]),
+    "experiment_name": ([""], ["p"]),
+    "logger": ([["wandb"], ["mlflow", "mlflow"]], [[], ["console", "mlflow", "file"]]),
+    "mlflow_tracking_uri": ([""], [None, "http://host:5000"]),
+    "device": (["tpu", "gpu"], ["auto", "cuda", "cpu"]),
+    "nnodes": ([0], [1, 2]),
+    "n_gpus_per_node": ([0], [1, 7]),
+    "total_epochs": ([0], [1]),
+    "total_training_steps": ([0], [None, 1]),
+    "save_freq": ([0, -2], [-1, 1]),
+    "test_freq": ([0, -2], [-1]),
+    "default_local_dir": ([""], ["out"]),
+    "resume_mode": (["latest"], ["auto", "disable"]),
+    "resume_from_path": ([""], [None]),
+    "max_actor_ckpt_to_keep": ([0], [None, 1]),
+    "log_val_generations": ([-1], [0]),
+    "rollout_data_dir": ([""], [None, "d"]),
+}
+SCHEMAS = {"ppo": (PPOConfig, PPO, validate_ppo), "sft": (SFTConfig, SFT, validate_sft)}
+LEAVES = [(kind, leaf) for kind, (schema, _, _) in SCHEMAS.items() for leaf in leaves(schema)]
+
+
+def has_domain(leaf: Any) -> bool:
+    return leaf.name in DOMAINS.get(leaf.owner, {})
+
+
+@pytest.mark.parametrize(("kind", "leaf"), LEAVES, ids=[f"{kind}:{leaf.key}" for kind, leaf in LEAVES])
+def test_every_key_has_a_domain_unless_any_value_of_its_type_will_do(kind, leaf):
+    free = leaf.annotation is bool or leaf.name == "reward_kwargs"
+    assert has_domain(leaf) != free
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf"),
+    [case for case in LEAVES if has_domain(case[1])],
+    ids=[f"{kind}:{leaf.key}" for kind, leaf in LEAVES if has_domain(leaf)],
+)
+def test_a_value_outside_its_domain_is_the_one_violation(kind, leaf):
+    _, valid, validate = SCHEMAS[kind]
+    refused, allowed = BORDERS.get(f"{leaf.owner.__name__}.{leaf.name}") or BORDERS[leaf.name]
+    for value in refused:
+        (violation,) = validate(changed(valid, {leaf.key: value}))
+        assert violation.startswith(f"{leaf.key} = ")
+        assert "must be" in violation and f"{leaf.key}=" in violation
+    for value in allowed:
+        found = validate(changed(valid, {leaf.key: value}))
+        assert not [v for v in found if v.startswith(f"{leaf.key} = ") and "must be one of" in v]
+        assert leaf.key not in dict.fromkeys(v.split(" = ")[0] for v in found if "set for example" in v)
+
+
+# (changes, what the one violation says). A rule between keys.
+PPO_RELATIONS = {
+    "hybrid": ({"actor_rollout_ref.hybrid_engine": False}, ["hybrid_engine = false", "not there yet"]),
+    "world size": (
+        {f"{ACTOR}.megatron.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 5},
+        ["1 x 5 = 5", "trainer.n_gpus_per_node=4 or 6"],
+    ),
+    "world size below the model": (
+        {f"{ACTOR}.megatron.tensor_model_parallel_size": 4, "trainer.n_gpus_per_node": 2},
+        ["= 2: must be a multiple", "trainer.n_gpus_per_node=4,"],
+    ),
+    "world size of nodes": (
+        {
+            f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+            f"{ACTOR}.megatron.pipeline_model_parallel_size": 3,
+            "trainer.nnodes": 2,
+            "trainer.n_gpus_per_node": 4,
+        },
+        ["2 x 4 = 8", "trainer.n_gpus_per_node=3 or 6"],
+    ),
+    "mini-batch": (
+        {"data.train_batch_size": 100, f"{ACTOR}.ppo_mini_batch_size": 30},
+        ["ppo_mini_batch_size = 30", "ppo_mini_batch_size=25 or 50", "train_batch_size=90 or 120"],
+    ),
+    "mini-batch over the batch": (
+        {"data.train_batch_size": 100, f"{ACTOR}.ppo_mini_batch_size": 256},
+        ["ppo_mini_batch_size=100,", "train_batch_size=256"],
+    ),
+    "mini-batch below the ranks": (
+        {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 1},
+        ["1 x 4 = 4 samples", "8 data-parallel ranks", "ppo_mini_batch_size=2 or more"],
+    ),
+    "token budget": ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1023}, ["= 1023", "= 1024; set"]),
+    "decay missing": ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, ["lr_decay_steps = null", "= cosine"]),
+    "decay without effect": ({f"{ACTOR}.optim.lr_decay_steps": 10}, ["lr_decay_steps = 10", "no effect"]),
+    "warmup": (
+        {
+            f"{ACTOR}.optim.lr_decay_style": "linear",
+            f"{ACTOR}.optim.lr_decay_steps": 10,
+            f"{ACTOR}.optim.lr_warmup_steps": 10,
+        },
+        ["lr_warmup_steps = 10", "below", "lr_warmup_steps=9"],
+    ),
+    "min_lr": ({f"{ACTOR}.optim.min_lr": 1e-5}, ["min_lr = 1e-05", "lr = 1e-06"]),
+    "group of one": ({f"{ROLLOUT}.n": 1}, [f"{ROLLOUT}.n = 1", "no baseline", f"{ROLLOUT}.n=8"]),
+    "greedy twice": ({f"{ROLLOUT}.val_kwargs.n": 2}, ["val_kwargs.n = 2", "do_sample=true"]),
+    "reference unused": ({"actor_rollout_ref.ref.model_path": "r"}, ["ref.model_path = r", "use_kl_loss=true"]),
+    "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
+    "resume path unused": ({"trainer.resume_from_path": "p"}, ["resume_from_path = p", "resume_mode=resume_path"]),
+    "replica over a node": (
+        {"trainer.device": "cuda", f"{ROLLOUT}.tensor_model_parallel_size": 3},
+        ["tensor_model_parallel_size = 3", "tensor_model_parallel_size=2 or 4"],
+    ),
+    "too many replicas": (
+        {"trainer.device": "cuda", f"{ROLLOUT}.tensor_model_parallel_size": 4, f"{ROLLOUT}.num_replicas": 3},
+        ["num_replicas = 3", "8 devices", "num_replicas=2 or less"],
+    ),
+}
+SFT_RELATIONS = {
+    "world size": ({"megatron.pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size = 3", "=6 or 9"]),
+    "batch below the ranks": ({"data.train_batch_size": 7}, ["train_batch_size = 7", "train_batch_size=8 or more"]),
+    "token budget": ({"data.max_length": 20000}, ["max_token_len_per_gpu = 16384", "max_token_len_per_gpu=20000"]),
+    "validation without data": ({"trainer.test_freq": 5}, ["test_freq = 5", "val_files"]),
+    "decay missing": ({"optim.lr_decay_style": "linear"}, ["optim.lr_decay_steps = null"]),
+    "warmup": (
+        {"optim.lr_decay_style": "linear", "optim.lr_decay_steps": 3, "optim.lr_warmup_steps": 4},
+        ["optim.lr_warmup_steps = 4"],
+    ),
+    "min_lr": ({"optim.min_lr": 1.0}, ["optim.min_lr = 1.0"]),
+    "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
+}
+RELATIONS = [("ppo", *case) for case in PPO_RELATIONS.items()] + [("sft", *case) for case in SFT_RELATIONS.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "case"), RELATIONS, ids=[f"{kind}:{name}".replace(" ", "-") for kind, name, _ in RELATIONS]
+)
+def test_a_broken_relation_is_the_one_violation(kind, name, case):
+    changes, texts = case
+    _, valid, validate = SCHEMAS[kind]
+    (violation,) = validate(changed(valid, changes))
+    for text in texts:
+        assert text in violation
+    assert "set " in violation
+
+
+def test_a_relation_is_silent_where_a_key_of_it_is_wrong_by_itself():
+    found = validate_ppo(changed(PPO, {f"{ACTOR}.megatron.tensor_model_parallel_size": 0, "trainer.nnodes": 0}))
+    assert [v.split(" = ")[0] for v in found] == [
+        f"{ACTOR}.megatron.tensor_model_parallel_size",
+        "trainer.nnodes",
+    ]
+
+
+def test_all_violations_come_together():
+    found = validate_ppo(
+        changed(
+            PPO,
+            {
+                "data.truncation": "cut",
+                f"{ROLLOUT}.temperature": 0.0,
+                f"{ROLLOUT}.n": 1,
+                "data.train_batch_size": 1000,
+                f"{ACTOR}.megatron.dtype": "float16",
+            },
+        )
+    )
+    assert len(found) == 5
+
+
+def test_replicas_are_judged_on_cuda_alone():
+    cfg = changed(PPO, {f"{ROLLOUT}.num_replicas": 99, "trainer.device": "auto"})
+    assert validate_ppo(cfg) == validate_ppo(cfg, device="cpu") == []
+    assert len(validate_ppo(cfg, device="cuda")) == 1
+
+
+def test_valid_schedules_and_clips_pass():
+    changes = {
+        f"{ACTOR}.optim.lr_decay_style": "cosine",
+        f"{ACTOR}.optim.lr_decay_steps": 11,
+        f"{ACTOR}.optim.lr_warmup_steps": 10,
+        f"{ACTOR}.optim.min_lr": 1e-6,
+        f"{ACTOR}.clip_ratio_low": 0.2,
+        f"{ACTOR}.clip_ratio_high": 0.28,
+        f"{ACTOR}.use_kl_loss": True,
+        "actor_rollout_ref.ref.model_path": "r",
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": "p",
+        f"{ROLLOUT}.val_kwargs.n": 2,
+        f"{ROLLOUT}.val_kwargs.do_sample": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": 1024,
+    }
+    assert validate_ppo(changed(PPO, changes)) == []
+
+
+# Model and layout
+
+MODEL = {"num_attention_heads": 16, "num_kv_heads": 8, "num_layers": 28, "ffn_hidden_size": 3072}
+
+
+def layout(tp: int, pp: int, world: int, rollout_tp: int | None = None, **model: int) -> list[str]:
+    megatron = MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    return layout_violations(**{**MODEL, **model}, megatron=megatron, world_size=world, rollout_tp=rollout_tp)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (8, 1, 8, 8), (2, 2, 8, 2), (4, 7, 28, None), (1, 1, 1, 16)])
+def test_layouts_that_the_model_allows(sizes):
+    assert layout(*sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "texts"),
+    [
+        ((3, 1, 3), {"ffn_hidden_size": 3072}, ["16 attention heads, 8 key/value heads", "one of 1, 2, 4, 8"]),
+        ((16, 1, 16), {}, ["8 key/value heads", "one of 1, 2, 4, 8"]),
+        ((2, 1, 2), {"ffn_hidden_size": 3}, ["3 feed-forward size"]),
+        ((1, 3, 3), {}, ["pipeline_model_parallel_size = 3", "28 layers", "one of 1, 2, 4, 7, 14, 28"]),
+        ((2, 2, 6), {}, ["= 2 x 2 = 4: must divide the 6 devices", "one of 1, 2, 3, 6"]),
+        ((1, 1, 1, 3), {}, [f"{ROLLOUT}.tensor_model_parallel_size = 3", "16 attention heads"]),
+        ((1, 1, 1, 4), {"num_kv_heads": 6, "num_attention_heads": 12}, ["6 key/value heads or be a multiple"]),
+    ],
+)
+def test_layouts_that_the_model_does_not_allow(sizes, model, texts):
+    found = layout(*sizes, **model)
+    for text in texts:
+        assert any(text in violation for violation in found), found
+
+
+def test_layout_violations_come_together():
+    assert len(layout(3, 5, 4, 5)) == 4
+
+
+# Any typed config
+
+
+def values_of(annotation: Any) -> st.SearchStrategy[Any]:
+    numbers = st.integers(-3, 3000)
+    by_type = {
+        int: numbers,
+        float: st.floats() | numbers.map(float),
+        bool: st.booleans(),
+        str: st.sampled_from(["", "auto", "cuda", "cosine", "resume_path", "grpo", "x"]),
+        type(None): st.none(),
+        Any: st.none() | st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=2),
+    }
+    if annotation in by_type:
+        return by_type[annotation]
+    if getattr(annotation, "__origin__", None) is list:
+        return st.lists(by_type[get_args(annotation)[0]], max_size=3)
+    if getattr(annotation, "__origin__", None) is dict:
+        return st.dictionaries(st.sampled_from(["sglang", "x"]), numbers | st.just({}), max_size=2)
+    return st.one_of([by_type[part] for part in get_args(annotation)])
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_typed_config_makes_the_rules_raise(kind, data):
+    schema, valid, validate = SCHEMAS[kind]
+    table = {leaf.key: leaf for leaf in leaves(schema)}
+    keys = data.draw(st.lists(st.sampled_from(sorted(table)), unique=True, max_size=8))
+    cfg = changed(valid, {key: data.draw(values_of(table[key].annotation), label=key) for key in keys})
+    for device in (None, "cuda", "cpu"):
+        arguments = {"device": device}
+        for violation in validate(cfg, **arguments):
+            assert "set " in violation and (" = " in violation)

@@ -1,0 +1,317 @@
+"""HF -> joined Megatron tensors -> torch_dist checkpoint -> merge -> HF, byte for byte; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import scalerl
+from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
+from scalerl.merge import main, merge
+from scalerl.merge.command import parse_bytes
+from scalerl.merge.reader import DistCheckpoint
+from tests.tiny_models import make_tiny_model
+
+REPO = Path(next(iter(scalerl.__path__))).parent
+MODELS = [(f, tied) for f in ("qwen3", "qwen2", "llama") for tied in (True, False)]
+
+
+def tiny(path: Path, family: str = "qwen3", tied: bool = False, **sizes) -> Path:
+    return make_tiny_model(
+        path, family, hidden_size=32, num_heads=4, num_kv_heads=2, vocab_size=300, tied=tied, **sizes
+    )
+
+
+def joined_tensors(hf_dir: Path, tp_size: int = 2) -> dict[str, torch.Tensor]:
+    shape = ModelShape.from_hf(hf_dir)
+    with HFWeights(hf_dir) as weights:
+        return {
+            CHECKPOINT_MODEL_PREFIX + p.name: p.join(
+                [p.shard(weights.read, shape, r, tp_size) for r in range(tp_size)], shape
+            )
+            for p in family_of(shape).params(shape)
+        }
+
+
+def write_checkpoint(root: Path, hf_dir: Path, tensors: dict[str, torch.Tensor], *, complete: bool = True) -> Path:
+    """global_step_7 as a training run leaves it; returns its actor/."""
+    actor = root / "global_step_7" / "actor"
+    optimizer = {f"optimizer.state.exp_avg.{k}": torch.zeros(2) for k in list(tensors)[:2]}
+    dcp.save(
+        {**tensors, **optimizer, "rng_state": [1, 2]},
+        storage_writer=dcp.FileSystemWriter(actor / "dist_ckpt", thread_count=2),
+        no_dist=True,
+    )
+    (actor / "huggingface").mkdir()
+    for file in hf_dir.iterdir():
+        if file.suffix == ".json" or file.suffix == ".jinja":
+            (actor / "huggingface" / file.name).write_bytes(file.read_bytes())
+    if complete:
+        (actor.parent / "COMPLETE").write_text("{}")
+    return actor
+
+
+@pytest.fixture
+def hf_dir(tmp_path) -> Path:
+    return tiny(tmp_path / "hf")
+
+
+@pytest.fixture
+def actor(tmp_path, hf_dir) -> Path:
+    return write_checkpoint(tmp_path / "run", hf_dir, joined_tensors(hf_dir))
+
+
+def run(actor: Path, target: Path, *more: str) -> int:
+    return main(["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(target), *more])
+
+
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_model_is_the_original_byte_for_byte(tmp_path, family, tied, dtype):
+    hf_dir = tiny(tmp_path / "hf", family, tied, dtype=dtype)
+    actor = write_checkpoint(tmp_path, hf_dir, joined_tensors(hf_dir))
+    target = tmp_path / "merged"
+    summary = merge(actor, target)
+    original, merged = load_file(hf_dir / "model.safetensors"), load_file(target / "model.safetensors")
+    assert merged.keys() == original.keys()
+    for name, tensor in original.items():
+        assert merged[name].dtype == tensor.dtype
+        assert torch.equal(merged[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert summary.num_tensors == len(original)
+    assert summary.num_bytes == sum(t.nbytes for t in original.values())
+    others = {p.name for p in hf_dir.iterdir()} - {"model.safetensors"}
+    assert "config.json" in others
+    for name in others:
+        assert (target / name).read_bytes() == (hf_dir / name).read_bytes()
+    assert {p.name for p in target.iterdir()} == others | {"model.safetensors"}
+
+
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_transformers_computes_the_same_logits(tmp_path, family, tied):
+    hf_dir = tiny(tmp_path / "hf", family, tied)
+    target = tmp_path / "merged"
+    merge(write_checkpoint(tmp_path, hf_dir, joined_tensors(hf_dir)), target, max_shard_bytes=40_000)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(hf_dir)(ids).logits
+        model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+        assert torch.equal(model(ids).logits, expected)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert (
+        AutoTokenizer.from_pretrained(target)("hi")["input_ids"]
+        == AutoTokenizer.from_pretrained(hf_dir)("hi")["input_ids"]
+    )
+
+
+def test_several_files_with_an_index_in_bytes(tmp_path, hf_dir, actor):
+    target = tmp_path / "merged"
+    summary = merge(actor, target, max_shard_bytes=40_000)
+    files = sorted(p.name for p in target.glob("*.safetensors"))
+    assert len(files) == summary.num_files > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    original = load_file(hf_dir / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in original.values())
+    assert index["metadata"]["total_parameters"] == sum(t.numel() for t in original.values())
+    found = {}
+    for file in files:
+        part = load_file(target / file)
+        assert all(index["weight_map"][n] == file for n in part)
+        biggest_group = 3 * 300 * 32 * 4
+        assert sum(t.nbytes for t in part.values()) <= max(40_000, biggest_group)
+        found |= part
+    assert found.keys() == index["weight_map"].keys() == original.keys()
+    assert all(torch.equal(found[n], original[n]) for n in original)
+
+
+@pytest.mark.parametrize("prefix", [CHECKPOINT_MODEL_PREFIX, ""])
+def test_keys_with_and_without_the_model_prefix(tmp_path, hf_dir, prefix):
+    tensors = {prefix + k.removeprefix(CHECKPOINT_MODEL_PREFIX): v for k, v in joined_tensors(hf_dir).items()}
+    tensors[prefix + "decoder.layers.0.mlp.linear_fc1._extra_state"] = torch.zeros(1)
+    merge(write_checkpoint(tmp_path, hf_dir, tensors), tmp_path / "merged")
+    original, merged = load_file(hf_dir / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert all(torch.equal(merged[n], original[n]) for n in original)
+
+
+def test_dtype_is_converted_and_written_to_the_config(tmp_path, hf_dir, actor):
+    target = tmp_path / "merged"
+    assert run(actor, target, "--dtype", "bfloat16") == 0
+    merged = load_file(target / "model.safetensors")
+    assert all(torch.equal(merged[n], t.bfloat16()) for n, t in load_file(hf_dir / "model.safetensors").items())
+    config, before = (json.loads((d / "config.json").read_text()) for d in (target, hf_dir))
+    assert config == before | {"dtype": "bfloat16"}
+    assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
+
+
+def test_mixed_stored_dtypes_need_a_choice(tmp_path, hf_dir, capsys):
+    tensors = joined_tensors(hf_dir)
+    tensors["model.decoder.final_layernorm.weight"] = tensors["model.decoder.final_layernorm.weight"].bfloat16()
+    actor = write_checkpoint(tmp_path, hf_dir, tensors)
+    assert run(actor, tmp_path / "merged") == 1
+    assert "several dtypes (torch.bfloat16, torch.float32); choose one with --dtype" in capsys.readouterr().err
+    assert run(actor, tmp_path / "merged", "--dtype", "float32") == 0
+
+
+def test_missing_extra_and_misshapen_tensors_in_one_error(tmp_path, hf_dir, capsys):
+    tensors = joined_tensors(hf_dir)
+    del tensors["model.decoder.final_layernorm.weight"]
+    tensors["model.decoder.layers.9.mlp.linear_fc2.weight"] = torch.zeros(2)
+    tensors["model.decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(2, 3)
+    tensors["model.embedding.word_embeddings.weight"] = torch.zeros(299, 32)
+    assert run(write_checkpoint(tmp_path, hf_dir, tensors), tmp_path / "merged") == 1
+    error = capsys.readouterr().err
+    assert "4 problems" in error
+    for part in (
+        "missing model.decoder.final_layernorm.weight",
+        "unexpected model.decoder.layers.9.mlp.linear_fc2.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight: shape (2, 3), should be (32, 64)",
+        "embedding.word_embeddings.weight: shape (299, 32), should be (300, 32) or more rows",
+    ):
+        assert part in error
+    assert "optimizer" not in error
+    assert [p.name for p in tmp_path.iterdir() if "merged" in p.name] == []
+
+
+def test_a_cut_or_missing_data_file_is_named(tmp_path, actor, capsys):
+    file = max((actor / "dist_ckpt").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    assert run(actor, tmp_path / "merged") == 1
+    assert f"file {file.name} is cut short" in capsys.readouterr().err
+    file.unlink()
+    assert run(actor, tmp_path / "merged") == 1
+    assert f"file {file.name} is missing" in capsys.readouterr().err
+    file.write_bytes(b"\0" * len(data))
+    assert run(actor, tmp_path / "merged") == 1
+    assert "cannot be read" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*merged*"))
+
+
+def test_a_tensor_with_a_piece_missing_is_refused(actor):
+    path = actor / "dist_ckpt" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    key = "model.decoder.final_layernorm.weight"
+    (chunk,) = content.state_dict_metadata[key].chunks
+    chunk.sizes = torch.Size([16])
+    path.write_bytes(pickle.dumps(content))
+    assert DistCheckpoint(actor / "dist_ckpt").problem(key) == f"{key}: saved pieces hold 16 of 32 elements"
+
+
+def test_a_file_name_that_leaves_the_checkpoint_is_refused(actor):
+    path = actor / "dist_ckpt" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    key = "model.decoder.final_layernorm.weight"
+    for index, stored in content.storage_data.items():
+        if index.fqn == key:
+            stored.relative_path = "../../secret"
+    path.write_bytes(pickle.dumps(content))
+    assert "leaves the checkpoint directory" in DistCheckpoint(actor / "dist_ckpt").problem(key)
+
+
+class Malicious:
+    def __init__(self, function, *args) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.system, eval, exec, subprocess.call, __import__, torch.load, getattr])
+def test_metadata_that_would_run_code_is_refused(tmp_path, actor, capsys, function):
+    mark = tmp_path / "ran"
+    path = actor / "dist_ckpt" / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    content.planner_data = Malicious(function, f"touch {mark}")
+    path.write_bytes(pickle.dumps(content))
+    assert run(actor, tmp_path / "merged") == 1
+    assert f"{path} is refused: {pickle.whichmodule(function, function.__name__)}" in capsys.readouterr().err
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"nonsense", pickle.dumps({"a": 1})])
+def test_metadata_that_is_none_is_refused(tmp_path, actor, capsys, content):
+    (actor / "dist_ckpt" / ".metadata").write_bytes(content)
+    assert run(actor, tmp_path / "merged") == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_target_is_whole_or_not_there(tmp_path, hf_dir, actor, capsys):
+    target = tmp_path / "merged"
+    target.mkdir()
+    assert run(actor, target) == 0
+    (target / "stale.txt").write_text("x")
+    assert run(actor, target) == 1
+    assert "is not empty; give another, or --overwrite" in capsys.readouterr().err
+    assert run(actor, target, "--overwrite") == 0
+    assert not (target / "stale.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "merged", "run"]
+
+
+def test_overwrite_replaces_models_only_and_never_the_checkpoint(tmp_path, actor, capsys):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("x")
+    assert run(actor, precious, "--overwrite") == 1
+    assert "--overwrite replaces models only" in capsys.readouterr().err
+    assert (precious / "thesis.tex").exists()
+    for target in (actor, actor / "huggingface", actor.parent, actor.parent.parent, actor / "new"):
+        assert run(actor, target, "--overwrite") == 1
+        assert "overlaps the checkpoint" in capsys.readouterr().err
+
+
+def test_where_the_checkpoint_is(tmp_path, hf_dir, actor, capsys):
+    assert run(actor.parent, tmp_path / "a") == 0
+    assert run(actor.parent.parent, tmp_path / "b") == 1
+    assert f"did you mean {actor}?" in capsys.readouterr().err
+    assert run(tmp_path / "nowhere", tmp_path / "b") == 1
+    assert "nowhere is not a directory" in capsys.readouterr().err
+    (actor / "huggingface" / "config.json").unlink()
+    assert run(actor, tmp_path / "b") == 1
+    assert "huggingface has no config.json" in capsys.readouterr().err
+    (actor.parent / "COMPLETE").unlink()
+    assert run(actor, tmp_path / "b") == 1
+    assert "global_step_7 has no COMPLETE file" in capsys.readouterr().err
+
+
+def test_command_line_without_megatron_ray_or_a_device(tmp_path, actor):
+    code = (
+        "import sys; from scalerl.merge import main; code = main(sys.argv[1:]); "
+        "bad = {'megatron', 'ray', 'sglang', 'transformers', 'mlflow'} & set(sys.modules); "
+        "assert not bad, bad; import torch; assert not torch.distributed.is_initialized(); sys.exit(code)"
+    )
+    arguments = ["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir"]
+    for number, start in enumerate((["-c", code], ["-m", "scalerl.merge"])):
+        target = tmp_path / f"merged{number}"
+        done = subprocess.run(
+            [sys.executable, *start, *arguments, str(target)], cwd=REPO, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("merged 25 tensors, ")
+        assert done.stdout.rstrip().endswith(str(target))
+        assert "Warning" not in done.stderr
+        with safe_open(target / "model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("1GiB", 2**30), ("7", 7)])
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5XB", "0", "1.5GB"])
+def test_sizes_that_are_none(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["merge", "--backend", "megatron", "--local_dir", "a", "--target_dir", "b", f"--max_shard_size={text}"])
+    assert "is not a size such as 5GB" in capsys.readouterr().err
