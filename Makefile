@@ -16,12 +16,13 @@ PYTEST_ARGS ?=
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-# A virtual environment that was copied here from another folder still points there.
-ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+# Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
+STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml Makefile | cksum) $(CURDIR)
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(STATE))
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
+$(STAMP):
 	@set -e; \
 	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	  for python in $(or $(PYTHON),python3.11 python3 python3.12); do \
@@ -38,7 +39,7 @@ $(STAMP): requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml
 	$(BIN)/python -m pip install -qq -r requirements/cpu.txt
 	$(BIN)/python -m pip install -qq --no-deps -r requirements/cpu-nodeps.txt
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
-	@printf '%s\n' '$(CURDIR)' > $(STAMP)
+	@printf '%s\n' '$(STATE)' > $(STAMP)
 	@echo "setup: done. Activate with: . $(BIN)/activate"
 
 setup: $(STAMP) ## make .venv with the pinned versions (again: nothing to do)

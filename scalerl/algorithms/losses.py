@@ -49,7 +49,7 @@ def vanilla(
     actor/pg_clipfrac: 1 where the clipped term is the larger; actor/pg_clipfrac_lower: 1 where dual clip cuts;
     actor/ppo_kl: -log r.
     Raises ValueError when clip_ratio_c is not over 1.
-    Source: PPO (arXiv 1707.06347) eq. 7; dual clip: arXiv 1912.09729 eq. 5; clip range per side: DAPO (arXiv 2503.14476).
+    Source: PPO (arXiv 1707.06347) eq. 7; dual clip: arXiv 1912.09729 eq. 5; clip per side: arXiv 2503.14476.
     """
     low, high = clip_bounds(config)
     bound = config.clip_ratio_c

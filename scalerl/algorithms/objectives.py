@@ -67,7 +67,7 @@ class PolicyObjective:
         weights_T = loss_weights(
             mask_T, columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
         )
-        # Masked tokens get log-ratio 0, KL 0 and advantage 0: NaN there reaches neither the sum nor the gradient.
+        # The weights keep NaN at a masked token out of the sum; only a cut before the loss keeps it out of the gradient.
         keep_T = weights_T != 0
         logprobs_T, old_logprobs_T, advantages_T = (
             torch.where(keep_T, column, 0.0) for column in (logprobs_T, columns["old_logprobs"], columns["advantages"])
@@ -86,8 +86,7 @@ class PolicyObjective:
             if self.needs_entropy:
                 loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            ref_logprobs_T = torch.where(keep_T, columns["ref_logprobs"], 0.0)
-            kl = weighted_sum(kl_penalty_forward(logprobs_T, ref_logprobs_T, config.kl_loss_type), weights_T)
+            kl = weighted_sum(kl_penalty_forward(logprobs_T, columns["ref_logprobs"], config.kl_loss_type), weights_T)
             metrics["actor/kl_loss"] = _snapshot(kl)
             loss = loss + config.kl_loss_coef * kl
         return loss, metrics
@@ -102,14 +101,13 @@ class SFTObjective:
     """
 
     num_loss_tokens: int
-    mask_column: str = "response_mask"
 
     def __post_init__(self) -> None:
         check_loss_counts("token-mean", self.num_loss_tokens, num_sequences=1)
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        return (self.mask_column,)
+        return ("response_mask",)
 
     @property
     def needs_entropy(self) -> bool:
@@ -121,7 +119,7 @@ class SFTObjective:
         """logprobs_T: [T] with gradient.  entropy_T: ignored.  columns: `token_columns` [T] and cu_seqlens [S + 1]."""
         _require(columns, (*self.token_columns, "cu_seqlens"))
         weights_T = loss_weights(
-            columns[self.mask_column], columns["cu_seqlens"], "token-mean", self.num_loss_tokens, num_sequences=1
+            columns["response_mask"], columns["cu_seqlens"], "token-mean", self.num_loss_tokens, num_sequences=1
         )
         loss = weighted_sum(-logprobs_T, weights_T)
         return loss, {"train/loss": _snapshot(loss)}

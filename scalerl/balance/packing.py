@@ -19,7 +19,7 @@ T = TypeVar("T")
 def lower_bound(sizes: np.ndarray, cap: int) -> int:
     """A number of bins that no packing can go below.
 
-    The larger of: total size over cap; for every j, the items over cap / (j + 1), of which at most j share a bin, over j.
+    The largest of: total size / cap; for every j, (items over cap / (j + 1)) / j, as at most j of those share a bin.
     """
     largest_first = np.sort(sizes[sizes > 0])[::-1]
     by_count = -(-np.arange(1, len(largest_first) + 1) // (cap // largest_first))
@@ -122,8 +122,8 @@ def fewest_bins(
 ) -> tuple[T | None, Bins, int]:
     """The smallest multiple of `step` bins for which a packing is found.
 
-    attempt(num_bins): a balanced packing, or None. It is asked for the lower bound; failing that, downwards from what the
-    decreasing heuristics need.
+    attempt(num_bins): a balanced packing, or None. It is asked for the lower bound; failing that, downwards from the
+    number that the decreasing heuristics need.
     Returns (what attempt gave or None, the heuristics' bins or [] when they were not needed, number of bins).
     The number never exceeds first-fit-decreasing's rounded up to `step`, but may exceed the number of items.
     """

@@ -16,7 +16,7 @@ from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -52,7 +52,7 @@ def compose(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> PPOConfig 
         left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
     """
     request = _parse(kind, overrides)
-    with _hydra(request.config_dir):
+    with _hydra(request):
         groups = _group_overrides(request)
         _check(request, groups)
         return OmegaConf.to_object(_hydra_config(request, groups))
@@ -99,6 +99,7 @@ def _parse(kind: str, arguments: Sequence[str]) -> _Request:
     if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
         names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
         raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])
+    request.violations += _hidden_files(request)
     group_names = _group_names(request)
     for text in rest:
         _parse_override(request, group_names, text)
@@ -129,9 +130,15 @@ def _parse_override(request: _Request, group_names: set[str], text: str) -> None
 
 
 def _roots(request: _Request) -> list[Any]:
-    """Where configs are looked up, the user's directory first."""
+    """Where configs are looked up, first to last. Hydra finds the primary config in the first alone."""
     package = resources.files(CONFIGS_PACKAGE)
-    return [package] if request.config_dir is None else [request.config_dir, package]
+    if request.config_dir is None:
+        return [package]
+    return [request.config_dir, package] if _primary_is_users(request) else [package, request.config_dir]
+
+
+def _primary_is_users(request: _Request) -> bool:
+    return request.config_dir is not None and (request.config_dir / f"{request.config_name}.yaml").is_file()
 
 
 def _yaml_files(root: Any) -> Iterator[Path]:
@@ -144,24 +151,41 @@ def _group_names(request: _Request) -> set[str]:
     }
 
 
+def _hidden_files(request: _Request) -> list[str]:
+    """Groups of the user that the package's file of the same name would hide."""
+    first, *others = _roots(request)
+    if not others or _primary_is_users(request):
+        return []
+    own = sorted(path.relative_to(others[0]) for path in others[0].glob("*/*.yaml"))
+    return [
+        f"{others[0] / path}: scalerl has a {path} too; give yours another name"
+        for path in own
+        if first.joinpath(str(path)).is_file()
+    ]
+
+
 def _options(request: _Request, group: str) -> list[str]:
     folders = (root.joinpath(group) for root in _roots(request))
     return sorted({path.stem for folder in folders if folder.is_dir() for path in _yaml_files(folder)})
 
 
 @contextmanager
-def _hydra(config_dir: Path | None) -> Iterator[None]:
+def _hydra(request: _Request) -> Iterator[None]:
     """Hydra's search path for one composition; its global state is put back at the end."""
-    if config_dir is None:
-        session = initialize_config_module(CONFIGS_PACKAGE, version_base="1.3")
+    if _primary_is_users(request):
+        session = initialize_config_dir(str(request.config_dir), version_base="1.3")
     else:
-        session = initialize_config_dir(str(config_dir), version_base="1.3")
+        session = initialize_config_module(CONFIGS_PACKAGE, version_base="1.3")
     with session:
         yield
 
 
 def _search_path(request: _Request) -> list[str]:
-    return [] if request.config_dir is None else [f"hydra.searchpath=[pkg://{CONFIGS_PACKAGE}]"]
+    """What `_roots` has after its first."""
+    if request.config_dir is None:
+        return []
+    second = f"pkg://{CONFIGS_PACKAGE}" if _primary_is_users(request) else f"file://{request.config_dir}"
+    return [f"hydra.searchpath=[{QuotedString(second, Quote.single).with_quotes()}]"]
 
 
 def _group_overrides(request: _Request) -> list[str]:

@@ -96,7 +96,9 @@ class ActorConfig:
     ppo_epochs: int = 1
     # Sets both sides; clip_ratio_low and clip_ratio_high override it.
     clip_ratio: float = 0.2
+    # The ratio counts down to 1 - clip_ratio_low; null: clip_ratio.
     clip_ratio_low: float | None = None
+    # The ratio counts up to 1 + clip_ratio_high; null: clip_ratio.
     clip_ratio_high: float | None = None
     # Dual clip: largest ratio that counts for a negative advantage; must exceed 1.
     clip_ratio_c: float = 3.0
@@ -221,6 +223,7 @@ class TrainerConfig:
     save_freq: int = -1
     # Steps between validations; -1: none in between.
     test_freq: int = -1
+    # Validate before the first step.
     val_before_train: bool = True
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,33 +31,15 @@ class ShardedBatch:
     """A step's batch placed on data-parallel ranks by the step's plan.
 
     samples: column -> [S] in the batch's order.  columns[dp_rank]: references to DataProto fragments, each with that
-    rank's rows in `rows` order; together they are its token columns.
+    rank's rows in `plan.rows` order; together they are its token columns.
     """
 
     plan: StepPlan
     samples: dict[str, np.ndarray]
     columns: tuple[tuple[Any, ...], ...]
 
-    @cached_property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Per dp rank, the batch's rows in the order in which its micro-batches take them."""
-        return tuple(
-            tuple(row for mini_batch in rank for micro_batch in mini_batch for row in micro_batch)
-            for rank in self.plan.micro_batches
-        )
-
-    def micro_batches(self, dp_rank: int) -> list[list[list[int]]]:
-        """[mini-batch][micro-batch] -> indices into the shard's rows."""
-        start, result = 0, []
-        for mini_batch in self.plan.micro_batches[dp_rank]:
-            result.append([])
-            for micro_batch in mini_batch:
-                result[-1].append(list(range(start, start + len(micro_batch))))
-                start += len(micro_batch)
-        return result
-
     def shard_samples(self, dp_rank: int) -> dict[str, np.ndarray]:
-        rows = list(self.rows[dp_rank])
+        rows = list(self.plan.rows(dp_rank))
         return {name: column[rows] for name, column in self.samples.items()}
 
     def with_columns(self, fragments: Sequence[Any]) -> ShardedBatch:

@@ -54,7 +54,7 @@ class WorkerGroup:
         for rank, actor in enumerate(self.ranks):
             dp_rank = self.layout.coordinates(rank).dp_rank
             call = actor.run_on_shard.options(num_returns=2).remote(
-                name, batch.micro_batches(dp_rank), batch.shard_samples(dp_rank), kwargs, *batch.columns[dp_rank]
+                name, batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), kwargs, *batch.columns[dp_rank]
             )
             metrics.append(call[0])
             columns.append(call[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from scalerl.hybrid.weight_sync import Replica
 
-MicroBatches = list[list[list[int]]]
+# [mini-batch][micro-batch] -> positions in the shard's rows.
+MicroBatches = Sequence[Sequence[Sequence[int]]]
 Result = tuple[dict[str, Metric], DataProto | None]
 
 
 class MegatronWorker:
     """Runs inside a Ray actor; every @register method is called on the group (`worker_group.WorkerGroup`)."""
 
-    def __init__(self, rank: int, layout: Layout, *, device: str, timeout_s: float, seed: int) -> None:
-        self.rank, self.layout, self.device, self.timeout_s, self.seed = rank, layout, device, timeout_s, seed
+    def __init__(self, rank: int, layout: Layout, *, device: str, collective_timeout_s: float, seed: int) -> None:
+        self.rank, self.layout, self.device, self.seed = rank, layout, device, seed
+        self.collective_timeout_s = collective_timeout_s
         self.engines: dict[str, Any] = {}
         self.weight_sync = None
 
@@ -50,7 +53,7 @@ class MegatronWorker:
         from scalerl.parallel.layout import initialize
 
         platform.install(self.device)
-        self.groups = initialize(self.layout, backend=platform.backend(), timeout_s=self.timeout_s, seed=self.seed)
+        self.groups = initialize(self.layout, backend=platform.backend(), timeout_s=self.collective_timeout_s, seed=self.seed)
 
     @register(Dispatch.ONE_TO_ALL)
     def build_engine(
@@ -168,11 +171,18 @@ class MegatronWorker:
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)
-    def connect_rollout(self, replicas: list[Replica], model_config: dict, *, bucket_bytes: int, timeout_s: float) -> None:
+    def connect_rollout(
+        self, replicas: Sequence[Replica], model_config: Mapping[str, Any], *, bucket_bytes: int, max_model_len: int, timeout_s: float
+    ) -> None:
         from scalerl.hybrid.weight_sync import WeightSync
 
         self.weight_sync = WeightSync(
-            self.engines["actor"], replicas, model_config, bucket_bytes=bucket_bytes, timeout_s=timeout_s
+            self.engines["actor"],
+            replicas,
+            model_config,
+            bucket_bytes=bucket_bytes,
+            max_model_len=max_model_len,
+            timeout_s=timeout_s,
         )
 
     @register(Dispatch.ONE_TO_ALL)
@@ -191,6 +201,17 @@ class MegatronWorker:
         from scalerl.checkpoint.megatron import load_engine
 
         load_engine(self.engines["actor"], directory)
+
+    @register(Dispatch.RANK_ZERO)
+    def peak_flops(self, dtype: str) -> float | None:
+        """Of one device: from the table on a GPU, measured on a CPU; None for a GPU that the table does not know."""
+        import torch
+
+        from scalerl.metrics import device_peak_flops, measured_matmul_peak
+
+        if self.device == "cuda":
+            return device_peak_flops(torch.cuda.get_device_name(), dtype)
+        return measured_matmul_peak("cpu", dtype)
 
     @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.weights import expected_checksums, serialize_bucket
+from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, serialize_bucket
 
 
 class WeightSyncError(RuntimeError):
@@ -55,7 +56,17 @@ def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, 
 class WeightSync:
     """Built once per run; `sync` is collective over the trainer's world."""
 
-    def __init__(self, engine: MegatronEngine, replicas: Sequence[Replica], model_config: dict, *, bucket_bytes: int, timeout_s: float):
+    def __init__(
+        self,
+        engine: MegatronEngine,
+        replicas: Sequence[Replica],
+        model_config: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        max_model_len: int,
+        timeout_s: float,
+    ) -> None:
+        """model_config: the model's config.json, which tells how a server cuts and fuses the tensors it checks."""
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
         self.rank = dist.get_rank()
         self.feeds = []
@@ -65,35 +76,36 @@ class WeightSync:
             group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
             self.feeds.append(_Feed(replica, ranks, group))
         self.clients = {
-            feed.replica.url: RolloutClient(feed.replica.url, feed.replica.kind, timeout_s=timeout_s)
+            feed.replica.url: RolloutClient(
+                feed.replica.url, feed.replica.kind, max_model_len=max_model_len, timeout_s=timeout_s
+            )
             for feed in self.feeds
             if feed.lead == self.rank
         }
 
     def sync(self, policy_version: int, *, verify: bool) -> dict[str, float]:
-        """Every server then samples with the engine's weights and says policy_version. Returns seconds and bytes.
+        """Every server then samples with the engine's weights and says policy_version.
 
-        Raises WeightSyncError naming the first tensors whose checksum differs (verify=True).
+        Returns {"sync_s", "verify_s", "num_bytes"}. Raises WeightSyncError naming the tensors that differ (verify=True).
         """
         start = time.perf_counter()
         mine = [feed for feed in self.feeds if self.rank in feed.ranks]
         led = [feed for feed in mine if feed.lead == self.rank]
+        expected = [ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind) for f in led if verify]
         for feed in led:
             self.clients[feed.replica.url].begin_weight_update()
         num_bytes = 0
-        recorders = {feed.replica.url: _Recorder() for feed in led} if verify else {}
         for bucket in self.engine.export_buckets(self.bucket_bytes):
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             for feed in mine:
                 self._send(feed, bucket, policy_version)
-            for recorder in recorders.values():
-                recorder.add(bucket)
+            for checksums in expected:
+                checksums.add(bucket)
         for feed in led:
             self.clients[feed.replica.url].end_weight_update(policy_version)
         sent_s = time.perf_counter() - start
-        for feed in led:
-            if verify:
-                self._verify(feed, recorders[feed.replica.url], policy_version)
+        for feed, checksums in zip(led, expected, strict=verify):
+            self._verify(feed, checksums, policy_version)
         dist.barrier()
         return {"sync_s": sent_s, "verify_s": time.perf_counter() - start - sent_s, "num_bytes": float(num_bytes)}
 
@@ -111,26 +123,10 @@ class WeightSync:
             # The bucket's memory must live until every engine rank has copied it.
             dist.barrier(feed.group)
 
-    def _verify(self, feed: _Feed, recorder: _Recorder, policy_version: int) -> None:
-        expected = expected_checksums(iter(recorder), self.model_config, feed.replica.tp_size, feed.replica.kind)
-        served = self.clients[feed.replica.url].checksums()
-        for rank, (want, have) in enumerate(zip(expected, served, strict=True)):
-            wrong = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
-            if wrong:
-                raise WeightSyncError(
-                    f"{feed.replica.url} engine rank {rank} does not serve version {policy_version}: "
-                    f"{len(wrong)} of {len(want)} tensors differ, first {wrong[:5]}"
-                )
-
-
-class _Recorder:
-    """Keeps the buckets that were sent, on the host, for the checksums."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[str, Tensor]] = []
-
-    def add(self, bucket: list[tuple[str, Tensor]]) -> None:
-        self.tensors.extend((name, tensor.cpu()) for name, tensor in bucket)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors)
+    def _verify(self, feed: _Feed, expected: ExpectedChecksums, policy_version: int) -> None:
+        wrong = checksum_differences(expected.result(), self.clients[feed.replica.url].checksums())
+        if wrong:
+            raise WeightSyncError(
+                f"{feed.replica.url} does not serve policy version {policy_version}: {len(wrong)} tensors differ from the "
+                f"trainer's. " + "; ".join(wrong[:5])
+            )

@@ -53,7 +53,8 @@ def install(device: str) -> None:
     # The schedule and the gradient buffers synchronise and order streams; CPU work is in order already.
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda: None
-    cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = cuda.stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = cuda.stream = lambda *args, **kwargs: _Stream()
     cuda.is_current_stream_capturing = lambda: False
     # The random-state tracker of tensor parallelism keeps one named state per kind of parallel region.
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -66,6 +67,9 @@ def install(device: str) -> None:
 
 class _Stream:
     """Stands for a CUDA stream or event: every method does nothing and returns the object."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., _Stream]:
         return lambda *args, **kwargs: self

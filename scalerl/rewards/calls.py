@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from scalerl.rewards.reward_function import RewardFunction
 
 NUM_THREADS = 8
 MAX_CONCURRENT_ASYNC = 256
-# Calls past their deadline that still run. A thread cannot be killed, so each keeps one.
+# Calls past their deadline that still run: a thread cannot be stopped from outside, so each keeps one.
 MAX_HUNG = 64
 
 
@@ -54,18 +54,26 @@ class RewardCaller:
                     f"reward function {self._function}: {MAX_HUNG} calls are past reward_model.timeout_s="
                     f"{self._timeout_s:g} s and still run; it hangs: give it a limit of its own"
                 )
-            future = self._start(arguments)
+            future = self._start_task(arguments) if self._function.is_async else self._start_thread(arguments)
             waiting = asyncio.wrap_future(future)
             try:
                 done, _ = await asyncio.wait({waiting}, timeout=self._timeout_s)
-            except asyncio.CancelledError:
+                if done:
+                    # A call that cancels itself has failed; it must not look as if the caller were cancelled.
+                    return Outcome(error=asyncio.CancelledError()) if waiting.cancelled() else waiting.result()
+            finally:
+                # Cancels an async call; a thread runs on, and nobody waits for it.
                 waiting.cancel()
-                raise
-            if done:
-                return waiting.result()
-            self._hung.add(future)
-            self._stop_waiting(future, waiting)
+            if not future.done():
+                self._hung.add(future)
             return Outcome(timed_out=True)
+
+    def close(self) -> None:
+        """Stops the event loop of an async function. Calls that still run are left behind."""
+        with self._async_loop_lock:
+            if self._async_loop is not None:
+                self._async_loop.call_soon_threadsafe(self._async_loop.stop)
+                self._async_loop = None
 
     def _slots_of_running_loop(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -73,3 +81,43 @@ class RewardCaller:
             self._slots = asyncio.Semaphore(MAX_CONCURRENT_ASYNC if self._function.is_async else NUM_THREADS)
             self._slots_loop = loop
         return self._slots
+
+    def _start_thread(self, arguments: dict[str, Any]) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        future.set_running_or_notify_cancel()  # From here on nobody can cancel it, so set_result always holds.
+
+        def run() -> None:
+            try:
+                value = self._function(**arguments)
+                if inspect.isawaitable(value):
+                    value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
+                future.set_result(Outcome(value))
+            except BaseException as error:  # also SystemExit: it would end this thread only, and the caller would wait
+                future.set_result(Outcome(error=error))
+
+        # A thread per call, not a pool: a hung call costs no later call its thread, and a daemon does not hold up exit.
+        threading.Thread(target=run, name=f"reward:{self._function.name}", daemon=True).start()
+        return future
+
+    def _start_task(self, arguments: dict[str, Any]) -> Future[Outcome]:
+        async def run() -> Outcome:
+            try:
+                return Outcome(await self._function(**arguments))
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # SystemExit would end the loop's thread
+                return Outcome(error=error)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop())
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop of all async calls: clients that a reward function keeps between calls are bound to one loop."""
+        with self._async_loop_lock:
+            if self._async_loop is None:
+                self._async_loop = asyncio.new_event_loop()
+                threading.Thread(target=self._async_loop.run_forever, name="reward-loop", daemon=True).start()
+            return self._async_loop
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value

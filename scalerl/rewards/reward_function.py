@@ -50,7 +50,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(getattr(self.fn, "__call__", None))
+        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
 
 
 def load_reward_function(config: CustomRewardFunctionConfig) -> RewardFunction:
@@ -92,7 +92,9 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[module_name]
-        raise RewardError(f"custom_reward_function.path={path} does not import: {cause_of(error, str(path))}") from error
+        raise RewardError(
+            f"custom_reward_function.path={path} does not import: {cause_of(error, str(path))}"
+        ) from error
     return module
 
 
@@ -106,7 +108,12 @@ def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, public, n=1)
         raise RewardError(
             f"custom_reward_function.path={path} does not define '{name}' "
-            f"(it defines: {', '.join(public) or 'nothing'}); set custom_reward_function.name{f'={near[0]}' if near else ''} to one of its functions"
+            f"(it defines: {', '.join(public) or 'nothing'}); "
+            + (
+                f"set custom_reward_function.name={near[0]}"
+                if near
+                else "set custom_reward_function.name to a function"
+            )
         )
     fn = getattr(module, name)
     if not callable(fn):
@@ -120,7 +127,9 @@ def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
 def _check_signature(fn: Callable[..., Any], name: str, path: Path, reward_kwargs: dict[str, Any]) -> None:
     taken = sorted(reward_kwargs.keys() & set(ARGUMENTS))
     if taken:
-        raise RewardError(f"custom_reward_function.reward_kwargs sets {', '.join(taken)}: each sample gives it; remove it")
+        raise RewardError(
+            f"custom_reward_function.reward_kwargs sets {', '.join(taken)}: each sample gives it; remove it"
+        )
     try:
         signature = inspect.signature(fn)
     except ValueError:

@@ -63,6 +63,7 @@ class EmbeddedEngine:
         )
         self._model.to(self._device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id)
         self._lock = threading.Lock()
         self._running = threading.Event()
@@ -108,12 +109,19 @@ class EmbeddedEngine:
                 f"prompt {index}: {len(prompt)} tokens + max_new_tokens {max_new_tokens} exceed the context of "
                 f"{self.max_model_len} tokens"
             )
+        if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise RefusedError(f"prompt {index} has token ids outside 0..{self._vocab_size - 1}")
         settings = SampleSettings(
             temperature=float(params["temperature"]),
             top_p=float(params["top_p"]),
             top_k=int(params["top_k"]),
             seed=int(params["sampling_seed"]),
         )
+        if settings.temperature < 0.0 or not 0.0 < settings.top_p <= 1.0 or max_new_tokens < 1:
+            raise RefusedError(
+                f"prompt {index}: temperature {settings.temperature} must be at least 0, top_p {settings.top_p} in "
+                f"(0, 1] and max_new_tokens {max_new_tokens} at least 1"
+            )
         stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids
         return _Sequence(index, list(prompt), settings, max_new_tokens, stop_ids)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.context_length import check_context_length
 from scalerl.rollout.embedded_engine import EmbeddedEngine, RefusedError
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
@@ -37,7 +38,8 @@ def embedded_command(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
-    """-> (command, environment variables to add)."""
+    """-> (command, environment variables to add). ValueError when max_model_len exceeds the model's positions."""
+    check_context_length(model_path, max_model_len)
     command = [sys.executable, "-m", "scalerl.rollout.embedded_server"]
     command += ["--model-path", model_path, "--host", host, "--port", str(port), "--device", device]
     command += ["--dtype", rollout.dtype, "--max-model-len", str(max_model_len)]

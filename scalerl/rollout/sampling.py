@@ -58,7 +58,7 @@ def sample(logits_SV: Tensor, settings: list[SampleSettings], positions: list[in
 
 
 def _truncate(probs_SV: Tensor, settings: list[SampleSettings]) -> Tensor:
-    """Zero outside the top_k most likely tokens and the smallest set of mass top_p; both are cut on the full softmax."""
+    """Zero outside the top_k most likely tokens and the smallest set of mass top_p, both cut on the full softmax."""
     if all(s.top_p >= 1.0 and s.top_k < 1 for s in settings):
         return probs_SV
     vocab_size = probs_SV.shape[1]

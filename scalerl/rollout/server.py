@@ -172,7 +172,7 @@ class RolloutServer:
 def start_on_free_port(
     make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1", timeout_s: float | None = None
 ) -> RolloutServer:
-    """Start `make_server(port)` on a free port and wait until it is ready; a port that got taken meanwhile is replaced."""
+    """Start `make_server(port)` on a free port and wait until it is ready; retries with another if it got taken."""
     for attempt in range(1, PORT_START_ATTEMPTS + 1):
         reserved = ReservedPort(host)
         try:

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.context_length import check_context_length
 
 # Of the machine's memory, an upper bound for weights and KV cache; in practice max_total_tokens limits the cache.
 CPU_MEM_FRACTION_STATIC = 0.5
+# SGLang keeps the last tokens of a context for itself: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
+CONTEXT_SLACK = 8
 
 
 def sglang_command(
@@ -30,25 +33,30 @@ def sglang_command(
 
     max_model_len: tokens of prompt + response.  gpu_ids: devices of this replica; None leaves CUDA_VISIBLE_DEVICES.
     `rollout.engine_kwargs["sglang"]` has the last word: a value replaces ours, true is a bare flag, null or false drops
-    the argument, a list gives several values.
+    the argument, a list gives several values.  ValueError when max_model_len exceeds the model's positions.
     """
+    check_context_length(model_path, max_model_len)
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "host": host,
         "port": port,
         "tp_size": rollout.tensor_model_parallel_size,
         "dtype": rollout.dtype,
-        "context_length": max_model_len,
+        "context_length": max_model_len + CONTEXT_SLACK,
         "max_running_requests": rollout.max_num_seqs,
         "random_seed": seed,
         # Numeric from the start, so that every sample's version parses; `RolloutClient.set_policy_version` changes it.
         "weight_version": "0",
         "log_level": log_level,
         "skip_server_warmup": True,
+        # A model's generation_config.json may ask for a repetition penalty; the policy is the model alone.
+        "sampling_defaults": "openai",
         "trust_remote_code": trust_remote_code,
     }
     # /health without a generated token: a probe must not wait behind a full batch.
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # The slack may lie beyond the model's positions: no token ever gets there.
+    env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if device == "cpu":
         arguments |= _cpu_arguments(rollout, max_model_len)
         env |= _cpu_environment(rollout.tensor_model_parallel_size)
@@ -67,9 +75,8 @@ def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]
         "sampling_backend": "pytorch",
         # Overlap hides host work behind the device; here both are the same cores.
         "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
         "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
-        "max_total_tokens": rollout.max_num_seqs * max_model_len,
+        "max_total_tokens": rollout.max_num_seqs * (max_model_len + CONTEXT_SLACK),
     }
 
 

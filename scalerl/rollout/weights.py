@@ -79,11 +79,14 @@ def serialize_bucket(named_tensors: NamedTensors, kind: EngineKind) -> str:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
-    elif torch.multiprocessing.get_sharing_strategy() != "file_system":
-        # The other strategy hands file descriptors over a socket that only processes of one Python family can open.
-        torch.multiprocessing.set_sharing_strategy("file_system")
     file = io.BytesIO()
-    _SglangPickler(file).dump({"flattened_tensor": flat, "metadata": entries})
+    # The other strategy hands file descriptors over a socket that only processes of one Python family can open.
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        _SglangPickler(file).dump({"flattened_tensor": flat, "metadata": entries})
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
@@ -176,7 +179,7 @@ class ExpectedChecksums:
                 self._add_sglang(name, tensor)
 
     def result(self) -> list[dict[str, str]]:
-        """Per engine rank {server's parameter name: checksum}. ValueError when parts of a fused parameter never came."""
+        """Per engine rank {server's parameter name: checksum}. ValueError when a part of a fused one is missing."""
         if self._parts:
             missing = {
                 name: sorted(set(range(NUM_PARTS[_module(name)])) - parts.keys()) for name, parts in self._parts.items()

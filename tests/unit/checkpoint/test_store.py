@@ -108,6 +108,10 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
     for step in (1, 2):
         found = set()
         for root in kill_everywhere(lambda k, s=step: make_root(1000 * s + k), step, "new"):
+            # A name without .tmp- or .deleting- always means whole, also for who looks without this module.
+            assert all(store.integrity_problem(root / f"global_step_{s}") is None for s in store.checkpoint_steps(root))
+            if step == 2:
+                assert int((root / store.TRACKER_NAME).read_text()) in store.checkpoint_steps(root)
             latest = find(root)
             assert latest is not None
             found.add(text_of(latest))

@@ -87,7 +87,7 @@ def test_pickles_are_refused_with_the_way_out(tmp_path):
 
 
 def test_directories_that_hold_no_model(tmp_path):
-    with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         HFWeights(tmp_path)
     with pytest.raises(ValueError, match="is not a directory"):
         HFWeights(tmp_path / "nowhere")

@@ -116,7 +116,7 @@ def test_all_problems_in_one_error(tmp_path):
 
 
 def test_directories_without_a_config(tmp_path):
-    with pytest.raises(ValueError, match="has no config.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         ModelShape.from_hf(tmp_path)
     with pytest.raises(ValueError, match="is not a directory"):
         ModelShape.from_hf(tmp_path / "nowhere")

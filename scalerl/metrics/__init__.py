@@ -1,0 +1,37 @@
+"""What is measured and where it is recorded. A metric is a value with its reduction; docs/metrics.md lists the keys."""
+
+from __future__ import annotations
+
+from scalerl.metrics.data_metrics import compute_data_metrics
+from scalerl.metrics.flops import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
+from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics
+from scalerl.metrics.metric import Metric, append_to_dict, merge_metrics, reduce_metrics, to_floats
+from scalerl.metrics.progress import Progress
+from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
+from scalerl.metrics.timing import Timers, compute_throughput_metrics, compute_timing_metrics
+from scalerl.metrics.tracking import Tracking
+from scalerl.metrics.validation import validation_metrics
+
+__all__ = [
+    "FlopsShape",
+    "GPUMemoryLogger",
+    "Metric",
+    "Progress",
+    "Timers",
+    "Tracking",
+    "append_to_dict",
+    "compute_data_metrics",
+    "compute_throughput_metrics",
+    "compute_timing_metrics",
+    "device_peak_flops",
+    "log_gpu_memory_usage",
+    "measured_matmul_peak",
+    "memory_metrics",
+    "merge_metrics",
+    "mfu",
+    "reduce_metrics",
+    "rollout_diff_metrics",
+    "rollout_diff_sums",
+    "to_floats",
+    "validation_metrics",
+]

@@ -1,0 +1,134 @@
+"""Floating-point operations that a dense transformer needs, and how much of the hardware's peak that is.
+
+Matrix products alone (a multiply-add is 2), each counted once and only where its result is needed: attention over the
+tokens that a causal mask leaves, no embedding lookup, no padding, no recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# FLOP/s of dense matrix products as the vendors' data sheets state them, without structured sparsity:
+# (name, bfloat16 and float16 with float32 accumulation, float32 without TF32). First match counts.
+_PEAKS: tuple[tuple[str, float, float | None], ...] = (
+    (r"GB200", 2500e12, 80e12),
+    (r"B200", 2250e12, 80e12),
+    (r"GH200", 989e12, 67e12),
+    (r"H200", 989e12, 67e12),
+    (r"H100.*PCIe", 756e12, 51e12),
+    (r"H100 NVL", 835e12, 60e12),
+    (r"H100", 989e12, 67e12),
+    (r"H800.*PCIe", 756e12, 51e12),
+    (r"H800", 989e12, 67e12),
+    (r"H20", 148e12, 44e12),
+    (r"A100", 312e12, 19.5e12),
+    (r"A800", 312e12, 19.5e12),
+    (r"A40", 149.7e12, 37.4e12),
+    (r"A10", 125e12, 31.2e12),
+    (r"L40S", 362.05e12, 91.6e12),
+    (r"L40", 181.05e12, 90.5e12),
+    (r"L20", 119.5e12, 59.8e12),
+    (r"L4", 121e12, 30.3e12),
+    (r"MI300X", 1307e12, 163.4e12),
+    (r"MI325X", 1307e12, 163.4e12),
+    (r"MI350X", 2300e12, None),
+    (r"MI355X", 2500e12, None),
+)
+_DTYPES = {"bfloat16": 1, "bf16": 1, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
+_warned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class FlopsShape:
+    """Sizes of a dense decoder. ffn_hidden_size: width between the MLP's matrices; gated: three of them, else two."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    gated: bool = True
+
+    @property
+    def matmul_params(self) -> int:
+        """Weights that every token is multiplied with: attention projections, MLP, vocabulary head."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = self.hidden_size * self.ffn_hidden_size * (3 if self.gated else 2)
+        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+    def forward(self, seq_lens: Iterable[int]) -> float:
+        """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
+        # s * (s + 1) / 2 (query, key) pairs; each costs a dot product for its score and an axpy for its value.
+        lengths = [int(s) for s in seq_lens]
+        num_pairs = sum(s * (s + 1) // 2 for s in lengths)
+        attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
+        return float(2 * self.matmul_params * sum(lengths) + attention)
+
+    def backward(self, seq_lens: Iterable[int]) -> float:
+        """Two products (gradient of the input, of the weight) for each one of the forward pass."""
+        return 2.0 * self.forward(seq_lens)
+
+    def train(self, seq_lens: Iterable[int]) -> float:
+        """Forward and backward."""
+        return 3.0 * self.forward(seq_lens)
+
+
+def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
+    """Dense matmul FLOP/s of a device by its name (torch.cuda.get_device_name); None, and one warning, if unknown."""
+    kind = str(dtype).removeprefix("torch.")
+    column = _DTYPES.get(kind)
+    for row in _PEAKS if column else ():
+        if re.search(rf"(?<![A-Za-z0-9]){row[0]}(?![A-Za-z0-9])", device_name, re.IGNORECASE):
+            if row[column] is not None:
+                return row[column]
+            break
+    if (device_name, kind) not in _warned:
+        _warned.add((device_name, kind))
+        logger.warning("peak FLOP/s of %r in %s is not known: no perf/mfu/* metrics", device_name, kind)
+    return None
+
+
+def measured_matmul_peak(
+    device: str | torch.device, dtype: str | torch.dtype, size: int | None = None, seconds: float = 0.5
+) -> float:
+    """FLOP/s of the fastest square matmul seen in about `seconds`, with this process' number of threads.
+
+    size: rows and columns; default 8192 on cuda, 1024 elsewhere.
+    """
+    import torch
+
+    device = torch.device(device)
+    on_cuda = device.type == "cuda"
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    size = size or (8192 if on_cuda else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best_s, deadline, runs = float("inf"), time.perf_counter() + seconds, 0
+    while runs < 4 or time.perf_counter() < deadline:
+        begin = time.perf_counter()
+        torch.matmul(a, b)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        # The first runs pay for threads, workspace and clocks.
+        best_s, runs = min(best_s, time.perf_counter() - begin if runs > 1 else best_s), runs + 1
+    return 2.0 * size**3 / best_s
+
+
+def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
+    """Share of num_devices * peak (FLOP/s) that `flops` in `seconds` needs; None when peak is None."""
+    if peak is None:
+        return None
+    if seconds <= 0 or num_devices < 1 or peak <= 0:
+        raise ValueError(f"mfu: seconds={seconds}, num_devices={num_devices}, peak={peak} must all be positive")
+    return flops / (seconds * num_devices * peak)

@@ -1,0 +1,142 @@
+"""Memory of this process, its device and its node. GiB = 1024^3 bytes; metric keys say gb, as users know them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import psutil
+
+from scalerl.metrics.metric import Metric
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_GIB = 1024**3
+
+
+def memory_metrics() -> dict[str, Metric]:
+    """perf/max_memory_allocated_gb, perf/max_memory_reserved_gb, perf/cpu_memory_used_gb; all reduce by max.
+
+    With cuda: peaks of this process' allocator. Without: both are the peak resident size of this process. Peaks are
+    since the previous call; where the kernel refuses to reset the resident peak, since the process started.
+    cpu_memory_used_gb: used on this node, by all processes.
+    """
+    if _has_cuda():
+        import torch
+
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        allocated = reserved = _pop_peak_rss_bytes()
+    return {
+        "perf/max_memory_allocated_gb": Metric(allocated / _GIB, "max"),
+        "perf/max_memory_reserved_gb": Metric(reserved / _GIB, "max"),
+        "perf/cpu_memory_used_gb": Metric(psutil.virtual_memory().used / _GIB, "max"),
+    }
+
+
+def log_gpu_memory_usage(
+    head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
+) -> None:
+    """Logs "head: ..." on the process of that rank (None: on all); without a logger prints to stdout.
+
+    With cuda: allocated and reserved by this process, used of total on the device by all processes. Without: resident
+    size of this process, used of total on the node.
+    """
+    if rank is not None and _rank() != rank:
+        return
+    if logger is not None and not logger.isEnabledFor(level):
+        return
+    message = f"{head}: {_usage()}"
+    if logger is None:
+        print(message, flush=True)
+    else:
+        logger.log(level, message)
+
+
+class GPUMemoryLogger:
+    """Decorator: logs memory before and after each call, also when it raises. The rank is that of the time of the call.
+
+    logger: default the one of the function's module.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        logger: logging.Logger | None = None,
+        level: int = logging.DEBUG,
+        log_only_rank_0: bool = True,
+    ) -> None:
+        self.role = role
+        self.logger = logger
+        self.level = level
+        self.rank = 0 if log_only_rank_0 else None
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        logger = self.logger or logging.getLogger(function.__module__)
+        name = f"{self.role} {function.__name__}"
+
+        def log(when: str) -> None:
+            log_gpu_memory_usage(f"{when} {name}", logger, self.level, self.rank)
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            log("before")
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                log("failed in")
+                raise
+            log("after")
+            return result
+
+        return wrapper
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _usage() -> str:
+    if _has_cuda():
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        return (
+            f"allocated {allocated / _GIB:.2f} GiB, reserved {reserved / _GIB:.2f} GiB, "
+            f"device used {(total - free) / _GIB:.2f} of {total / _GIB:.2f} GiB"
+        )
+    node = psutil.virtual_memory()
+    rss = psutil.Process().memory_info().rss
+    return f"resident {rss / _GIB:.2f} GiB, node used {node.used / _GIB:.2f} of {node.total / _GIB:.2f} GiB"
+
+
+def _pop_peak_rss_bytes() -> int:
+    """Peak resident size since the previous call (proc_pid_clear_refs(5): writing 5 resets it)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        peak_kib = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    except OSError:
+        peak_kib = None
+    if peak_kib is None:
+        return psutil.Process().memory_info().rss
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return int(peak_kib[1]) * 1024

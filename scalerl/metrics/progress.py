@@ -1,0 +1,229 @@
+"""What a person watches while a run goes: one line per step, and on a terminal a live panel below them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+# Phases by the name that the line shows, in the order of a step.
+_PHASES = {
+    "gen": "gen",
+    "old_log_prob": "logp",
+    "ref": "ref",
+    "update_critic": "critic",
+    "update_actor": "update",
+    "update_weights": "sync",
+    "save_checkpoint": "save",
+    "testing": "val",
+}
+_COLORS = ("cyan", "blue", "magenta", "yellow", "green", "red", "bright_blue", "bright_magenta", "white")
+# The first key that is there is shown under the name.
+_NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
+    ("loss", ("train/loss",), ".4f"),
+    ("val_loss", ("val/loss",), ".4f"),
+    ("len", ("response_length/mean",), ".1f"),
+    ("tok/s", ("perf/throughput",), ".0f"),
+)
+_MFU = ("perf/mfu/actor", "train/mfu")
+_ETA_STEPS = 20
+
+
+class Progress:
+    """total_steps: None when unknown.  stream: default standard output.  clock: seconds, monotonic.
+
+    terminal: whether to draw the live panel; default: whether the stream is a terminal that can move its cursor.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        stream: TextIO | None = None,
+        *,
+        terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self._stream = sys.stdout if stream is None else stream
+        self._is_stdout = stream is None
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._step = 0
+        self._last_step_at = clock()
+        self._recent_s: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._last: Mapping[str, float] = {}
+        self._phase: tuple[str, float] | None = None
+        self._closed = False
+        self._console: Console | None = None
+        self._live: Live | None = None
+        if _is_terminal(self._stream) if terminal is None else terminal:
+            self._start_live()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line for what was logged at this step. A log without training numbers (a validation) is not a step."""
+        with self._lock:
+            if _is_step(metrics):
+                now = self._clock()
+                self._recent_s.append(metrics.get("timing_s/step", now - self._last_step_at))
+                self._step, self._last_step_at, self._last = step, now, metrics
+            self._phase = None
+            self._print(self.line(step, metrics))
+
+    def phase(self, name: str) -> None:
+        """What runs now; shown in the live panel only."""
+        with self._lock:
+            self._phase = (_PHASES.get(name, name), self._clock())
+            if self._live is not None:
+                self._live.refresh()
+
+    def message(self, text: str) -> None:
+        """A line of its own."""
+        with self._lock:
+            self._print(text)
+
+    def close(self) -> None:
+        """Ends the live panel and gives the cursor back. Again: nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            live, self._live = self._live, None
+        # Outside the lock: stop() joins the thread that draws, which may wait for it.
+        if live is not None:
+            live.stop()
+            atexit.unregister(self.close)
+
+    def line(self, step: int, metrics: Mapping[str, float]) -> str:
+        """`step 12/40  reward 0.630  len 4.1  tok/s 5321  gen 1.2s  update 0.8s  | 3.1s  eta 1m26s`."""
+        parts = [f"step {step}" if self.total_steps is None else f"step {step}/{self.total_steps}"]
+        parts += _numbers(metrics)
+        parts += [f"{name} {seconds:.1f}s" for name, seconds in phase_seconds(metrics).items() if seconds >= 0.05]
+        if "timing_s/step" in metrics:
+            parts.append(f"| {metrics['timing_s/step']:.1f}s")
+        eta = self._eta_s(step) if _is_step(metrics) else None
+        return "  ".join(parts if eta is None else [*parts, f"eta {duration(eta)}"])
+
+    def _eta_s(self, step: int) -> float | None:
+        if self.total_steps is None or not self._recent_s or step >= self.total_steps:
+            return None
+        return sum(self._recent_s) / len(self._recent_s) * (self.total_steps - step)
+
+    def _print(self, text: str) -> None:
+        if self._console is not None and self._live is not None:
+            # No markup, no highlighting, no wrapping: text of models and data is shown as it is.
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._live.refresh()
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def _start_live(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=self._stream, force_terminal=True)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._panel,
+            refresh_per_second=2,
+            transient=True,
+            redirect_stdout=self._is_stdout,
+            redirect_stderr=self._is_stdout,
+        )
+        self._live.start(refresh=True)
+        # An exception that nobody catches must not leave the cursor hidden.
+        atexit.register(self.close)
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        with self._lock:
+            total = "?" if self.total_steps is None else self.total_steps
+            head = Text(f"step {self._step}/{total}", style="bold")
+            eta = self._eta_s(self._step)
+            if eta is not None:
+                left = max(0.0, eta - (self._clock() - self._last_step_at))
+                head.append(f"   eta {duration(left)}", style="default")
+            if self._phase is not None:
+                name, since = self._phase
+                head.append(f"   now: {name} {duration(self._clock() - since)}", style="dim")
+            rows: list[Any] = [head]
+            if self._last:
+                rows.append(Text("   ".join(_numbers(self._last))))
+            if phases := phase_seconds(self._last):
+                rows.append(_bar(phases, width=40))
+        return Panel(Group(*rows), title="scalerl", title_align="left", expand=False)
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase as shown, in the order of a step; "other" is the rest of timing_s/step."""
+    phases = {short: metrics[f"timing_s/{name}"] for name, short in _PHASES.items() if f"timing_s/{name}" in metrics}
+    if "timing_s/step" in metrics:
+        phases["other"] = max(0.0, metrics["timing_s/step"] - sum(phases.values()))
+    return phases
+
+
+def duration(seconds: float) -> str:
+    """4s, 1m26s, 2h05m, 3d04h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+
+
+def _is_step(metrics: Mapping[str, float]) -> bool:
+    return "timing_s/step" in metrics or any(key in metrics for key in ("critic/score/mean", "train/loss"))
+
+
+def _numbers(metrics: Mapping[str, float]) -> list[str]:
+    found = []
+    for name, keys, spec in _NUMBERS:
+        value = next((metrics[key] for key in keys if key in metrics), None)
+        if value is not None:
+            found.append(f"{name} {value:{spec}}")
+    share = next((metrics[key] for key in _MFU if key in metrics), None)
+    if share is not None:
+        found.append(f"mfu {share:.1%}")
+    validation = {key: value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key}
+    for key, value in validation.items():
+        source = key.removeprefix("val-core/").partition("/reward/")[0]
+        found.append(f"val {value:.3f}" if len(validation) == 1 else f"val[{source}] {value:.3f}")
+    return found
+
+
+def _bar(phases: Mapping[str, float], width: int) -> RenderableType:
+    """Blocks in proportion to the seconds, and a legend in the same colours."""
+    from rich.text import Text
+
+    bar, legend = Text(), Text()
+    total = sum(phases.values())
+    position, seen = 0, 0.0
+    for (name, seconds), color in zip(phases.items(), _COLORS, strict=False):
+        seen += seconds
+        # Rounded at the ends, not per block, so that the blocks fill the width exactly.
+        end = round(width * seen / total) if total else 0
+        bar.append("█" * (end - position), style=color)
+        position = end
+        if seconds >= 0.05:
+            legend.append(f"  {name} {seconds:.1f}s", style=color)
+    return bar + legend
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown")

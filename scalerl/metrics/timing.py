@@ -1,0 +1,102 @@
+"""Where the time of a step goes, and what it yields per token and per device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+STEP = "step"
+UNTIMED = "untimed"
+RESPONSE_TOKEN_PHASES = ("gen",)
+ALL_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+class Timers:
+    """`with timers("gen"):` adds to a part's seconds, until `pop`. For one thread.
+
+    Inside `timers("step")` a part keeps its name; inside another part it is outer/name, and its time is in outer's too.
+    clock: seconds, monotonic.  on_enter: called with the name of every part that is in no other part, when it begins.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, on_enter: Callable[[str], None] | None = None
+    ) -> None:
+        self._clock = clock
+        self._on_enter = on_enter
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        # Of the parts that ran outside `timers("step")`.
+        self._outside_s = 0.0
+        self._popped_at = clock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Raises ValueError for a name that is empty, `untimed` or has "/", and for `step` inside a part."""
+        if not name or name == UNTIMED or "/" in name:
+            raise ValueError(f"timer name {name!r}: use a name without '/' that is not {UNTIMED!r}")
+        if name == STEP and self._open:
+            raise ValueError(f"timer {STEP!r} inside {'/'.join(self._open)}: the step contains its parts")
+        outside = not self._open
+        self._open.append(name)
+        path = "/".join(part for part in self._open if part != STEP) or STEP
+        if self._on_enter is not None and path == name and name != STEP:
+            self._on_enter(name)
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - begin
+            self._open.pop()
+            self._seconds[path] = self._seconds.get(path, 0.0) + seconds
+            if outside and name != STEP:
+                self._outside_s += seconds
+
+    def pop(self) -> dict[str, float]:
+        """Seconds by name since the last pop. The parts without "/" plus `untimed` add up to `step`.
+
+        step: the time in `timers("step")` plus the parts outside it; without that timer, from the last pop to this one.
+        Raises RuntimeError while a timer runs.
+        """
+        if self._open:
+            raise RuntimeError(f"Timers.pop while {'/'.join(self._open)} is running: pop after the step has ended")
+        now = self._clock()
+        seconds, outside_s, since = self._seconds, self._outside_s, self._popped_at
+        self._seconds, self._outside_s, self._popped_at = {}, 0.0, now
+        step = seconds.pop(STEP) + outside_s if STEP in seconds else now - since
+        parts = sum(value for name, value in seconds.items() if "/" not in name)
+        return seconds | {UNTIMED: step - parts, STEP: step}
+
+
+def compute_timing_metrics(
+    timing_s: Mapping[str, float], num_prompt_tokens: int, num_response_tokens: int
+) -> dict[str, float]:
+    """timing_s/{name} of every entry, and timing_per_token_ms/{name} of the phases that are proportional to tokens.
+
+    Wall milliseconds of the phase over the tokens of the whole step, on all devices together: response tokens for gen,
+    prompt + response tokens for the others. Absent when there are no such tokens.
+    """
+    metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_s.items()}
+    num_tokens = num_prompt_tokens + num_response_tokens
+    for phases, count in ((RESPONSE_TOKEN_PHASES, num_response_tokens), (ALL_TOKEN_PHASES, num_tokens)):
+        for name in phases:
+            if name in timing_s and count > 0:
+                metrics[f"timing_per_token_ms/{name}"] = timing_s[name] * 1000.0 / count
+    return metrics
+
+
+def compute_throughput_metrics(num_tokens: int, time_per_step_s: float, num_devices: int) -> dict[str, float]:
+    """perf/total_num_tokens, perf/time_per_step (s), perf/throughput (tokens/s per device), perf/cpu_memory_used_gb.
+
+    num_tokens: prompt + response, of all samples of the step.  cpu_memory_used_gb: GiB used on this node.
+    """
+    if time_per_step_s <= 0 or num_devices < 1:
+        raise ValueError(f"throughput over {time_per_step_s} s on {num_devices} devices: both must be positive")
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": float(time_per_step_s),
+        "perf/throughput": num_tokens / (time_per_step_s * num_devices),
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 1024**3,
+    }

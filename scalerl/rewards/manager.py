@@ -1,0 +1,168 @@
+"""Reward managers: a sample in, its score out, whatever the reward function does."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+from scalerl.rewards.calls import Outcome, RewardCaller
+from scalerl.rewards.errors import RewardError
+from scalerl.rewards.reward_function import RewardFunction, cause_of, load_reward_function
+
+ON_ERROR = ("stop", "zero")
+_MAX_RESPONSE_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """One sample. sample_name: what to call it in an error.  prompt_str, solution_str: decoded text."""
+
+    sample_name: str
+    data_source: str
+    prompt_str: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """score: finite.  extra: other values of the function's dict.  error: why the score is a substitute 0, or None."""
+
+    score: float
+    extra: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+class RewardManager(ABC):
+    """Scores samples one by one, many at a time."""
+
+    @abstractmethod
+    def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None: ...
+
+    @abstractmethod
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Raises RewardError, showing the sample, when it cannot be scored and config.on_error is "stop"."""
+
+    def close(self) -> None:  # noqa: B027 - most managers hold nothing
+        """Frees threads and loops. No score() afterwards."""
+
+
+_MANAGERS: dict[str, type[RewardManager]] = {}
+
+
+def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Class decorator: the manager for reward_model.reward_manager=name. Raises ValueError when the name is taken."""
+
+    def register(manager: type[RewardManager]) -> type[RewardManager]:
+        if _MANAGERS.get(name, manager) is not manager:
+            other = _MANAGERS[name].__qualname__
+            raise ValueError(f"register_reward_manager({name!r}): {other} is registered already; use another name")
+        _MANAGERS[name] = manager
+        return manager
+
+    return register
+
+
+def get_reward_manager(name: str) -> type[RewardManager]:
+    """Raises ValueError, listing the known names, for an unknown one."""
+    if name not in _MANAGERS:
+        raise ValueError(f"reward_model.reward_manager={name!r} is unknown; use one of {', '.join(sorted(_MANAGERS))}")
+    return _MANAGERS[name]
+
+
+def build_reward_manager(config: RewardModelConfig, custom: CustomRewardFunctionConfig) -> RewardManager:
+    """The configured manager around the configured function. Raises as get_reward_manager and load_reward_function."""
+    return get_reward_manager(config.reward_manager)(load_reward_function(custom), config)
+
+
+@register_reward_manager("naive")
+class NaiveRewardManager(RewardManager):
+    """Each sample by one call of the reward function, sync or async, with config.timeout_s seconds for it.
+
+    A function that raises, takes longer, or returns anything but a finite number (or a dict with one as "score") has
+    failed: config.on_error "stop" raises RewardError, "zero" scores 0 with ScoreResult.error set.
+    """
+
+    def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:
+        if config.on_error not in ON_ERROR:
+            raise ValueError(f"reward_model.on_error={config.on_error!r}: use one of {', '.join(ON_ERROR)}")
+        if not config.timeout_s > 0:
+            raise ValueError(f"reward_model.timeout_s={config.timeout_s}: use more than 0 seconds")
+        self._function = function
+        self._config = config
+        self._caller = RewardCaller(function, config.timeout_s)
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        outcome = await self._caller.call(
+            data_source=request.data_source,
+            solution_str=request.solution_str,
+            ground_truth=request.ground_truth,
+            # A copy: the samples of a prompt share the dict, and run at the same time.
+            extra_info=None if request.extra_info is None else dict(request.extra_info),
+        )
+        cause = self._why_failed(outcome)
+        if cause is None:
+            try:
+                return parse_result(outcome.value)
+            except RewardError as error:
+                cause = str(error)
+        if self._config.on_error == "zero":
+            return ScoreResult(0.0, error=cause)
+        raise RewardError(self._describe(request, cause)) from outcome.error
+
+    def close(self) -> None:
+        self._caller.close()
+
+    def _why_failed(self, outcome: Outcome) -> str | None:
+        if outcome.timed_out:
+            return f"no result after reward_model.timeout_s={self._config.timeout_s:g} s"
+        if outcome.error is not None:
+            return cause_of(outcome.error, self._function.path)
+        return None
+
+    def _describe(self, request: ScoreRequest, cause: str) -> str:
+        response = request.solution_str
+        cut = (
+            f" (first {_MAX_RESPONSE_CHARS} of {len(response)} characters)"
+            if len(response) > _MAX_RESPONSE_CHARS
+            else ""
+        )
+        return (
+            f"reward function {self._function} failed on sample {request.sample_name}\n"
+            f"  cause: {cause}\n"
+            f"  data_source: {request.data_source!r}\n"
+            f"  ground_truth: {request.ground_truth!r}\n"
+            f"  response{cut}: {response[:_MAX_RESPONSE_CHARS]!r}\n"
+            "  Correct the function, or set reward_model.on_error=zero to score such samples 0 and count them."
+        )
+
+
+def parse_result(value: Any) -> ScoreResult:
+    """What a reward function returned -> its score. Raises RewardError when that is no finite number."""
+    if not isinstance(value, dict):
+        return ScoreResult(_finite(value, "it returned"))
+    if "score" not in value:
+        keys = ", ".join(map(repr, value)) or "none"
+        raise RewardError(f"it returned a dict without 'score' (keys: {keys}); add 'score'")
+    return ScoreResult(_finite(value["score"], "its 'score' is"), {k: v for k, v in value.items() if k != "score"})
+
+
+def _finite(value: Any, what: str) -> float:
+    # np.bool_ is no numbers.Real, the other numpy scalars are.
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise RewardError(f"{what} {type(value).__name__} {value!r:.80}, not a number; return a float")
+    try:
+        score = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        score = math.inf
+    if not math.isfinite(score):
+        raise RewardError(f"{what} {score}, not a finite number")
+    return score

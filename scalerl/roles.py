@@ -1,0 +1,55 @@
+"""What the step loop calls. controller/ implements these over Ray; a loop needs nothing else of it.
+
+A `batch` here is opaque to the loop: it holds one row of metadata per sample (`.samples`) and references to the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Metrics = dict[str, Any]
+
+
+class Batch(Protocol):
+    """samples: column name -> [S], one row per sample."""
+
+    @property
+    def samples(self) -> dict[str, np.ndarray]: ...
+
+    def with_samples(self, **columns: np.ndarray) -> Any: ...
+
+
+class Rollout(Protocol):
+    """The sampler and the reward manager behind it."""
+
+    def generate(self, uids: Sequence[int], *, step: int) -> tuple[Any, Metrics]:
+        """n scored samples for each training prompt, and where the time went."""
+
+    def validate(self, *, step: int) -> tuple[Any, Metrics]:
+        """Scored samples for every validation prompt, sampled as val_kwargs say."""
+
+    def place(self, samples: Any, plan: Any) -> Batch:
+        """The samples' tokens on the data-parallel ranks that the plan names."""
+
+    def sync_weights(self, policy_version: int) -> Metrics:
+        """Serve the actor's weights from now on, and stamp samples with this version."""
+
+
+class Actor(Protocol):
+    """The policy that trains."""
+
+    def logprobs(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with old_logprobs, scored by the weights as they are."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer update per mini-batch and epoch. The batch holds old_logprobs and advantages."""
+
+
+class Reference(Protocol):
+    """The frozen policy that the KL term compares with."""
+
+    def logprobs(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with ref_logprobs."""

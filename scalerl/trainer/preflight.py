@@ -1,0 +1,131 @@
+"""Everything that can be found wrong before a device is held, found together: config, data, model, reward function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, layout_violations, validate_ppo, validate_sft, world_size
+from scalerl.config.schema import MegatronConfig
+from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.trainer.device import resolve_device
+
+if TYPE_CHECKING:
+    from scalerl.data import RLHFDataset, SFTDataset
+
+Checked = TypeVar("Checked")
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    shape: ModelShape
+    train: RLHFDataset
+    val: RLHFDataset
+    device: str
+
+
+@dataclass(frozen=True)
+class SFTInputs:
+    shape: ModelShape
+    train: SFTDataset
+    val: SFTDataset | None
+    device: str
+
+
+def check_ppo(cfg: PPOConfig) -> PPOInputs:
+    """Raises ConfigError with every violation that was found."""
+    from scalerl.algorithms import get_adv_estimator, get_policy_loss
+    from scalerl.data import RLHFDataset, load_tokenizer
+    from scalerl.rewards import build_reward_manager
+
+    findings = _Findings()
+    device = resolve_device(cfg.trainer.device)
+    findings.violations.extend(validate_ppo(cfg, device=device))
+    shape = findings.run(lambda: _check_model(cfg.actor_rollout_ref.model.path))
+    if cfg.actor_rollout_ref.ref.model_path:
+        findings.run(lambda: _check_model(cfg.actor_rollout_ref.ref.model_path))
+    if shape:
+        findings.violations.extend(
+            _layout(
+                shape,
+                cfg.actor_rollout_ref.actor.megatron,
+                world_size(cfg),
+                prefix="actor_rollout_ref.actor.megatron",
+                rollout_tp=cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
+            )
+        )
+        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+        if longest > shape.max_position_embeddings:
+            findings.violations.append(
+                f"data.max_prompt_length + data.max_response_length = {longest}: the model has "
+                f"{shape.max_position_embeddings} positions (max_position_embeddings); shorten one"
+            )
+    findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
+    findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
+    findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
+    model = cfg.actor_rollout_ref.model
+    tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
+    train = val = None
+    if tokenizer is not None:
+        val_data = replace(cfg.data, filter_overlong_prompts=cfg.data.filter_overlong_prompts)
+        train = findings.run(lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples))
+        val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, val_data, None, cfg.data.val_max_samples))
+    findings.raise_if_any()
+    return PPOInputs(shape, train, val, device)
+
+
+def check_sft(cfg: SFTConfig) -> SFTInputs:
+    """Raises ConfigError with every violation that was found."""
+    from scalerl.data import SFTDataset, load_tokenizer
+
+    findings = _Findings()
+    device = resolve_device(cfg.trainer.device)
+    findings.violations.extend(validate_sft(cfg, device=device))
+    shape = findings.run(lambda: _check_model(cfg.model.path))
+    if shape:
+        findings.violations.extend(_layout(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None))
+    tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    train = val = None
+    if tokenizer is not None:
+        train = findings.run(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
+        if cfg.data.val_files:
+            val = findings.run(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
+    findings.raise_if_any()
+    return SFTInputs(shape, train, val, device)
+
+
+class _Findings:
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+
+    def run(self, check: Callable[[], Checked]) -> Checked | None:
+        """The check's result, or None with its complaint noted."""
+        try:
+            return check()
+        except (ValueError, OSError) as error:
+            self.violations.append(str(error))
+            return None
+
+    def raise_if_any(self) -> None:
+        if self.violations:
+            raise ConfigError(list(dict.fromkeys(self.violations)))
+
+
+def _check_model(path: str) -> ModelShape:
+    shape = ModelShape.from_hf(path)
+    HFWeights(path).check(family_of(shape), shape)
+    return shape
+
+
+def _layout(shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None) -> list[str]:
+    return layout_violations(
+        num_attention_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_layers=shape.num_layers,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        megatron=megatron,
+        world_size=world,
+        rollout_tp=rollout_tp,
+        prefix=prefix,
+    )

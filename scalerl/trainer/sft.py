@@ -1,0 +1,141 @@
+"""Supervised fine-tuning: the same workers and engine, with the negative log-likelihood of the assistant's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from scalerl.balance import plan_step
+from scalerl.config import SFTConfig
+from scalerl.controller.batch import ShardedBatch
+from scalerl.controller.worker_group import WorkerGroup
+from scalerl.data import PromptCursor, SFTDataset
+from scalerl.metrics import Timers, Tracking, mfu, to_floats
+from scalerl.trainer import checkpoints
+from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers
+from scalerl.trainer.preflight import SFTInputs
+from scalerl.trainer.step_metrics import Yardstick
+from scalerl.trainer.stop import StopRequest
+
+
+@dataclass
+class SFTRun:
+    config: SFTConfig
+    rows: PromptCursor
+    train: SFTDataset
+    val: SFTDataset | None
+    workers: WorkerGroup
+    tracker: Tracking
+    timers: Timers
+    yardstick: Yardstick
+    dp_size: int
+    total_steps: int
+    stop: StopRequest
+    step: int = 0
+
+
+def fit(run: SFTRun) -> None:
+    """Trains to total_steps, or to the end of the step in which a stop was asked for."""
+    cfg = run.config.trainer
+    run.timers.pop()
+    while run.step < run.total_steps and not run.stop.requested:
+        step = run.step + 1
+        with run.timers("update"):
+            batch = place(run, run.train, run.rows.take(run.config.data.train_batch_size))
+            metrics, _ = run.workers.update_sft(batch, totals=[{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}])
+        run.step = step
+        if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
+            with run.timers("testing"):
+                tested, _ = run.workers.evaluate_sft(place(run, run.val, range(len(run.val))))
+                metrics |= tested
+        if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
+            with run.timers("save_checkpoint"):
+                save(run)
+        run.tracker.log(to_floats(metrics) | throughput(run, batch, run.timers.pop()), step=step)
+
+
+def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
+    """The rows as one mini-batch on the data-parallel ranks, which hold the data set themselves."""
+    picked = [dataset[row] for row in rows]
+    num_tokens_S = np.array([len(row.input_ids) for row in picked])
+    plan = plan_step(
+        num_tokens_S,
+        dp_size=run.dp_size,
+        mini_batches=[range(len(picked))],
+        max_tokens_per_micro_batch=run.config.data.max_token_len_per_gpu,
+        workload_S=[run.yardstick.flops.forward([num_tokens]) for num_tokens in num_tokens_S.tolist()],
+        sample_names=[f"row {row}" for row in rows],
+    )
+    samples = {
+        "row": np.array(rows),
+        "num_tokens": num_tokens_S,
+        "num_loss_tokens": np.array([sum(row.loss_mask) for row in picked]),
+    }
+    return ShardedBatch(plan, samples, tuple(() for _ in range(run.dp_size)))
+
+
+def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> dict[str, float]:
+    num_tokens = float(batch.samples["num_tokens"].sum())
+    yardstick = run.yardstick
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_s.items()}
+    metrics |= {
+        "perf/total_num_tokens": num_tokens,
+        "perf/throughput": num_tokens / (timing_s["step"] * yardstick.num_devices),
+    }
+    train_flops = yardstick.flops.train(batch.samples["num_tokens"].tolist())
+    utilization = mfu(train_flops, timing_s["update"], yardstick.num_devices, yardstick.peak)
+    return metrics | ({} if utilization is None else {"perf/mfu/actor": utilization})
+
+
+def save(run: SFTRun) -> Path:
+    cfg = run.config
+    return checkpoints.save(
+        cfg.trainer.default_local_dir,
+        run.step,
+        write_actor=run.workers.save_checkpoint,
+        model_path=cfg.model.path,
+        state={"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
+        keep=cfg.trainer.max_actor_ckpt_to_keep,
+    )
+
+
+@contextmanager
+def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
+    """A run that is ready for its next step; everything it started ends with the block."""
+    trainer = cfg.trainer
+    resumed = checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
+    with ExitStack() as stack:
+        tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
+        tracker.phase("start")
+        pool, layout = start_pool(stack, cfg, inputs.device, cfg.megatron)
+        workers = start_workers(stack, pool, layout, trainer, inputs.device, cfg.megatron.seed)
+        workers.build_engine("actor", cfg.model.path, cfg.megatron, cfg.optim, cfg.model.trust_remote_code)
+        workers.set_dataset("train", ray.put(inputs.train))
+        if inputs.val is not None:
+            workers.set_dataset("val", ray.put(inputs.val))
+        run = SFTRun(
+            config=cfg,
+            rows=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
+            train=inputs.train,
+            val=inputs.val,
+            workers=workers,
+            tracker=tracker,
+            timers=Timers(on_enter=tracker.phase),
+            yardstick=Yardstick(flops_shape(inputs.shape), workers.peak_flops(cfg.megatron.dtype), layout.world_size),
+            dp_size=layout.dp_size,
+            total_steps=total_steps,
+            stop=StopRequest(),
+        )
+        if resumed.directory is not None:
+            workers.load_checkpoint(str(resumed.directory / "actor"))
+            run.rows.load_state_dict(resumed.state["prompts"])
+            run.step = resumed.step
+            tracker.message(f"resumed from {resumed.directory}")
+        run.stop.listen()
+        yield run

@@ -1,0 +1,72 @@
+"""What is logged of a step: its samples, its balance, its time, its throughput."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalerl.balance import StepPlan, seqlen_metrics
+from scalerl.config import PPOConfig
+from scalerl.metrics import (
+    FlopsShape,
+    Metric,
+    compute_data_metrics,
+    compute_throughput_metrics,
+    compute_timing_metrics,
+    mfu,
+    rollout_diff_metrics,
+    to_floats,
+)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """samples: the step's per-sample columns, advantages included.  metrics: what the roles measured."""
+
+    samples: Mapping[str, np.ndarray]
+    plan: StepPlan
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What throughput is measured against. peak: FLOP/s of one device; None (unknown device) leaves MFU out."""
+
+    flops: FlopsShape
+    peak: float | None
+    num_devices: int
+
+
+def step_metrics(
+    config: PPOConfig, outcome: StepOutcome, yardstick: Yardstick, timing_s: Mapping[str, float], *, step: int, epoch: int
+) -> dict[str, float]:
+    """timing_s: seconds by part of the whole step, `step` among them."""
+    samples = outcome.samples
+    prompt_S, response_S = samples["prompt_length"], samples["response_length"]
+    num_tokens_S = prompt_S + response_S
+    metrics = {"training/global_step": float(step), "training/epoch": float(epoch)}
+    metrics |= to_floats(rollout_diff_metrics(outcome.metrics))
+    metrics |= compute_data_metrics(
+        samples, samples["advantages"], config.data.max_prompt_length, config.data.max_response_length
+    )
+    metrics |= reward_extra_means(samples["reward_extra"])
+    metrics |= seqlen_metrics(num_tokens_S, outcome.plan)
+    metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()))
+    metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], yardstick.num_devices)
+    update_flops = yardstick.flops.train(num_tokens_S.tolist()) * config.actor_rollout_ref.actor.ppo_epochs
+    utilization = mfu(update_flops, timing_s["update_actor"], yardstick.num_devices, yardstick.peak)
+    if utilization is not None:
+        metrics["perf/mfu/actor"] = utilization
+    return metrics
+
+
+def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
+    """reward_extra/{key}: mean of each number that the reward function returned beside the score."""
+    values: dict[str, list[float]] = {}
+    for extra in extras:
+        for key, value in extra.items():
+            if isinstance(value, bool | int | float):
+                values.setdefault(key, []).append(float(value))
+    return {f"reward_extra/{key}": float(np.mean(found)) for key, found in values.items()}

@@ -1,0 +1,235 @@
+"""What the rest of scalerl may rely on, held against both engines; transformers is the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import torch
+
+from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.weights import checksum_differences, expected_checksums, serialize_bucket
+from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
+from tests.tiny_models import EOS_ID
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+
+
+def requests_for(prompts: list[list[int]], sampling: SamplingParams, n: int = 1) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(f"p{row}", prompt, n, sampling, [1000 * row + i for i in range(n)])
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def assert_logprobs_match(model: Model, prompt: list[int], output: GenerateOutput, temperature: float) -> None:
+    expected = model.logprobs(prompt, output.output_ids, temperature)
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_logprobs_and_finish_reasons_are_those_of_transformers(engine: Engine, model_a: Model) -> None:
+    outputs = engine.generate(requests_for(PROMPTS, GREEDY))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.output_ids == model_a.greedy(prompt, GREEDY.max_new_tokens)
+        assert_logprobs_match(model_a, prompt, output, temperature=1.0)
+        assert output.finish_reason == ("stop" if output.output_ids[-1] == EOS_ID else "length")
+    # The prompts are chosen so that both ways to finish occur.
+    assert {output.finish_reason for output in outputs} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("sampling", [
+    SamplingParams(max_new_tokens=12, temperature=1.0),
+    SamplingParams(max_new_tokens=12, temperature=0.7),
+    SamplingParams(max_new_tokens=12, temperature=0.7, top_p=0.5, top_k=20),
+], ids=["T1", "T0.7", "T0.7-top_p-top_k"])  # fmt: skip
+def test_sampled_logprobs_are_of_the_tempered_softmax(engine: Engine, model_a: Model, sampling: SamplingParams) -> None:
+    outputs = engine.generate(requests_for(PROMPTS, sampling, n=4))
+    assert [(o.request_id, o.sample_index) for o in outputs] == [
+        (f"p{row}", i) for row in range(len(PROMPTS)) for i in range(4)
+    ]
+    for output in outputs:
+        assert_logprobs_match(model_a, PROMPTS[int(str(output.request_id)[1:])], output, sampling.temperature)
+    assert len({tuple(output.output_ids) for output in outputs[:4]}) > 1
+
+
+def test_top_p_and_top_k_choose_among_the_likely_tokens(engine: Engine, model_a: Model) -> None:
+    sampling = SamplingParams(max_new_tokens=1, temperature=1.0, top_p=0.3, top_k=5)
+    probs = model_a.logits(PROMPTS[0])[-1].softmax(-1)
+    ordered, order = probs.sort(descending=True)
+    nucleus = int(((ordered.cumsum(0) - ordered) <= 0.3).sum())
+    allowed = set(order[: min(nucleus, 5)].tolist())
+    outputs = engine.generate(requests_for([PROMPTS[0]], sampling, n=16))
+    assert {output.output_ids[0] for output in outputs} <= allowed
+    assert len(allowed) < 16
+
+
+def test_ignore_eos_goes_on_to_the_length(engine: Engine, model_a: Model) -> None:
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    stopped = [p for p in PROMPTS if model_a.greedy(p, 24)[-1] == EOS_ID]
+    for output in engine.generate(requests_for(stopped, sampling)):
+        assert len(output.output_ids) == 24
+        assert output.finish_reason == "length"
+
+
+def test_prompt_and_response_share_max_model_len(engine: Engine) -> None:
+    sampling = SamplingParams(max_new_tokens=1000, temperature=0.0, ignore_eos=True)
+    for prompt_length in (1, MAX_MODEL_LEN - 1):
+        prompt = [7 + i % 400 for i in range(prompt_length)]
+        (output,) = engine.generate(requests_for([prompt], sampling))
+        assert len(output.output_ids) == MAX_MODEL_LEN - prompt_length
+    with pytest.raises(ValueError, match="leaves no room"):
+        engine.generate(requests_for([[7] * MAX_MODEL_LEN], sampling))
+
+
+def test_a_refused_request_shows_the_servers_words(engine: Engine) -> None:
+    with pytest.raises(RolloutError, match=r"refused request 'p0': .*top_p"):
+        engine.generate(requests_for([[5, 6]], SamplingParams(max_new_tokens=4, top_p=1.5)))
+
+
+def test_a_weight_update_session_puts_exactly_the_new_model_into_the_server(
+    engine: Engine, model_a: Model, model_b: Model
+) -> None:
+    config = model_b.hf.config.to_dict()
+    expected_b = expected_checksums(model_b.weights(), config, 1, engine.kind)
+    assert checksum_differences(expected_b, engine.client.checksums())  # model A is in the server
+
+    engine.load(model_b.weights(), policy_version=7)
+
+    assert checksum_differences(expected_b, engine.client.checksums()) == []
+    outputs = engine.generate(requests_for(PROMPTS, GREEDY))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.output_ids == model_b.greedy(prompt, GREEDY.max_new_tokens) != model_a.greedy(prompt, 24)
+        assert_logprobs_match(model_b, prompt, output, temperature=1.0)
+        assert output.policy_version == 7
+
+
+def test_one_changed_value_shows_in_the_checksums(engine: Engine, model_a: Model) -> None:
+    changed = [(name, tensor.clone()) for name, tensor in model_a.weights()]
+    names = [name for name, _ in changed]
+    place = names.index("model.layers.1.self_attn.v_proj.weight")
+    changed[place][1][3, 5] += 1e-6
+    engine.load(changed, policy_version=3)
+    expected = expected_checksums(model_a.weights(), model_a.hf.config.to_dict(), 1, engine.kind)
+    (difference,) = checksum_differences(expected, engine.client.checksums())
+    assert "layers.1.self_attn" in difference
+
+
+def test_the_policy_version_of_a_sample_is_set_without_an_update(engine: Engine) -> None:
+    assert engine.generate(requests_for([[5, 6]], GREEDY))[0].policy_version == 0
+    engine.client.set_policy_version(41)
+    assert engine.generate(requests_for([[5, 6]], GREEDY))[0].policy_version == 41
+
+
+def test_an_update_outside_of_a_session_is_refused_and_changes_nothing(
+    engine: Engine, model_a: Model, model_b: Model
+) -> None:
+    with pytest.raises(RolloutError, match="must run between begin_weight_update"):
+        engine.client.update_weights([serialize_bucket(model_b.weights(), engine.kind)], flush_cache=True)
+    expected = expected_checksums(model_a.weights(), model_a.hf.config.to_dict(), 1, engine.kind)
+    assert checksum_differences(expected, engine.client.checksums()) == []
+
+
+def test_a_second_session_is_refused(engine: Engine) -> None:
+    engine.client.begin_weight_update()
+    try:
+        with pytest.raises(RolloutError, match="already open"):
+            RolloutClient(engine.client.url, engine.kind, max_model_len=MAX_MODEL_LEN).begin_weight_update()
+    finally:
+        engine.client.end_weight_update(0)
+
+
+def test_release_and_resume_keep_their_order(engine: Engine, model_a: Model) -> None:
+    with pytest.raises(ValueError, match="not released"):
+        engine.client.resume(["weights"])
+    engine.client.release(["kv_cache"])
+    engine.client.release(["weights"])
+    engine.client.resume(["weights"])
+    engine.load(model_a.weights(), policy_version=0)
+    engine.client.resume(["kv_cache"])
+    (output,) = engine.generate(requests_for(PROMPTS[:1], GREEDY))
+    assert output.output_ids == model_a.greedy(PROMPTS[0], 24)
+
+
+def test_pause_ends_running_samples_and_holds_new_ones(engine: Engine) -> None:
+    long = SamplingParams(max_new_tokens=90, temperature=1.0, ignore_eos=True)
+
+    async def scenario() -> list[GenerateOutput]:
+        running = asyncio.create_task(_all(engine.client, requests_for([[5]] * 8, long, n=2)))
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(engine.client.pause)
+        outputs = await running
+        held = asyncio.create_task(_all(engine.client, requests_for([[5]], GREEDY)))
+        done, _ = await asyncio.wait([held], timeout=1.0)
+        assert not done
+        await asyncio.to_thread(engine.client.continue_generation)
+        assert (await held)[0].finish_reason in ("stop", "length")
+        return outputs
+
+    for output in asyncio.run(scenario()):
+        assert output.finish_reason in ("abort", "length")
+        assert len(output.output_ids) == len(output.logprobs) <= 90
+
+
+def test_shared_memory_does_not_pile_up(engine: Engine, model_b: Model) -> None:
+    for policy_version in (1, 2):
+        engine.load(model_b.weights(), policy_version)
+        # The server holds the last bucket of three until it gets the next one.
+        assert len([name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]) <= 1
+
+
+async def _all(client: RolloutClient, requests: list[GenerateRequest]) -> list[GenerateOutput]:
+    return [output async for output in client.generate(requests)]
+
+
+class ForgetfulClient(RolloutClient):
+    """Loses the last sample of every call."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
+        outputs = [output async for output in super().generate(requests)]
+        for output in outputs[:-1]:
+            yield output
+
+
+class StutteringClient(RolloutClient):
+    """Gives the first sample of every call twice."""
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
+        outputs = [output async for output in super().generate(requests)]
+        for output in outputs[:1] + outputs:
+            yield output
+
+
+def client_like(engine: Engine, client_type: type[RolloutClient], max_concurrency: int = 6) -> RolloutClient:
+    return client_type(
+        engine.client.url, engine.kind, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=max_concurrency
+    )
+
+
+def test_generate_samples_returns_every_sample_once_and_in_order(engine: Engine) -> None:
+    requests = requests_for([[5 + row, 6] for row in range(11)], SamplingParams(max_new_tokens=5), n=3)
+    seen: list[tuple[object, int]] = []
+    clients = [client_like(engine, RolloutClient), client_like(engine, RolloutClient)]
+    outputs = asyncio.run(generate_samples(clients, requests, lambda o: seen.append((o.request_id, o.sample_index))))
+    keys = [(output.request_id, output.sample_index) for output in outputs]
+    assert keys == [(f"p{row}", i) for row in range(11) for i in range(3)]
+    assert sorted(seen, key=str) == sorted(keys, key=str)
+
+
+def test_generate_samples_notices_a_lost_and_a_doubled_sample(engine: Engine) -> None:
+    requests = requests_for([[5, 6], [7, 8]], SamplingParams(max_new_tokens=3), n=2)
+    with pytest.raises(RolloutError, match="never came back"):
+        asyncio.run(generate_samples([client_like(engine, ForgetfulClient)], requests))
+    with pytest.raises(RolloutError, match="came twice"):
+        asyncio.run(generate_samples([client_like(engine, StutteringClient)], requests))
+    with pytest.raises(ValueError, match="used twice"):
+        asyncio.run(generate_samples([engine.client], [requests[0], requests[0]]))
+
+
+def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
+    gone = RolloutClient("http://127.0.0.1:9", engine.kind, max_model_len=MAX_MODEL_LEN)
+    requests = requests_for([[5, 6], [7, 8]], SamplingParams(max_new_tokens=3))
+    with pytest.raises(RolloutError, match="went away"):
+        asyncio.run(generate_samples([engine.client, gone], requests))

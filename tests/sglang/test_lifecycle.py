@@ -1,0 +1,188 @@
+"""Servers that do not start, and servers whose owner is killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalerl.rollout.server import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
+from scalerl.rollout.supervise import descendants
+from tests.sglang.conftest import Model, make_server
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("kind", ["sglang", "embedded"])
+def test_a_server_that_dies_at_start_shows_its_own_last_words(kind: str, model_a: Model, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    config = json.loads((model_a.path / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"model_type": "qwen3", "num_hidden_layers": 2}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (broken / name).write_bytes((model_a.path / name).read_bytes())  # all but the weights
+    with pytest.raises(ServerStartError) as raised:
+        start_on_free_port(lambda port: make_server(kind, broken, tmp_path / "server.log", port))
+    message = str(raised.value)
+    assert "before it was ready" in message
+    assert "weights" in message or "safetensors" in message
+    assert "--model-path" in message  # what was started
+    log = [line.rstrip() for line in (tmp_path / "server.log").read_text().splitlines() if line.strip()]
+    assert f"  | {log[-1]}" in message
+
+
+def test_a_server_that_never_answers_is_stopped_at_the_deadline(tmp_path: Path) -> None:
+    server = RolloutServer(["sleep", "1000"], {}, "http://127.0.0.1:9", tmp_path / "log")
+    server.start()
+    with pytest.raises(ServerStartError, match="start_timeout_s"):
+        server.wait_ready(timeout_s=1.0)
+    assert not server.alive()
+
+
+def test_a_port_that_got_taken_is_replaced(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, http.server
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self): self.send_response(200); self.end_headers()
+        http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+        """
+    )
+    squatters: list[RolloutServer] = []
+    ports: list[int] = []
+
+    def make(port: int) -> RolloutServer:
+        ports.append(port)
+        # The first server is told a port that another program took after it was chosen.
+        taken = holder.port if len(ports) == 1 else port
+        return RolloutServer(
+            [sys.executable, "-c", program, str(taken)], {}, f"http://127.0.0.1:{port}", tmp_path / f"{port}.log"
+        )
+
+    holder = ReservedPort()
+    try:
+        server = start_on_free_port(make)
+        squatters.append(server)
+        assert len(ports) == 2
+        assert server.url.endswith(str(ports[1]))
+        assert ReservedPort().port not in ports
+    finally:
+        holder.release()
+        for started in squatters:
+            started.stop()
+
+
+# A tree as SGLang makes it: children, a grandchild, and a daemon that left the session.
+DUMMY_TREE = """
+import os, subprocess, sys, time
+def report(): open(sys.argv[1], "a").write(f"{os.getpid()}\\n")
+report()
+for _ in range(2):
+    if os.fork() == 0:
+        report()
+        if os.fork() == 0:
+            report()
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    report()
+                    time.sleep(1000)
+                os._exit(0)
+            time.sleep(1000)
+        time.sleep(1000)
+END
+"""
+TREE_SIZE = 7
+
+
+def dummy_tree(tmp_path: Path, ending: str) -> tuple[list[str], Path]:
+    pids = tmp_path / "pids"
+    return [sys.executable, "-c", DUMMY_TREE.replace("END", ending), str(pids)], pids
+
+
+def reported(pids: Path) -> list[int]:
+    return [int(line) for line in pids.read_text().split()] if pids.exists() else []
+
+
+def supervised_owner(command: list[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A process that starts `command` as a RolloutServer and then only sleeps."""
+    program = (
+        "import sys, time\n"
+        "from scalerl.rollout.server import RolloutServer\n"
+        f"server = RolloutServer({command!r}, {env or {}!r}, 'http://127.0.0.1:9', {str(log)!r})\n"
+        "server.start()\n"
+        "time.sleep(1000)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY)
+
+
+def test_killing_the_owner_leaves_no_process(tmp_path: Path) -> None:
+    command, pids = dummy_tree(tmp_path, "time.sleep(1000)")
+    owner = supervised_owner(command, tmp_path / "log")
+    wait_for(lambda: len(reported(pids)) == TREE_SIZE)
+    assert all(alive(pid) for pid in reported(pids))
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    wait_for(lambda: not any(alive(pid) for pid in reported(pids)))
+
+
+@pytest.mark.parametrize(("ending", "code"), [("time.sleep(0.5); sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_command_that_ends_takes_its_tree_along_and_gives_its_code(tmp_path: Path, ending: str, code: int) -> None:
+    command, pids = dummy_tree(tmp_path, ending)
+    server = RolloutServer(command, {}, "http://127.0.0.1:9", tmp_path / "log")
+    server.start()
+    with pytest.raises(ServerStartError, match=f"exit code {code}"):
+        server.wait_ready(timeout_s=60.0)
+    assert not any(alive(pid) for pid in reported(pids))
+
+
+def test_stop_and_the_supervisors_death_leave_no_process(tmp_path: Path) -> None:
+    command, pids = dummy_tree(tmp_path, "time.sleep(1000)")
+    server = RolloutServer(command, {}, "http://127.0.0.1:9", tmp_path / "log")
+    server.start()
+    wait_for(lambda: len(reported(pids)) == TREE_SIZE)
+    server.stop()
+    assert not any(alive(pid) for pid in reported(pids))
+    server.stop()
+
+
+def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
+    server = RolloutServer(["/no/such/program"], {}, "http://127.0.0.1:9", tmp_path / "log")
+    server.start()
+    with pytest.raises(ServerStartError, match="cannot start /no/such/program"):
+        server.wait_ready(timeout_s=60.0)
+
+
+def test_killing_the_owner_of_a_real_sglang_server_leaves_no_process(model_a: Model, tmp_path: Path) -> None:
+    reserved = ReservedPort()
+    reserved.release()
+    server = make_server("sglang", model_a.path, tmp_path / "log", reserved.port)
+    owner = supervised_owner(server.command, tmp_path / "log", server.env)
+    # In the middle of the start, when SGLang has just spawned its processes: they cannot clean up after themselves yet.
+    wait_for(lambda: len(descendants(owner.pid)) >= 4, timeout_s=120.0)
+    processes = descendants(owner.pid)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    wait_for(lambda: not any(alive(pid) for pid in processes))

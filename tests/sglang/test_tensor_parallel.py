@@ -1,0 +1,79 @@
+"""SGLang on two ranks: fused and cut parameters, a padded vocabulary, tied embeddings and biases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.rollout.client import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.supervise import descendants
+from scalerl.rollout.weights import checksum_differences, expected_checksums
+from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
+
+# 483 rows are padded to 512: 256 on rank 0, 227 and 29 of zeros on rank 1.
+VOCAB_SIZE = 483
+
+pytestmark = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
+)
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model.load(make_model(tmp_path_factory.mktemp("old"), "qwen2", seed=0, vocab_size=VOCAB_SIZE))
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[..., Engine], old: Model) -> Iterator[Engine]:
+    engine = start_engine("sglang", old.path, tp_size=2)
+    yield engine
+    engine.server.stop()
+
+
+def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path) -> None:
+    new = Model.load(make_model(tmp_path / "new", "qwen2", seed=1, vocab_size=VOCAB_SIZE))
+    config = old.hf.config.to_dict()
+    assert checksum_differences(expected_checksums(old.weights(), config, 2, "sglang"), engine.client.checksums()) == []
+
+    engine.load(new.weights(), policy_version=5, tp_size=2)
+
+    expected = expected_checksums(new.weights(), config, 2, "sglang")
+    assert expected[0] != expected[1]
+    assert checksum_differences(expected, engine.client.checksums()) == []
+    requests = [GenerateRequest(row, p, 1, SamplingParams(12, temperature=0.0)) for row, p in enumerate(PROMPTS)]
+    for prompt, output in zip(PROMPTS, engine.generate(requests), strict=True):
+        assert output.output_ids == new.greedy(prompt, 12)
+        expected_logprobs = new.logprobs(prompt, output.output_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(output.logprobs), expected_logprobs, atol=1e-4, rtol=0)
+        assert output.policy_version == 5
+
+
+def test_a_crashed_rank_ends_the_server_and_not_its_owner(engine: Engine) -> None:
+    """SGLang then kills its own process tree and signals its parent; the owner only sees that the server is gone.
+
+    The last test of this server.
+    """
+    schedulers = [pid for pid in descendants(os.getpid()) if b"sglang::scheduler_TP" in command_line(pid)]
+    assert len(schedulers) == 2
+    os.kill(schedulers[1], signal.SIGKILL)
+    deadline = time.monotonic() + 60.0
+    while engine.server.alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert engine.server.exit_code() not in (None, 0)
+    assert not any(b"sglang::scheduler_TP" in command_line(pid) for pid in descendants(os.getpid()))
+    with pytest.raises(RolloutError, match="went away"):
+        engine.generate([GenerateRequest("p", [5], 1, SamplingParams(4))])
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

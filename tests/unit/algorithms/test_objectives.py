@@ -1,0 +1,245 @@
+"""Objectives on packed micro-batches: composition, invariance to the split, gradients, metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl.algorithms.losses import LOSS_AGG_MODES
+from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
+from scalerl.config.schema import ActorConfig, PolicyLossConfig
+
+LENGTHS = [5, 2, 7, 1, 4, 3]
+PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "advantages", "response_mask")
+
+
+def sequences(seed: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, length in enumerate(LENGTHS):
+        row = {name: -torch.rand(length, generator=generator, dtype=torch.float64) * 3 for name in PER_TOKEN}
+        row["advantages"] = torch.randn(1, generator=generator, dtype=torch.float64).expand(length)
+        # The last sequence has no token to learn from.
+        row["response_mask"] = (torch.rand(length, generator=generator) < 0.7) & (number < len(LENGTHS) - 1)
+        row["response_mask"][0] |= number == 0
+        rows.append(row)
+    return rows
+
+
+def packed(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    columns = {name: torch.cat([row[name] for row in rows]) for name in PER_TOKEN}
+    lengths = torch.tensor([len(row["logprobs"]) for row in rows])
+    columns["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    return columns.pop("logprobs"), columns.pop("entropy"), columns
+
+
+def counts(rows: list[dict[str, torch.Tensor]]) -> tuple[int, int]:
+    masks = [row["response_mask"] for row in rows]
+    return sum(int(mask.sum()) for mask in masks), sum(bool(mask.any()) for mask in masks)
+
+
+def config_of(mode: str) -> ActorConfig:
+    return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_c=1.5)
+
+
+def run(objective, parts: list[list[dict[str, torch.Tensor]]]):
+    """Sums over micro-batches: (loss, metrics, gradient of each sequence's logprobs and entropy, by sequence)."""
+    total, metrics, gradients = 0.0, {}, []
+    for rows in parts:
+        logprobs_T, entropy_T, columns = packed(rows)
+        logprobs_T.requires_grad_()
+        entropy_T.requires_grad_()
+        loss, part_metrics = objective(logprobs_T, entropy_T, columns)
+        loss.backward()
+        total += loss.item()
+        for name, value in part_metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value.item()
+        both = torch.stack([logprobs_T.grad, entropy_T.grad])
+        pieces = both.split(columns["cu_seqlens"].diff().tolist(), 1)
+        gradients += zip([id(row["logprobs"]) for row in rows], pieces, strict=True)
+    return total, metrics, dict(gradients)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 99),
+    part_of=st.lists(st.integers(0, 3), min_size=6, max_size=6),
+    order=st.permutations(range(6)),
+)
+def test_loss_metrics_and_gradient_do_not_depend_on_the_split(mode, seed, part_of, order):
+    rows = sequences(seed)
+    objective = PolicyObjective(config_of(mode), *counts(rows))
+    parts = [[rows[row] for row in order if part_of[row] == part] for part in sorted(set(part_of))]
+    (loss, metrics, gradient), (whole_loss, whole_metrics, whole_gradient) = (
+        run(objective, parts),
+        run(objective, [rows]),
+    )
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    assert metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
+    for row in rows:
+        assert torch.equal(gradient[id(row["logprobs"])], whole_gradient[id(row["logprobs"])])
+
+
+def test_composition_and_metrics_by_hand():
+    config = ActorConfig(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type="k2", clip_ratio=0.2)
+    objective = PolicyObjective(config, num_loss_tokens=4, num_sequences=2)
+    new = torch.tensor([0.0, math.log(0.5), math.log(0.25), math.log(0.1)])
+    columns = {
+        "old_logprobs": torch.tensor([0.0, math.log(0.25), math.log(0.5), 0.0]),  # ratios: masked, 2, 0.5, 0.1
+        "advantages": torch.tensor([9.0, 1.0, -1.0, 2.0]),
+        "ref_logprobs": torch.tensor([5.0, math.log(0.5), math.log(0.25) - 2, math.log(0.1)]),
+        "response_mask": torch.tensor([0, 1, 1, 1]),
+        "cu_seqlens": torch.tensor([0, 2, 4]),
+    }
+    loss, metrics = objective(new, torch.tensor([7.0, 1.0, 2.0, 3.0]), columns)
+    pg, entropy, kl = (-1.2 + 0.8 - 0.2) / 4, (1 + 2 + 3) / 4, (0 + 2 + 0) / 4
+    assert loss.item() == pytest.approx(pg - 0.5 * entropy + 0.25 * kl)
+    want = {
+        "actor/pg_loss": pg,
+        "actor/pg_clipfrac": 2 / 4,
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/ppo_kl": -(math.log(2) + math.log(0.5) + math.log(0.1)) / 4,
+        "actor/entropy": entropy,
+        "actor/kl_loss": kl,
+    }
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(want)
+
+
+def test_shares_of_tokens_are_token_means_in_every_mode():
+    rows = sequences(4)
+    per_token = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl")
+    want, *others = (PolicyObjective(config_of(mode), *counts(rows))(*packed(rows))[1] for mode in LOSS_AGG_MODES)
+    assert 0 < want["actor/pg_clipfrac"] < 1
+    for metrics in others:
+        assert [metrics[name].item() for name in per_token] == [want[name].item() for name in per_token]
+        assert metrics["actor/pg_loss"] != want["actor/pg_loss"]
+
+
+def test_parts_that_are_off_have_no_metric():
+    rows = sequences(0)
+    logprobs_T, entropy_T, columns = packed(rows)
+    del columns["ref_logprobs"]
+    objective = PolicyObjective(ActorConfig(), *counts(rows))
+    loss, metrics = objective(logprobs_T, None, columns)
+    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+    # Entropy can be watched without being trained.
+    watched, metrics = objective(logprobs_T, entropy_T, columns)
+    assert "actor/entropy" in metrics
+    assert torch.equal(watched, loss)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("kl_loss_type", ["k1", "k2", "k3"])
+def test_masked_positions_reach_neither_loss_nor_gradient(mode, poison, kl_loss_type):
+    # k2's gradient is its input: a zero weight alone would leave 0 * NaN in it.
+    rows = sequences(1)
+    config = dataclasses.replace(config_of(mode), kl_loss_type=kl_loss_type)
+    objective = PolicyObjective(config, *counts(rows))
+    clean = run(objective, [rows])
+    for row in rows:
+        for name in ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "advantages"):
+            row[name] = torch.where(row["response_mask"], row[name], poison)
+    poisoned = run(objective, [rows])
+    assert poisoned[:2] == clean[:2]
+    for left, right in zip(poisoned[2].values(), clean[2].values(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(gap):
+    rows = sequences(2)
+    logprobs_T, entropy_T, columns = packed(rows)
+    columns["old_logprobs"] = logprobs_T - gap
+    columns["ref_logprobs"] = logprobs_T - gap
+    logprobs_T = logprobs_T.requires_grad_()
+    loss, metrics = PolicyObjective(config_of("token-mean"), *counts(rows))(logprobs_T, entropy_T, columns)
+    loss.backward()
+    assert logprobs_T.grad.isfinite().all()
+    assert all(value.isfinite() for value in (loss, *metrics.values()))
+
+
+def test_metrics_alias_no_input_and_no_loss():
+    rows = sequences(3)
+    logprobs_T, entropy_T, columns = packed(rows)
+    before = {name: column.clone() for name, column in columns.items()}
+    loss, metrics = PolicyObjective(config_of("token-mean"), *counts(rows))(
+        logprobs_T.requires_grad_(), entropy_T, columns
+    )
+    assert all(torch.equal(before[name], column) for name, column in columns.items())
+    assert not any(value.requires_grad for value in metrics.values())
+    snapshot = {name: value.item() for name, value in metrics.items()}
+    with torch.no_grad():
+        for tensor in (loss, logprobs_T, entropy_T, *columns.values()):
+            tensor.zero_()
+    assert {name: value.item() for name, value in metrics.items()} == snapshot
+    # The plain policy loss is the loss: the metric must still be a copy.
+    plain, metrics = PolicyObjective(ActorConfig(), *counts(rows))(
+        *packed(sequences(3))[:1], None, packed(sequences(3))[2]
+    )
+    want = plain.item()
+    plain.mul_(8)
+    assert metrics["actor/pg_loss"].item() == want
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ActorConfig(policy_loss=PolicyLossConfig(loss_mode="nope")), "loss_mode='nope'"),
+        (ActorConfig(use_kl_loss=True, kl_loss_type="nope"), "kl_loss_type='nope'"),
+        (ActorConfig(loss_agg_mode="nope"), "loss_agg_mode='nope'"),
+    ],
+)
+def test_refuses_names_before_the_first_forward(config, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(config, 1, 1)
+
+
+@pytest.mark.parametrize("counts", [(0, 1), (1, 0)])
+def test_refuses_a_mini_batch_without_loss_tokens(counts):
+    with pytest.raises(ValueError, match="has no token to learn from"):
+        PolicyObjective(ActorConfig(), *counts)
+
+
+def test_missing_inputs_are_named():
+    logprobs_T, entropy_T, columns = packed(sequences(0))
+    del columns["ref_logprobs"]
+    with pytest.raises(ValueError, match=r"lacks columns \['ref_logprobs'\]"):
+        PolicyObjective(config_of("token-mean"), 5, 2)(logprobs_T, entropy_T, columns)
+    with pytest.raises(ValueError, match=r"entropy_coeff=0.1 needs the entropy"):
+        PolicyObjective(ActorConfig(entropy_coeff=0.1), 5, 2)(logprobs_T, None, columns)
+
+
+def test_token_columns_are_what_it_reads():
+    logprobs_T, entropy_T, columns = packed(sequences(0))
+    for config in (ActorConfig(), config_of("token-mean")):
+        objective = PolicyObjective(config, 5, 2)
+        needed = {name: columns[name] for name in (*objective.token_columns, "cu_seqlens")}
+        objective(logprobs_T, entropy_T if objective.needs_entropy else None, needed)
+        for name in objective.token_columns:
+            with pytest.raises(ValueError, match=name):
+                objective(logprobs_T, entropy_T, {key: value for key, value in needed.items() if key != name})
+
+
+def test_sft_is_the_cross_entropy():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(5, (9,), generator=generator)
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
+    want = torch.nn.functional.cross_entropy(logits[mask], labels[mask])
+    want_gradient = torch.autograd.grad(want, logits)[0]
+    total, metric = 0.0, 0.0
+    for part in (slice(0, 4), slice(4, 9)):
+        logprobs_T = logits[part].log_softmax(-1).gather(-1, labels[part, None]).squeeze(-1)
+        columns = {"response_mask": mask[part], "cu_seqlens": torch.tensor([0, part.stop - part.start])}
+        loss, metrics = SFTObjective(num_loss_tokens=5)(logprobs_T, None, columns)
+        loss.backward()
+        total, metric = total + loss.item(), metric + metrics["train/loss"].item()
+    assert total == metric == pytest.approx(want.item(), rel=1e-6)
+    torch.testing.assert_close(logits.grad, want_gradient, rtol=1e-6, atol=1e-9)

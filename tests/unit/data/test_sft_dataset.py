@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scalerl.config.schema import SFTDataConfig
+from scalerl.data import DataError, SFTDataset
+from scalerl.data.problems import FileProblems
+from scalerl.data.sft_dataset import _tokenize
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+HI = [say("user", "hi"), say("assistant", "hello")]
+
+
+def learned(tokenizer, row) -> list[str]:
+    """The text of each run of tokens with loss_mask 1."""
+    texts, run = [], []
+    for token, mask in [*zip(row.input_ids, row.loss_mask, strict=True), (0, 0)]:
+        if mask:
+            run.append(token)
+        elif run:
+            texts.append(tokenizer.decode(run))
+            run = []
+    return texts
+
+
+def problems_of(path, tokenizer, **changes) -> str:
+    with pytest.raises(DataError) as caught:
+        SFTDataset(path, tokenizer, SFTDataConfig(**changes))
+    return str(caught.value)
+
+
+def test_only_the_assistant_and_its_end_of_turn_are_learned(write, tokenizer):
+    messages = [say("system", "s"), *HI, say("user", "and?"), say("assistant", "bye")]
+    row = SFTDataset(write([{"messages": messages}]), tokenizer, SFTDataConfig())[0]
+    assert tokenizer.decode(row.input_ids) == (
+        "<|start|>system\ns<|end|>\n<|start|>user\nhi<|end|>\n<|start|>assistant\nhello<|end|>\n"
+        "<|start|>user\nand?<|end|>\n<|start|>assistant\nbye<|end|>\n"
+    )
+    assert learned(tokenizer, row) == ["hello<|end|>", "bye<|end|>"]
+
+
+words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=12).filter(lambda s: s.strip())
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
+def test_learned_text_is_the_assistants_text(tokenizer, turns):
+    messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]
+    tokens, mask = _tokenize(messages, 0, tokenizer, "messages", FileProblems("f"))
+    said = [m["content"] for m in messages if m["role"] == "assistant"]
+    picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]
+    assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)
+
+
+def test_a_template_without_end_of_turn_learns_the_whole_turn(write, make_tokenizer):
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer = make_tokenizer(template)
+    row = SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig())[0]
+    # No generation prompt either: the model has to write the role itself.
+    assert learned(tokenizer, row) == ["assistant: hello\n"]
+
+
+def test_eos_inside_the_answer_does_not_end_it(write, make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    messages = [say("user", "hi"), say("assistant", "one<|end|>two")]
+    row = SFTDataset(write([{"messages": messages}]), tokenizer, SFTDataConfig())[0]
+    assert learned(tokenizer, row) == ["one<|end|>two\n"]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_formats_order_and_pickle(write, tokenizer, suffix):
+    texts = [f"answer {i}" for i in range(5)]
+    path = write([{"messages": [HI[0], say("assistant", t)], "extra": 1} for t in texts], f"sft{suffix}")
+    data = pickle.loads(pickle.dumps(SFTDataset([path, path], tokenizer, SFTDataConfig())))
+    assert [learned(tokenizer, data[i]) for i in range(len(data))] == [[f"{t}<|end|>"] for t in texts * 2]
+
+
+def test_renamed_column(write, tokenizer):
+    assert len(SFTDataset(write([{"chat": HI}]), tokenizer, SFTDataConfig(messages_key="chat"))) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_cuts_tokens_and_mask_alike(write, tokenizer, side):
+    path = write([{"messages": [say("user", "q" * 10), say("assistant", "a" * 30)]}])
+    whole = SFTDataset(path, tokenizer, SFTDataConfig())[0]
+    cut = SFTDataset(path, tokenizer, SFTDataConfig(max_length=50, truncation=side))[0]
+    part = slice(0, 50) if side == "right" else slice(len(whole.input_ids) - 50, None)
+    assert cut.input_ids == whole.input_ids[part] and cut.loss_mask == whole.loss_mask[part]
+    assert len(whole.input_ids) > 50 == len(cut.input_ids)
+
+
+def test_overlong_is_an_error_with_rows_and_longest(write, tokenizer):
+    rows = [{"messages": [HI[0], say("assistant", "x" * n)]} for n in (1, 200, 100)]
+    message = problems_of(write(rows, "sft.parquet"), tokenizer, max_length=60)
+    longest = len(SFTDataset(write(rows), tokenizer, SFTDataConfig())[1].input_ids)
+    assert "sft.parquet: rows 1, 2, column 'messages'" in message and f"data.max_length={longest}" in message
+
+
+def test_nothing_left_to_learn_after_truncation(write, tokenizer):
+    rows = [{"messages": HI}, {"messages": [say("user", "x" * 100), HI[1]]}]
+    message = problems_of(write(rows), tokenizer, max_length=60, truncation="right")
+    assert "train.parquet: row 1, column 'messages': found no assistant token in the 60 tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("hi", 'str, not a list of messages ("hi")'),
+        ([], "an empty list"),
+        ([say("user", "hi")], "no assistant message"),
+        ([say("assistant", "hi")], "an assistant message before any other"),
+        ([HI[0], say("assistant", "")], "empty content in message 1"),
+        ([HI[0], say("gpt", "hi")], 'no known role in message 1 ("gpt")'),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_bad_row_is_named(write, tokenizer, value, found, suffix):
+    rows = [{"messages": value}] if suffix == ".parquet" else [{"messages": HI}, {"messages": value}]
+    message = problems_of(write(rows, f"sft{suffix}"), tokenizer)
+    assert f"sft{suffix}: row {len(rows) - 1}, column 'messages': found {found}" in message
+
+
+def test_missing_column(write, tokenizer):
+    message = problems_of(write([{"message": HI}]), tokenizer)
+    assert "train.parquet: column 'messages': found no such column" in message and "rename 'message'" in message
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(write, make_tokenizer):
+    # As templates do that keep only the last answer's reasoning.
+    template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    rows = [{"messages": HI}, {"messages": [*HI, say("user", "and?"), say("assistant", "bye")]}]
+    tokenizer = make_tokenizer(template)
+    assert learned(tokenizer, SFTDataset(write(rows[:1]), tokenizer, SFTDataConfig())[0]) == [
+        "<think></think>hello<|end|>"
+    ]
+    message = problems_of(write(rows), tokenizer)
+    assert "train.parquet: row 1, column 'messages': found a conversation whose tokens through assistant message 1" in (
+        message
+    )
+
+
+def test_generation_prompt_that_the_answer_does_not_continue_is_refused(write, make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    message = problems_of(write([{"messages": HI}]), make_tokenizer(template))
+    assert "row 0" in message and "tokens before assistant message 1 change" in message
+
+
+def test_template_that_refuses_a_row(write, make_tokenizer):
+    template = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}x{{ messages|length }}"
+    rows = [{"messages": HI}, {"messages": [*HI, *HI]}]
+    message = problems_of(write(rows), make_tokenizer(template))
+    assert "row 1, column 'messages'" in message and "too many" in message
+
+
+def test_tokenizer_without_chat_template(write, make_tokenizer):
+    assert "no chat template" in problems_of(write([{"messages": HI}]), make_tokenizer(None))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"truncation": "middle"}, "data.truncation='middle'"), ({"max_length": 1}, "max_length=1")]
+)
+def test_bad_config_values(write, tokenizer, change, field):
+    with pytest.raises(ValueError, match=field):
+        SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig(**change))
+
+
+def test_row_out_of_range(write, tokenizer):
+    with pytest.raises(IndexError):
+        SFTDataset(write([{"messages": HI}]), tokenizer, SFTDataConfig())[1]

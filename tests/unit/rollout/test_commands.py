@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.client import GenerateRequest, SamplingParams, work_units
+from scalerl.rollout.context_length import check_context_length
+from scalerl.rollout.sglang_server import CONTEXT_SLACK, sglang_command
+
+ARGUMENTS = {"model_path": "/models/m", "port": 4000, "max_model_len": 1024}
+
+
+def value_of(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_cpu_command_caps_the_cache_and_binds_each_rank_to_a_core() -> None:
+    rollout = RolloutConfig(dtype="float32", tensor_model_parallel_size=2, max_num_seqs=8)
+    command, env = sglang_command(**ARGUMENTS, rollout=rollout, device="cpu")
+    assert value_of(command, "--tp-size") == "2"
+    assert value_of(command, "--max-total-tokens") == str(8 * (1024 + CONTEXT_SLACK))
+    assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpu_command_leaves_the_device_memory_to_the_configured_share() -> None:
+    rollout = RolloutConfig(gpu_memory_utilization=0.4, free_cache_engine=True)
+    command, env = sglang_command(**ARGUMENTS, rollout=rollout, device="cuda", gpu_ids=[2, 3])
+    assert value_of(command, "--mem-fraction-static") == "0.4"
+    assert "--enable-memory-saver" in command
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"--max-total-tokens", "--device", "--trust-remote-code"} & set(command)
+
+
+def test_engine_kwargs_have_the_last_word() -> None:
+    kwargs = {"attention_backend": "fa3", "skip_server_warmup": None, "enable-metrics": True, "cuda_graph_bs": [1, 2]}
+    rollout = RolloutConfig(engine_kwargs={"sglang": kwargs})
+    command, _ = sglang_command(**ARGUMENTS, rollout=rollout, device="cpu")
+    assert value_of(command, "--attention-backend") == "fa3"
+    assert command.count("--attention-backend") == 1
+    assert "--skip-server-warmup" not in command
+    assert "--enable-metrics" in command
+    start = command.index("--cuda-graph-bs")
+    assert command[start + 1 : start + 3] == ["1", "2"]
+
+
+def test_trust_remote_code_is_passed_only_when_asked_for() -> None:
+    command, _ = sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cpu", trust_remote_code=True)
+    assert "--trust-remote-code" in command
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    check_context_length(tmp_path, 512)
+    with pytest.raises(ValueError, match="max_position_embeddings=512"):
+        check_context_length(tmp_path, 513)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
+    )
+    check_context_length(tmp_path, 2048)
+
+
+def test_work_units_keep_a_prompts_samples_together() -> None:
+    requests = [GenerateRequest(row, [1], n, SamplingParams(4)) for row, n in enumerate([3, 3, 3, 9, 1, 1])]
+    assert [[r.request_id for r in unit] for unit in work_units(requests, "sglang", 6)] == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+        [5],
+    ]
+    # A prompt with more samples than fit goes alone.
+    assert [[r.request_id for r in unit] for unit in work_units(requests, "embedded", 6)] == [[0, 1], [2], [3], [4, 5]]
+
+
+def run_python(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_supervisor_imports_the_standard_library_only() -> None:
+    heavy = run_python(
+        "import sys, scalerl.rollout.supervise, scalerl.rollout.server\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'aiohttp', 'transformers', 'sglang')])"
+    )
+    assert heavy.strip() == "[]"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is no shim")
+def test_the_cpu_shim_is_only_where_the_server_is() -> None:
+    assert importlib.util.find_spec("sgl_kernel") is None
+    program = (
+        "import os, sys; from scalerl.rollout.sglang_launch import sglang_environment as e; env = e()\n"
+        "print(env['SGLANG_USE_CPU_ENGINE'], os.path.exists(env['PYTHONPATH'].split(os.pathsep)[0] + '/sgl_kernel'))\n"
+    )
+    assert run_python(program).split() == ["1", "True"]

@@ -1,0 +1,127 @@
+"""The command finds its programs, explains every key, and stays light until it has to work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+import scalerl
+from scalerl import cli
+from scalerl.config import UserError
+from scalerl.config.keys import leaves
+from scalerl.config.reference import key_docs
+from scalerl.config.schema import PPOConfig, SFTConfig
+
+PROGRAMS = {
+    "train": ("scalerl.trainer.main_ppo", []),
+    "sft": ("scalerl.trainer.main_sft", []),
+    "merge": ("scalerl.merge.__main__", ["merge"]),
+    "doctor": ("scalerl.doctor", []),
+}
+
+
+def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scalerl.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("command", PROGRAMS)
+def test_a_command_hands_its_arguments_on_and_returns_the_exit_code(monkeypatch, command):
+    module, first = PROGRAMS[command]
+    seen = []
+    program = types.SimpleNamespace(main=lambda argv: seen.append(argv) or 7)
+    monkeypatch.setitem(sys.modules, module, program)
+    assert cli.main([command, "--dry-run", "a=b"]) == 7
+    assert seen == [[*first, "--dry-run", "a=b"]]
+
+
+def test_a_users_error_is_one_message(monkeypatch, capsys):
+    monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
+
+    def main(argv: list[str]) -> int:
+        raise UserError("bad row")
+
+    monkeypatch.setitem(sys.modules, "scalerl.trainer.main_ppo", types.SimpleNamespace(main=main))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == "error: bad row\n"
+
+
+def test_usage(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+    assert "usage: scalerl" in capsys.readouterr().err
+    assert cli.main(["tran"]) == 2
+    assert "did you mean scalerl train?" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"scalerl {scalerl.__version__}\n"
+
+
+@pytest.mark.parametrize(("command", "schema"), [("train", PPOConfig), ("sft", SFTConfig)])
+def test_help_lists_every_key_with_its_default(capsys, command, schema):
+    assert cli.main([command, "trainer.nnodes=2", "--help"]) == 0
+    listed = re.findall(r"^  (\S+) \(.+\) = .+$", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [leaf.key for leaf in leaves(schema)]
+
+
+def test_help_takes_texts_from_the_comments_and_defaults_from_the_fields():
+    docs = {doc.key: doc for doc in key_docs("ppo")}
+    assert docs["data.train_batch_size"].comment == "Prompts per step."
+    assert docs["data.train_files"].default == "required"
+    assert docs["trainer.save_freq"].comment == "Steps between checkpoints, and at the end; -1: none at all."
+    assert docs["trainer.logger"].default == "[console,mlflow]"
+    assert docs["trainer.nnodes"].comment == ""
+    sft = {doc.key: doc for doc in key_docs("sft")}
+    # Written once, in the class that SFTTrainerConfig is like.
+    assert sft["trainer.save_freq"].comment == docs["trainer.save_freq"].comment
+    assert sft["trainer.timeout_s"].comment == docs["trainer.timeout_s"].comment
+
+
+# Keys whose name says it all.
+OBVIOUS = {
+    "lr", "min_lr", "weight_decay", "betas", "temperature", "top_p", "seed", "shuffle", "nnodes", "total_epochs",
+    "project_name", "experiment_name", "dtype", "name", "kl_loss_coef", "do_sample", "resume_from_path",
+    "start_timeout_s", "request_timeout_s", "update_weights_bucket_megabytes", "val_files", "loss_agg_mode",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_every_key_is_explained_or_obvious(kind):
+    assert {doc.key for doc in key_docs(kind) if not doc.comment and doc.key.rsplit(".", 1)[-1] not in OBVIOUS} == set()
+
+
+HEAVY = {"torch", "megatron", "sglang", "ray", "mlflow", "transformers", "pyarrow", "pandas", "numpy"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+def test_help_imports_nothing_heavy(arguments):
+    code = (
+        "import sys; from scalerl.cli import main; code = main(sys.argv[1:]); "
+        "print('IMPORTED', *{name.split('.')[0] for name in sys.modules}); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    imported = set(done.stdout.splitlines()[-1].split()[1:])
+    assert "scalerl" in imported and not imported & HEAVY
+
+
+def test_a_reader_may_stop_early():
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{sys.executable} -m scalerl.cli train --help | head -1"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_the_module_runs_as_a_program():
+    done = shell("nonsense")
+    assert done.returncode == 2 and "there is no command nonsense" in done.stderr

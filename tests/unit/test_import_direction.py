@@ -1,0 +1,150 @@
+"""Imports inside scalerl go from a higher layer to a lower one, and a heavy package stays with its owner."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "scalerl"
+# A module is a file or a package directly below scalerl/.
+LAYERS = [
+    {"protocol", "roles", "config", "configs", "metrics"},
+    {"algorithms", "balance", "families", "data", "rewards"},
+    {"parallel", "rollout", "merge"},
+    # checkpoint saves an engine of parallel; hybrid joins parallel and rollout.
+    {"checkpoint", "hybrid"},
+    # The workers host engines, weight sync and checkpoints.
+    {"controller"},
+    {"trainer", "doctor"},
+    {"cli"},
+]
+LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
+# doctor reports on everything that is installed.
+ONLY_IN = {
+    "megatron": {"parallel", "checkpoint", "doctor"},
+    "sglang": {"rollout", "doctor"},
+    "mlflow": {"metrics", "doctor"},
+    "ray": {"controller", "trainer", "doctor"},
+    "hydra": {"config", "doctor"},
+    "omegaconf": {"config", "doctor"},
+}
+# Modules that must work where a package is not installed, whatever they import on the way.
+WITHOUT = {
+    "config": {"torch", "megatron", "sglang", "ray", "mlflow"},
+    "families": {"megatron", "sglang", "ray", "mlflow"},
+    "merge": {"megatron", "sglang", "ray", "mlflow"},
+}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions and `import_module("...")` included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            stem = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "importorskip"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def module_of(path: Path, root: Path) -> str:
+    return path.relative_to(root).parts[0].removesuffix(".py")
+
+
+def violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        module = module_of(path, root)
+        if module == "__init__":
+            module_layer = -1
+        elif module in LAYER:
+            module_layer = LAYER[module]
+        else:
+            found.append(f"{path.relative_to(root)}: {module} has no place in the map")
+            continue
+        for line, name in imports(path):
+            found += (f"{path.relative_to(root)}:{line}: {text}" for text in breaches(module, module_layer, name))
+    return found + needs_what_it_must_not(root)
+
+
+def breaches(module: str, layer: int, name: str) -> Iterator[str]:
+    top, *rest = name.split(".")
+    if not top:
+        yield f"relative import of {name}"
+    elif top == "scalerl" and rest and rest[0] in LAYER:
+        if rest[0] != module and LAYER[rest[0]] >= layer:
+            yield f"{module} (layer {layer}) imports {rest[0]} (layer {LAYER[rest[0]]})"
+    elif top in ONLY_IN and module not in ONLY_IN[top]:
+        yield f"{top} is imported in {', '.join(sorted(ONLY_IN[top]))} alone"
+
+
+def needs_what_it_must_not(root: Path) -> list[str]:
+    """Follow the imports between modules: what a module needs in the end, at most."""
+    direct: dict[str, set[str]] = {}
+    for path in root.rglob("*.py"):
+        names = (name.split(".") for _, name in imports(path))
+        tops = {parts[1] if parts[0] == "scalerl" and len(parts) > 1 else parts[0] for parts in names}
+        direct.setdefault(module_of(path, root), set()).update(tops)
+    found = []
+    for module, refused in WITHOUT.items():
+        needed, front = set(), [module]
+        while front:
+            fresh = direct.get(front.pop(), set()) - needed
+            needed |= fresh
+            front += [name for name in fresh if name in LAYER]
+        found += [f"{module} needs {package}, through what it imports" for package in sorted(needed & refused)]
+    return found
+
+
+def test_imports_keep_to_the_map():
+    assert violations(ROOT) == []
+
+
+def test_every_module_of_the_package_is_in_the_map():
+    names = {p.name.removesuffix(".py") for p in ROOT.iterdir() if p.name != "__init__.py"}
+    assert names - set(LAYER) - {"__pycache__"} == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "breach"),
+    [
+        (
+            "parallel",
+            "from scalerl.rollout.client import RolloutClient",
+            "parallel (layer 2) imports rollout (layer 2)",
+        ),
+        ("config", "from scalerl import trainer", "config (layer 0) imports trainer (layer 5)"),
+        ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 1) imports parallel (layer 2)"),
+        ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
+        ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
+        ("hybrid", "from .sync import plan", "relative import of .sync.plan"),
+        ("utils", "", "utils has no place in the map"),
+        ("families", "from scalerl.config import schema\nimport megatron", "families needs megatron"),
+    ],
+)
+def test_a_breach_is_listed(tmp_path, module, code, breach):
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "file.py").write_text(code)
+    assert any(breach in text for text in violations(tmp_path))
+
+
+def test_what_a_module_needs_is_followed_through_others(tmp_path):
+    for module, code in {"merge": "from scalerl.families import table", "families": "import torch.nn, mlflow"}.items():
+        (tmp_path / f"{module}.py").write_text(code)
+    assert "merge needs mlflow, through what it imports" in violations(tmp_path)
+
+
+def test_what_the_map_allows_is_not_listed(tmp_path):
+    for module, code in {
+        "trainer": "import ray\nfrom scalerl.controller import groups\nfrom scalerl.config import compose",
+        "parallel": "from megatron.core import mpu\nfrom scalerl.parallel import layout\nimport torch",
+        "__init__": "from __future__ import annotations",
+    }.items():
+        (tmp_path / f"{module}.py").write_text(code)
+    assert violations(tmp_path) == []
