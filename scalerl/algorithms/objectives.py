@@ -67,7 +67,7 @@ class PolicyObjective:
         weights_T = loss_weights(
             mask_T, columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
         )
-        # The weights keep NaN at a masked token out of the sum; only a cut before the loss keeps it out of the gradient.
+        # Weights keep NaN at masked tokens out of the sum; only a cut before the loss also keeps the gradient clean.
         keep_T = weights_T != 0
         logprobs_T, old_logprobs_T, advantages_T = (
             torch.where(keep_T, column, 0.0) for column in (logprobs_T, columns["old_logprobs"], columns["advantages"])

@@ -19,7 +19,7 @@ from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replica import ReplicaHost
 from scalerl.controller.rollout_worker import Generated, RolloutWorker
 from scalerl.controller.worker_group import WorkerError, WorkerGroup
-from scalerl.hybrid.weight_sync import Replica
+from scalerl.hybrid.replicas import Replica
 from scalerl.metrics import Metric
 from scalerl.rollout.client import SamplingParams
 

@@ -18,7 +18,7 @@ from scalerl.protocol import DataProto, Jagged
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RolloutConfig
     from scalerl.data import PromptRow
-    from scalerl.hybrid.weight_sync import Replica
+    from scalerl.hybrid.replicas import Replica
     from scalerl.rollout.client import GenerateOutput, SamplingParams
 
 

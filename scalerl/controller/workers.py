@@ -15,7 +15,7 @@ from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
-    from scalerl.hybrid.weight_sync import Replica
+    from scalerl.hybrid.replicas import Replica
 
 # [mini-batch][micro-batch] -> positions in the shard's rows.
 MicroBatches = Sequence[Sequence[Sequence[int]]]

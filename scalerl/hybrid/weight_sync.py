@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from scalerl.hybrid.replicas import Replica, plan_feeds
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.rollout.client import RolloutClient
 from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, serialize_bucket
@@ -17,15 +18,6 @@ from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, ser
 
 class WeightSyncError(RuntimeError):
     """A server does not serve the trainer's weights."""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One rollout server. kind: `sglang` | `embedded`.  tp_size: its ranks, each of which takes its own copy of a bucket."""
-
-    url: str
-    kind: str
-    tp_size: int
 
 
 @dataclass(frozen=True)
@@ -39,18 +31,6 @@ class _Feed:
     @property
     def lead(self) -> int:
         return self.ranks[0]
-
-
-def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
-    """Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world).
-
-    On a GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
-    """
-    feeds, first = [], 0
-    for replica in replicas:
-        feeds.append(tuple((first + rank) % world_size for rank in range(replica.tp_size)))
-        first += replica.tp_size
-    return feeds
 
 
 class WeightSync:
