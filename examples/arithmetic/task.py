@@ -34,8 +34,8 @@ class Problem:
 
 
 def problems(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(train, validation): every sum of 10..99 and 2..9 once, disjoint, in an order that the seed fixes."""
-    everything = [Problem(a, b) for a in range(10, 100) for b in range(2, 10)]
+    """(train, validation): every sum of 10..99 and 3..9 once, disjoint, in an order that the seed fixes."""
+    everything = [Problem(a, b) for a in range(10, 100) for b in range(3, 10)]
     random.Random(seed).shuffle(everything)
     return everything[NUM_VALIDATION:], everything[:NUM_VALIDATION]
 

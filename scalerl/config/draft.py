@@ -82,7 +82,7 @@ class Draft:
 
     def _put_leaf(self, key: str, value: Any, origin: str) -> None:
         try:
-            OmegaConf.update(self._config, key, value, merge=True, force_add=True)
+            OmegaConf.update(self._config, key, value, merge=True)
         except (OmegaConfBaseException, ValueError) as error:
             self._mentioned.add(key)
             leaf = self.table.leaves.get(key)

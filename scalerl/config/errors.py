@@ -26,7 +26,7 @@ class ConfigError(UserError):
 
     def __init__(self, violations: Sequence[str]) -> None:
         assert violations, "a ConfigError needs a violation"
-        # The list is the only argument, so that the error survives pickling between processes.
+        # Pickling between processes calls the class with `args`: the list, not its text.
         super().__init__(list(violations))
         self.violations = list(violations)
 
