@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 
 import scalerl
-from scalerl.config import help_text, run_main
-from scalerl.config.errors import EXIT_USER_ERROR
+from scalerl.config import help_text
+from scalerl.errors import EXIT_USER_ERROR, run_main
 
 USAGE = """\
 usage: scalerl COMMAND ...

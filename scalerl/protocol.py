@@ -77,7 +77,8 @@ class DataProto:
             names = sorted(num_tokens)
             row = next(i for i in range(len(self)) if len({num_tokens[name][i] for name in names}) > 1)
             raise ValueError(
-                f"DataProto token columns differ in row {row}: " + ", ".join(f"{n} has {num_tokens[n][row]}" for n in names)
+                f"DataProto token columns differ in row {row}: "
+                + ", ".join(f"{n} has {num_tokens[n][row]}" for n in names)
             )
 
     def __len__(self) -> int:

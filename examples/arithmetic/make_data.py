@@ -1,6 +1,6 @@
 """Writes rl_train.parquet, rl_val.parquet and sft_train.parquet.
 
-    python examples/arithmetic/make_data.py --out DIR [--seed 0]
+python examples/arithmetic/make_data.py --out DIR [--seed 0]
 """
 
 from __future__ import annotations

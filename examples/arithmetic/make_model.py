@@ -1,6 +1,6 @@
 """Writes a small untrained Qwen3 model and a character tokenizer in Hugging Face format.
 
-    python examples/arithmetic/make_model.py --out DIR [--seed 0]
+python examples/arithmetic/make_model.py --out DIR [--seed 0]
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
+from scalerl.errors import UserError
+
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
@@ -21,7 +23,7 @@ RNG = "rng"
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
 
-class CheckpointMismatchError(ValueError):
+class CheckpointMismatchError(UserError):
     """The checkpoint belongs to another model."""
 
 
@@ -98,9 +100,15 @@ def _check_shapes(model_state: dict[str, Any], directory: Path) -> None:
         if entry.key not in stored:
             wrong.append(f"{entry.key}: not in the checkpoint")
         elif tuple(stored[entry.key].global_shape) != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
-            wrong.append(f"{entry.key}: {tuple(stored[entry.key].global_shape)}, the model has {tuple(entry.global_shape)}")
+            wrong.append(
+                f"{entry.key}: {tuple(stored[entry.key].global_shape)}, the model has {tuple(entry.global_shape)}"
+            )
     layers = {key.split("layers.")[1].split(".")[0] for key in stored if key.startswith("decoder.layers.")}
-    expected = {key.key.split("layers.")[1].split(".")[0] for key in _tensors(model_state) if key.key.startswith("decoder.layers.")}
+    expected = {
+        key.key.split("layers.")[1].split(".")[0]
+        for key in _tensors(model_state)
+        if key.key.startswith("decoder.layers.")
+    }
     if dist.get_world_size() == 1 and layers - expected:
         wrong.append(f"layers {sorted(layers - expected)} of the checkpoint are not in the model")
     if wrong:
@@ -137,6 +145,8 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
     prefix = "tracker."
-    get_cuda_rng_tracker().set_states({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
+    get_cuda_rng_tracker().set_states(
+        {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    )
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])

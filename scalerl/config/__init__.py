@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.config.batch_table import batch_table
 from scalerl.config.compose import compose
-from scalerl.config.errors import ConfigError, UserError, run_main
+from scalerl.config.errors import ConfigError
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
 from scalerl.config.schema import PPOConfig, SFTConfig
@@ -14,14 +14,12 @@ __all__ = [
     "ConfigError",
     "PPOConfig",
     "SFTConfig",
-    "UserError",
     "batch_table",
     "compose",
     "dp_size",
     "flatten",
     "help_text",
     "layout_violations",
-    "run_main",
     "save_resolved",
     "validate_ppo",
     "validate_sft",

@@ -12,11 +12,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from scalerl.errors import UserError
+
 # Set in every worker process: one compute thread per process on CPU, and no downloads that nobody asked for.
 WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
-class ResourceError(RuntimeError):
+class ResourceError(UserError, RuntimeError):
     """The cluster does not have what the configuration asks for."""
 
 

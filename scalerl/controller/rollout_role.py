@@ -65,8 +65,10 @@ class HybridRollout:
         self.hosts, self.starting = [], []
         for plan in plan_replicas(pool, self.rollout):
             options = pool.place(plan.node, num_devices=0)
-            host = ray.remote(ReplicaHost).options(**options, max_concurrency=2).remote(
-                plan.index, log_path=str(log_dir / f"rollout-{plan.index}.log")
+            host = (
+                ray.remote(ReplicaHost)
+                .options(**options, max_concurrency=2)
+                .remote(plan.index, log_path=str(log_dir / f"rollout-{plan.index}.log"))
             )
             self.hosts.append(host)
             self.starting.append(

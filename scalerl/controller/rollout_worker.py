@@ -98,7 +98,9 @@ class RolloutWorker:
 
         def score(output: GenerateOutput) -> None:
             prompt = prompts[owners[output.request_id]]
-            scoring[output.request_id, output.sample_index] = asyncio.ensure_future(self._score(dataset, prompt, output))
+            scoring[output.request_id, output.sample_index] = asyncio.ensure_future(
+                self._score(dataset, prompt, output)
+            )
 
         try:
             outputs = await generate_samples(self.clients, requests, score)
@@ -150,7 +152,9 @@ class RolloutWorker:
 
         batch = self.batches[batch_id]
         texts = self.texts(batch_id, range(len(batch)))
-        columns: dict[str, Any] = {name: list(column) for name, column in batch.samples.items() if name != "reward_extra"}
+        columns: dict[str, Any] = {
+            name: list(column) for name, column in batch.samples.items() if name != "reward_extra"
+        }
         columns |= {name: [column[row].tolist() for row in range(len(batch))] for name, column in batch.tokens.items()}
         columns |= {"prompt": [prompt for prompt, _ in texts], "response": [response for _, response in texts]}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +187,9 @@ def _to_batch(outputs: list[GenerateOutput], prompts: list[PromptRow], results: 
     rows = list(zip(outputs, prompts, strict=True))
     tokens = {
         "input_ids": Jagged.from_list([p.input_ids + o.output_ids for o, p in rows], torch.int64),
-        "response_mask": Jagged.from_list([[False] * len(p.input_ids) + [True] * len(o.output_ids) for o, p in rows], torch.bool),
+        "response_mask": Jagged.from_list(
+            [[False] * len(p.input_ids) + [True] * len(o.output_ids) for o, p in rows], torch.bool
+        ),
         "rollout_logprobs": Jagged.from_list([[0.0] * len(p.input_ids) + o.logprobs for o, p in rows], torch.float32),
     }
     samples = {

@@ -15,11 +15,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from scalerl.controller.batch import ShardedBatch
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.register import Dispatch, registered_methods
+from scalerl.errors import UserError
 from scalerl.metrics import Metric, merge_metrics
 from scalerl.parallel.layout import Layout
 
 
-class WorkerError(RuntimeError):
+class WorkerError(UserError, RuntimeError):
     """A call failed on a rank; the message names the rank, its place in the layout and the cause."""
 
 
@@ -54,7 +55,11 @@ class WorkerGroup:
         for rank, actor in enumerate(self.ranks):
             dp_rank = self.layout.coordinates(rank).dp_rank
             call = actor.run_on_shard.options(num_returns=2).remote(
-                name, batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), kwargs, *batch.columns[dp_rank]
+                name,
+                batch.plan.local_micro_batches(dp_rank),
+                batch.shard_samples(dp_rank),
+                kwargs,
+                *batch.columns[dp_rank],
             )
             metrics.append(call[0])
             columns.append(call[1])
@@ -69,7 +74,9 @@ class WorkerGroup:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 missing = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
-                raise WorkerError(f"{name}: ranks {missing} did not answer within trainer.timeout_s={self.timeout_s:.0f} s")
+                raise WorkerError(
+                    f"{name}: ranks {missing} did not answer within trainer.timeout_s={self.timeout_s:.0f} s"
+                )
             try:
                 ray.get(done)
             except (RayTaskError, RayActorError, GetTimeoutError) as error:

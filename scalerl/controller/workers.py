@@ -39,11 +39,17 @@ class MegatronWorker:
     def join(self, address: tuple[str, int]) -> None:
         """Joins torch.distributed at rank 0's address."""
         # Ranks of an outer launcher would be taken for ours.
-        for name in [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"))]:
+        for name in [
+            name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"))
+        ]:
             del os.environ[name]
         host, port = address
         os.environ.update(
-            RANK=str(self.rank), WORLD_SIZE=str(self.layout.world_size), MASTER_ADDR=host, MASTER_PORT=str(port), LOCAL_RANK="0"
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.layout.world_size),
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            LOCAL_RANK="0",
         )
         import torch
 
@@ -53,7 +59,9 @@ class MegatronWorker:
         from scalerl.parallel.layout import initialize
 
         platform.install(self.device)
-        self.groups = initialize(self.layout, backend=platform.backend(), timeout_s=self.collective_timeout_s, seed=self.seed)
+        self.groups = initialize(
+            self.layout, backend=platform.backend(), timeout_s=self.collective_timeout_s, seed=self.seed
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def build_engine(
@@ -66,7 +74,9 @@ class MegatronWorker:
             model_path, megatron, self.groups, optim=optim, trust_remote_code=trust_remote_code
         )
 
-    def run_on_shard(self, method: str, micro_batches: MicroBatches, samples: dict, kwargs: dict, *columns: DataProto) -> Result:
+    def run_on_shard(
+        self, method: str, micro_batches: MicroBatches, samples: dict, kwargs: dict, *columns: DataProto
+    ) -> Result:
         """Entry of every DP_COMPUTE_PROTO call: joins the shard's fragments, then calls the method."""
         shard = DataProto(samples=samples)
         for fragment in columns:
@@ -84,7 +94,9 @@ class MegatronWorker:
             from scalerl.metrics import rollout_diff_sums
 
             metrics = rollout_diff_sums(
-                shard.tokens["rollout_logprobs"].values, outputs["logprobs"].values, shard.tokens["response_mask"].values
+                shard.tokens["rollout_logprobs"].values,
+                outputs["logprobs"].values,
+                shard.tokens["response_mask"].values,
             )
         return metrics, DataProto({"old_logprobs": outputs["logprobs"]})
 
@@ -94,13 +106,21 @@ class MegatronWorker:
         outputs = self._logprobs("ref", shard, micro_batches, temperature)
         return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
 
-    def _logprobs(self, role: str, shard: DataProto, micro_batches: MicroBatches, temperature: float) -> dict[str, Jagged]:
+    def _logprobs(
+        self, role: str, shard: DataProto, micro_batches: MicroBatches, temperature: float
+    ) -> dict[str, Jagged]:
         flat = [rows for mini_batch in micro_batches for rows in mini_batch]
         return self.engines[role].logprobs(shard, flat, temperature=temperature)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
-        self, shard: DataProto, micro_batches: MicroBatches, *, config: ActorConfig, temperature: float, totals: list[dict[str, int]]
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: ActorConfig,
+        temperature: float,
+        totals: list[dict[str, int]],
     ) -> Result:
         """ppo_epochs passes over the mini-batches, one optimizer update each.
 
@@ -172,7 +192,13 @@ class MegatronWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def connect_rollout(
-        self, replicas: Sequence[Replica], model_config: Mapping[str, Any], *, bucket_bytes: int, max_model_len: int, timeout_s: float
+        self,
+        replicas: Sequence[Replica],
+        model_config: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        max_model_len: int,
+        timeout_s: float,
     ) -> None:
         from scalerl.hybrid.weight_sync import WeightSync
 

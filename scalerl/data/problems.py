@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from scalerl.errors import UserError
+
 MAX_PROBLEMS_PER_FILE = 20
 _MAX_ROWS_SHOWN = 5
 _MAX_VALUE_CHARS = 80
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Input data that cannot be used. `problems`: a line each with file, row (from 0), column, found and what to do."""
 
     def __init__(self, problems: Sequence[str]) -> None:

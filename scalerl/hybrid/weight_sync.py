@@ -10,13 +10,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from scalerl.errors import UserError
 from scalerl.hybrid.replicas import Replica, plan_feeds
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.rollout.client import RolloutClient
 from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, serialize_bucket
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(UserError, RuntimeError):
     """A server does not serve the trainer's weights."""
 
 
@@ -90,7 +91,11 @@ class WeightSync:
         return {"sync_s": sent_s, "verify_s": time.perf_counter() - start - sent_s, "num_bytes": float(num_bytes)}
 
     def _send(self, feed: _Feed, bucket: list[tuple[str, Tensor]], policy_version: int) -> None:
-        blobs = {rank: serialize_bucket(bucket, feed.replica.kind) for rank, owner in enumerate(feed.ranks) if owner == self.rank}
+        blobs = {
+            rank: serialize_bucket(bucket, feed.replica.kind)
+            for rank, owner in enumerate(feed.ranks)
+            if owner == self.rank
+        }
         if feed.group is not None:
             gathered: list | None = [None] * dist.get_world_size(feed.group) if feed.lead == self.rank else None
             dist.gather_object(blobs, gathered, dst=feed.lead, group=feed.group)

@@ -34,7 +34,14 @@ class PackedAttention(torch.nn.Module):
             raise ValueError("context parallelism needs its own core attention; set context_parallel_size=1")
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, *, packed_seq_params: Any, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: Any,
+        **_: Any,
     ) -> Tensor:
         """query [T, heads/tp, d], key and value [T, kv_heads/tp, d] -> [T, heads/tp * d]."""
         cu_seqlens = packed_seq_params.cu_seqlens_q

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,13 @@ class MegatronEngine:
     """The trainable model (optim given) or a frozen one (optim None). Every method is collective over all ranks."""
 
     def __init__(
-        self, model_path: str, config: MegatronConfig, groups: Groups, *, optim: OptimConfig | None, trust_remote_code: bool = False
+        self,
+        model_path: str,
+        config: MegatronConfig,
+        groups: Groups,
+        *,
+        optim: OptimConfig | None,
+        trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
         self.shape = ModelShape.from_hf(model_path)
@@ -137,7 +143,9 @@ class MegatronEngine:
             forward_only=forward_only,
         )
 
-    def _loss(self, batch: MicroBatch, finish: Callable, temperature: float, logits: Tensor) -> tuple[Tensor, Tensor, dict]:
+    def _loss(
+        self, batch: MicroBatch, finish: Callable, temperature: float, logits: Tensor
+    ) -> tuple[Tensor, Tensor, dict]:
         logits_TV = logits.squeeze(1) if logits.shape[1] == 1 else logits.squeeze(0)
         labels = torch.roll(batch.input_ids[0], -1)
         logprobs, entropy = vocab_parallel_logprobs(

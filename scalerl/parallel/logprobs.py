@@ -53,7 +53,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def vocab_parallel_logprobs(
-    logits_TV: Tensor, labels_T: Tensor, *, vocab_size: int, temperature: float, tp_rank: int, tp_group: dist.ProcessGroup
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_rank: int,
+    tp_group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Of softmax(logits / temperature): log-probability of each label, and entropy in nats; both [T] float32, with grad.
 

@@ -79,7 +79,11 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 def _rope_scaling(shape: ModelShape) -> dict:
     scaling = shape.rope_scaling or {}
-    wrong = [f"{key}={scaling[key]} (must be {value})" for key, value in _LLAMA3_ROPE.items() if scaling and scaling[key] != value]
+    wrong = [
+        f"{key}={scaling[key]} (must be {value})"
+        for key, value in _LLAMA3_ROPE.items()
+        if scaling and scaling[key] != value
+    ]
     if wrong:
         raise ValueError(f"rope_scaling of config.json: megatron-core cannot compute {', '.join(wrong)}")
     return scaling

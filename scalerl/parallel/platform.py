@@ -37,7 +37,9 @@ def install(device: str) -> None:
     if device == "cuda" or _installed:
         return
     if torch.cuda.is_available():
-        raise ValueError("trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= or set device=cuda")
+        raise ValueError(
+            "trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= or set device=cuda"
+        )
     _installed = True
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -84,7 +86,9 @@ class _Stream:
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, int) and not isinstance(device, bool))
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, int) and not isinstance(device, bool)
+    )
 
 
 def _on_cpu(factory: Callable) -> Callable:

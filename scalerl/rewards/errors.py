@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from scalerl.errors import UserError
 
-class RewardError(ValueError):
+
+class RewardError(UserError):
     """A reward function that cannot be loaded or called, or a sample that it cannot score."""

@@ -13,13 +13,14 @@ from typing import Any
 
 import aiohttp
 
+from scalerl.errors import UserError
 from scalerl.rollout.weights import EngineKind
 
 FINISH_REASONS = ("stop", "length", "abort")
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
-class RolloutError(RuntimeError):
+class RolloutError(UserError, RuntimeError):
     """A rollout server refused a request, broke its contract or went away. The message holds what the server said."""
 
 

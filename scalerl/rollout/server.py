@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from scalerl.errors import UserError
+
 # A server must not join the process group of the rank that starts it.
 RENDEZVOUS_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -25,7 +27,7 @@ PORT_START_ATTEMPTS = 3
 ADDRESS_IN_USE = "address already in use"
 
 
-class ServerStartError(RuntimeError):
+class ServerStartError(UserError, RuntimeError):
     """A rollout server that ended or stayed silent while it started. The message ends with its own last log lines."""
 
 

@@ -58,7 +58,9 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             reference=reference,
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            yardstick=Yardstick(flops_shape(inputs.shape), workers.peak_flops(actor_config.megatron.dtype), layout.world_size),
+            yardstick=Yardstick(
+                flops_shape(inputs.shape), workers.peak_flops(actor_config.megatron.dtype), layout.world_size
+            ),
             dp_size=layout.dp_size,
             total_steps=total_steps,
         )
@@ -98,7 +100,9 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
     return tracker
 
 
-def start_pool(stack: ExitStack, cfg: PPOConfig | SFTConfig, device: str, megatron: object) -> tuple[ResourcePool, Layout]:
+def start_pool(
+    stack: ExitStack, cfg: PPOConfig | SFTConfig, device: str, megatron: object
+) -> tuple[ResourcePool, Layout]:
     world = world_size(cfg)
     stack.enter_context(ray_cluster(num_workers=world, device=device))
     pool = ResourcePool.create(
@@ -112,10 +116,21 @@ def start_pool(stack: ExitStack, cfg: PPOConfig | SFTConfig, device: str, megatr
 
 
 def start_workers(
-    stack: ExitStack, pool: ResourcePool, layout: Layout, trainer: TrainerConfig | SFTTrainerConfig, device: str, seed: int
+    stack: ExitStack,
+    pool: ResourcePool,
+    layout: Layout,
+    trainer: TrainerConfig | SFTTrainerConfig,
+    device: str,
+    seed: int,
 ) -> WorkerGroup:
     workers = WorkerGroup(
-        pool, MegatronWorker, layout, timeout_s=trainer.timeout_s, device=device, collective_timeout_s=trainer.timeout_s, seed=seed
+        pool,
+        MegatronWorker,
+        layout,
+        timeout_s=trainer.timeout_s,
+        device=device,
+        collective_timeout_s=trainer.timeout_s,
+        seed=seed,
     )
     stack.callback(workers.stop)
     return workers

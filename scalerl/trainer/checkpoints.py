@@ -54,7 +54,13 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None)
 
 
 def save(
-    root: str, step: int, *, write_actor: Callable[[str], None], model_path: str, state: dict[str, Any], keep: int | None
+    root: str,
+    step: int,
+    *,
+    write_actor: Callable[[str], None],
+    model_path: str,
+    state: dict[str, Any],
+    keep: int | None,
 ) -> Path:
     """One whole checkpoint, then rotation. write_actor: writes the distributed checkpoint into a directory it is given."""
     tmp = begin_save(root, step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from scalerl.config import batch_table, compose, help_text, run_main
+from scalerl.config import batch_table, compose, help_text
+from scalerl.errors import run_main
 from scalerl.trainer.stop import EXIT_REQUEUE
 
 

@@ -69,7 +69,9 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     train = val = None
     if tokenizer is not None:
         val_data = replace(cfg.data, filter_overlong_prompts=cfg.data.filter_overlong_prompts)
-        train = findings.run(lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples))
+        train = findings.run(
+            lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples)
+        )
         val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, val_data, None, cfg.data.val_max_samples))
     findings.raise_if_any()
     return PPOInputs(shape, train, val, device)
@@ -118,7 +120,9 @@ def _check_model(path: str) -> ModelShape:
     return shape
 
 
-def _layout(shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None) -> list[str]:
+def _layout(
+    shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
+) -> list[str]:
     return layout_violations(
         num_attention_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_kv_heads,

@@ -47,7 +47,9 @@ def fit(run: SFTRun) -> None:
         step = run.step + 1
         with run.timers("update"):
             batch = place(run, run.train, run.rows.take(run.config.data.train_batch_size))
-            metrics, _ = run.workers.update_sft(batch, totals=[{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}])
+            metrics, _ = run.workers.update_sft(
+                batch, totals=[{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
+            )
         run.step = step
         if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):

@@ -40,7 +40,13 @@ class Yardstick:
 
 
 def step_metrics(
-    config: PPOConfig, outcome: StepOutcome, yardstick: Yardstick, timing_s: Mapping[str, float], *, step: int, epoch: int
+    config: PPOConfig,
+    outcome: StepOutcome,
+    yardstick: Yardstick,
+    timing_s: Mapping[str, float],
+    *,
+    step: int,
+    epoch: int,
 ) -> dict[str, float]:
     """timing_s: seconds by part of the whole step, `step` among them."""
     samples = outcome.samples

@@ -11,7 +11,7 @@ import pytest
 
 import scalerl
 from scalerl import cli
-from scalerl.config import UserError
+from scalerl.errors import UserError
 from scalerl.config.keys import leaves
 from scalerl.config.reference import key_docs
 from scalerl.config.schema import PPOConfig, SFTConfig

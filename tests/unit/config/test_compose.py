@@ -11,7 +11,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, UserError, compose, flatten, save_resolved
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, save_resolved
+from scalerl.errors import UserError
 from scalerl.config.draft import Draft
 from scalerl.config.keys import KeyTable
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayTaskError
 
-from scalerl.config import ConfigError, UserError, run_main
+from scalerl.config import ConfigError
+from scalerl.errors import UserError, run_main
 
 
 def remote(cause: Exception) -> Exception:

@@ -84,7 +84,10 @@ def test_an_unknown_device_has_no_peak_and_one_warning(caplog):
         for _ in range(3):
             assert device_peak_flops("Abacus 3000", "bfloat16") is None
         assert device_peak_flops("NVIDIA H100", "int3") is None
-    assert [record.getMessage().count("Abacus 3000") for record in caplog.records] == [1, 0]
+        # A name that only contains a known one is another device.
+        assert device_peak_flops("Model XA100", "bfloat16") is None
+        assert device_peak_flops("Model A1000", "bfloat16") is None
+    assert [record.getMessage().count("Abacus 3000") for record in caplog.records] == [1, 0, 0, 0]
 
 
 def test_mfu():

@@ -133,11 +133,14 @@ def test_a_full_queue_costs_writes_and_not_time(run_dir, caplog, monkeypatch):
     backend.wait_started()
     lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
-    for step in range(20):
-        backend.log({"x": step}, step)
+    steps = threading.Thread(target=lambda: [backend.log({"x": step}, step) for step in range(20)], daemon=True)
+    steps.start()
+    steps.join(20)
+    held_up = steps.is_alive()
     lock.execute("ROLLBACK")
     lock.close()
     backend.finish("FINISHED")
+    assert not held_up
     found = warnings(caplog)
     assert "2 writes wait already" in found[0] and len(found) == 2
     lost = int(found[1].split()[1])
