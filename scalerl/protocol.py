@@ -62,7 +62,7 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
 
 @dataclass
 class DataProto:
-    """tokens: name -> Jagged with S rows.  samples: name -> [S] array (object dtype for strings and dicts).  meta: any."""
+    """tokens: name -> Jagged with S rows.  samples: name -> [S] array (object dtype for strings, dicts).  meta: any."""
 
     tokens: dict[str, Jagged] = field(default_factory=dict)
     samples: dict[str, np.ndarray] = field(default_factory=dict)

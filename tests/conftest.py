@@ -33,4 +33,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _skip_without_gpu() -> pytest.MarkDecorator:
     import torch
 
-    return pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    reason = "no GPU; on a machine with one: python -m pytest tests/gpu -q"
+    return pytest.mark.skipif(not torch.cuda.is_available(), reason=reason)

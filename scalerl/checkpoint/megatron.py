@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import load_tensors_metadata
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from scalerl.errors import UserError
+from scalerl.families import ModelShape, Param, padded_vocab_size
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
 DIST_CKPT = "dist_ckpt"
 RNG = "rng"
-# Optimizer state is stored by parameter, not by rank, so that tp, pp and dp may change; one key per layer, so that merge
-# can read layer by layer.
+# First parts of the model's own keys; the optimizer's begin with `optimizer.`.
+_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+# Tensors that an error names.
+_MAX_SHOWN = 8
+# Optimizer state is stored by parameter, not by rank, so that tp, pp and dp may change; one key per layer, so that
+# merge can read layer by layer.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
 
 
@@ -42,8 +48,8 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """Collective. Raises CheckpointMismatchError, before any weight changes, if the checkpoint is another model's."""
     directory = Path(directory)
+    _check_model(engine, directory / DIST_CKPT)
     state = _sharded_state(engine, is_loading=True)
-    _check_shapes(state["model"], directory / DIST_CKPT)
     loaded = dist_checkpointing.load(state, str(directory / DIST_CKPT))
     engine.model.load_state_dict(loaded["model"], strict=False)
     _keep_adam_step(engine.optimizer)
@@ -58,20 +64,50 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
 
 def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
+    _keep_bucket_padding(engine.optimizer)
     model = engine.model.sharded_state_dict(metadata=_METADATA)
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     return {"model": model, "optimizer": optimizer, "num_updates": engine.num_updates}
 
 
+def _keep_bucket_padding(optimizer: Any) -> None:
+    """Repairs megatron-core 0.16.1, which gathers optimizer state without the padding between buckets, then cuts it at
+    positions that count the padding: tied embeddings (a bucket of their own with pp) would be saved shifted."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not hasattr(part, "get_parameter_state_dp_zero"):
+            continue
+        original = type(part).get_parameter_state_dp_zero
+
+        def repaired(*, part: Any = part, original: Any = original, **kwargs: Any) -> dict[Any, Any]:
+            state = original(part, **kwargs)
+            for index, buffer in enumerate(part.buffers):
+                for tensors in state[index].values():
+                    tensors.update(
+                        {key: _padded(value, buffer) for key, value in tensors.items() if torch.is_tensor(value)}
+                    )
+            return state
+
+        part.get_parameter_state_dp_zero = repaired
+
+
+def _padded(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """flat: the buffer's buckets end to end -> each bucket at its offset in the buffer."""
+    padded, start = flat.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return padded
+
+
 def _torch_adam_parts(optimizer: Any) -> list[Any]:
-    """megatron's optimizers that wrap torch's Adam, the fallback where neither transformer-engine nor apex is installed."""
+    """megatron's optimizers that wrap torch's Adam, its fallback without transformer-engine and apex."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)]
 
 
 def _keep_adam_step(optimizer: Any) -> None:
-    """Repairs megatron-core 0.16.1, which copies every entry of torch Adam's state, `step` too, from tensors that have no
-    `step` (it was restored just before)."""
+    """Repairs megatron-core 0.16.1, which copies every entry of torch Adam's state, `step` too, from tensors that
+    have no `step` (it was restored just before)."""
     for part in _torch_adam_parts(optimizer):
         if not hasattr(part, "_set_main_param_and_optimizer_states"):
             continue
@@ -86,54 +122,40 @@ def _keep_adam_step(optimizer: Any) -> None:
 
 
 def _unshare_adam_step(optimizer: Any) -> None:
-    """Repairs megatron-core 0.16.1, which restores one `step` tensor for all parameters of torch's Adam: each parameter's
-    update would then advance the step of all."""
+    """Repairs megatron-core 0.16.1, which restores one `step` tensor for all parameters of torch's Adam: each
+    parameter's update would then advance the step of all."""
     for part in _torch_adam_parts(optimizer):
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
-def _check_shapes(model_state: dict[str, Any], directory: Path) -> None:
-    stored = dist_checkpointing.load_tensors_metadata(str(directory))
+def _check_model(engine: MegatronEngine, directory: Path) -> None:
+    """Every rank compares the whole model, not its part: all refuse together, none waits in a collective."""
+    stored = {key: tuple(entry.global_shape) for key, entry in load_tensors_metadata(str(directory)).items()}
+    params = {param.name: param for param in engine.family.params(engine.shape)}
     wrong = []
-    for entry in _tensors(model_state):
-        if entry.key not in stored:
-            wrong.append(f"{entry.key}: not in the checkpoint")
-        elif tuple(stored[entry.key].global_shape) != tuple(entry.global_shape) and not entry.allow_shape_mismatch:
-            wrong.append(
-                f"{entry.key}: {tuple(stored[entry.key].global_shape)}, the model has {tuple(entry.global_shape)}"
-            )
-    layers = {key.split("layers.")[1].split(".")[0] for key in stored if key.startswith("decoder.layers.")}
-    expected = {
-        key.key.split("layers.")[1].split(".")[0]
-        for key in _tensors(model_state)
-        if key.key.startswith("decoder.layers.")
-    }
-    if dist.get_world_size() == 1 and layers - expected:
-        wrong.append(f"layers {sorted(layers - expected)} of the checkpoint are not in the model")
+    for name, param in params.items():
+        shapes = _joined_shapes(param, engine.shape)
+        if name not in stored:
+            wrong.append(f"{name}: not in the checkpoint")
+        elif stored[name] not in shapes:
+            wrong.append(f"{name}: {stored[name]}, the model has {' or '.join(map(str, shapes))}")
+    wrong += [
+        f"{key}: not in the model" for key in sorted(stored) if key.startswith(_MODEL_ROOTS) and key not in params
+    ]
     if wrong:
+        more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
         raise CheckpointMismatchError(
             f"{directory} is from another model; set trainer.resume_mode=disable or another trainer.default_local_dir. "
-            + "; ".join(wrong[:8])
+            + "; ".join(wrong[:_MAX_SHOWN])
+            + more
         )
 
 
-def _tensors(state: Any) -> list[Any]:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    found = []
-    for value in state.values() if isinstance(state, dict) else state:
-        if isinstance(value, ShardedTensor):
-            found.append(value)
-        elif isinstance(value, ShardedTensorFactory):
-            found.extend(_tensors(_as_container(value.build())))
-        elif isinstance(value, dict | list):
-            found.extend(_tensors(value))
-    return found
-
-
-def _as_container(built: Any) -> Any:
-    return built if isinstance(built, dict | list) else [built]
+def _joined_shapes(param: Param, shape: ModelShape) -> list[tuple[int, ...]]:
+    """What a layout may have stored: the vocabulary is padded for the tp_size of the run that saved."""
+    tp_sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
+    return sorted({param.joined_shape(shape, padded_vocab_size(shape.vocab_size, size)) for size in tp_sizes})
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -41,7 +41,8 @@ def ray_cluster(*, num_workers: int, device: str) -> Iterator[None]:
     else:
         # On CPU a rank is a process, so the machine has as many places as the configuration asks for.
         num_cpus = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
-        ray.init(num_cpus=num_cpus, object_store_memory=_object_store_bytes(), **common)
+        # "local": a cluster that someone else started on this machine is not ours to use.
+        ray.init("local", num_cpus=num_cpus, object_store_memory=_object_store_bytes(), **common)
     try:
         yield
     finally:
@@ -74,8 +75,8 @@ class ResourcePool:
         if not ready:
             remove_placement_group(group)
             raise ResourceError(
-                f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has {ray.cluster_resources()}. "
-                f"Set trainer.nnodes and trainer.n_gpus_per_node to what is there"
+                f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has "
+                f"{ray.cluster_resources()}. Set trainer.nnodes and trainer.n_gpus_per_node to what is there"
             )
         return cls(group, nnodes, devices_per_node, device)
 

@@ -33,7 +33,7 @@ class ReplicaHost:
         """
         import ray
 
-        from scalerl.rollout.embedded_server import embedded_command
+        from scalerl.rollout.embedded_launch import embedded_command
         from scalerl.rollout.server import RolloutServer, start_on_free_port
         from scalerl.rollout.sglang_server import sglang_command
 

@@ -146,7 +146,7 @@ class RolloutWorker:
         return decoded
 
     def dump(self, batch_id: int, path: str) -> None:
-        """One parquet of the batch: texts, token ids, log-probs, scores and policy versions. Written whole or not at all."""
+        """One parquet of the batch: texts, token ids, log-probs, scores, versions. Written whole or not at all."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

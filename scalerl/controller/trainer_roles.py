@@ -29,6 +29,8 @@ class MegatronActor:
         metrics, _ = self.workers.update_actor(
             batch, config=self.config, temperature=self.temperature, totals=loss_totals(batch)
         )
+        if self.config.use_kl_loss:
+            metrics["actor/kl_coef"] = Metric(self.config.kl_loss_coef, "mean")
         return metrics
 
     def save(self, directory: str) -> None:

@@ -67,7 +67,7 @@ class WorkerGroup:
         return merged, [columns[rank] for rank in self.layout.output_ranks()]
 
     def _wait(self, name: str, refs: list[Any]) -> list[Any]:
-        """Values in rank order; the first rank that fails, or the ranks that are missing at the deadline, as WorkerError."""
+        """Values in rank order. Raises WorkerError for the first rank that fails, or those missing at the deadline."""
         deadline = time.monotonic() + self.timeout_s
         pending = list(refs)
         while pending:
@@ -86,6 +86,8 @@ class WorkerGroup:
     def _explain(self, name: str, rank: int, error: Exception) -> WorkerError:
         at = self.layout.coordinates(rank) if len(self.ranks) > rank else None
         if isinstance(error, RayTaskError):
+            if isinstance(error.cause, UserError):
+                return WorkerError(f"{name} failed on rank {rank} ({at}): {error.cause}")
             remote_trace = str(error).split("\n", 1)[-1]
             return WorkerError(f"{name} failed on rank {rank} ({at}): {error.cause}\n{remote_trace}")
         return WorkerError(f"{name}: the process of rank {rank} ({at}) died: {str(error).splitlines()[0]}")

@@ -126,6 +126,8 @@ class MegatronWorker:
 
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
         """
+        import torch
+
         from scalerl.algorithms import PolicyObjective
 
         shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
@@ -134,6 +136,8 @@ class MegatronWorker:
             for mini_batch, total in zip(micro_batches, totals, strict=True):
                 objective = PolicyObjective(config, **total)
                 updates.append(self.engines["actor"].update(shard, mini_batch, objective, temperature=temperature))
+        # What torch keeps for reuse is not there for the rollout server, which takes the device next.
+        torch.cuda.empty_cache()
         return self._update_metrics(updates, "actor"), None
 
     @register(Dispatch.ONE_TO_ALL)
@@ -177,7 +181,7 @@ class MegatronWorker:
         )
 
     def _update_metrics(self, updates: list[dict[str, float]], prefix: str) -> dict[str, Metric]:
-        """Means over the step's updates, from one rank of the last stage; the first update's ppo_kl and clipfrac apart."""
+        """Means over the step's updates, from one rank of the last stage; ppo_kl and clipfrac of the first apart."""
         if not self.groups.is_last_stage or self.groups.at.tp_rank or self.groups.at.dp_rank:
             return {}
         metrics: dict[str, Metric] = {}

@@ -23,7 +23,7 @@ class WeightSyncError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Feed:
-    """The trainer ranks that feed one replica: ranks[i] makes the bucket of engine rank i; ranks[0] talks to the server."""
+    """The ranks that feed one replica: ranks[i] makes the bucket of engine rank i; ranks[0] talks to the server."""
 
     replica: Replica
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ class WeightSync:
     def sync(self, policy_version: int, *, verify: bool) -> dict[str, float]:
         """Every server then samples with the engine's weights and says policy_version.
 
-        Returns {"sync_s", "verify_s", "num_bytes"}. Raises WeightSyncError naming the tensors that differ (verify=True).
+        Returns {"sync_s", "verify_s", "num_bytes"}. Raises WeightSyncError naming tensors that differ (verify=True).
         """
         start = time.perf_counter()
         mine = [feed for feed in self.feeds if self.rank in feed.ranks]
@@ -112,6 +112,6 @@ class WeightSync:
         wrong = checksum_differences(expected.result(), self.clients[feed.replica.url].checksums())
         if wrong:
             raise WeightSyncError(
-                f"{feed.replica.url} does not serve policy version {policy_version}: {len(wrong)} tensors differ from the "
-                f"trainer's. " + "; ".join(wrong[:5])
+                f"{feed.replica.url} does not serve policy version {policy_version}: {len(wrong)} tensors differ "
+                f"from the trainer's. " + "; ".join(wrong[:5])
             )

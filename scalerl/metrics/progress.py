@@ -22,6 +22,7 @@ _PHASES = {
     "ref": "ref",
     "update_critic": "critic",
     "update_actor": "update",
+    "update": "update",
     "update_weights": "sync",
     "save_checkpoint": "save",
     "testing": "val",

@@ -21,14 +21,15 @@ from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights
 from scalerl.parallel.logprobs import next_token_to_token, vocab_parallel_logprobs
 from scalerl.parallel.model import build_model, transformer_config
-from scalerl.parallel.optimizer import build_optimizer, build_schedule
+from scalerl.parallel.optimizer import build_optimizer, build_schedule, clip_gradients
 from scalerl.parallel.packing import MicroBatch, pack, unpack
 from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
 
-# (logprobs_T, entropy_T, columns of the micro-batch incl. cu_seqlens) -> (loss, metrics that add up over micro-batches and ranks)
+# (logprobs_T, entropy_T, columns of the micro-batch, cu_seqlens among them) -> (loss, metrics); both add up over
+# micro-batches and dp ranks.
 Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 Rows = Sequence[int]
 
@@ -67,7 +68,8 @@ class MegatronEngine:
                 DistributedDataParallelConfig(
                     use_distributed_optimizer=config.use_distributed_optimizer,
                     grad_reduce_in_fp32=True,
-                    check_for_nan_in_grad=True,
+                    # That check ends the ranks that see it and leaves the others waiting; _step asks the norm of all.
+                    check_for_nan_in_grad=False,
                 ),
                 self.model,
             )
@@ -107,12 +109,23 @@ class MegatronEngine:
         packed = [pack(shard, rows, align=self._align, device=self.device) for rows in micro_batches]
         outputs = self._run(packed, partial(_apply_objective, objective), temperature=temperature, forward_only=False)
         lr = self.optimizer.param_groups[0]["lr"]
-        succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or (grad_norm is not None and not math.isfinite(grad_norm)):
-            raise FloatingPointError(f"update {self.num_updates}: gradient norm is {grad_norm}")
+        grad_norm = self._step()
         self.schedule.step(increment=1)
         self.num_updates += 1
-        return {"grad_norm": float(grad_norm or 0.0), "lr": lr} | self._sum_over_dp(outputs)
+        return {"grad_norm": grad_norm, "lr": lr} | self._sum_over_dp(outputs)
+
+    @torch.no_grad()
+    def _step(self) -> float:
+        """megatron's optimizer.step() with the check in the middle. Returns the gradient norm before clipping."""
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"update {self.num_updates}: the gradient norm is {grad_norm}; no weight was changed"
+            )
+        clip_gradients(self.optimizer, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return grad_norm
 
     def _sum_over_dp(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
         if not self.groups.is_last_stage:

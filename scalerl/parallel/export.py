@@ -16,7 +16,7 @@ from scalerl.parallel.model import layers_of_stage
 
 
 def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
-    """The same on every rank: parameters in table order, cut where a bucket would pass bucket_bytes (at least one each)."""
+    """The same on every rank: parameters in table order, cut where a bucket would pass bucket_bytes; none is empty."""
     buckets: list[list[Param]] = [[]]
     filled = 0
     for param in family.params(shape):

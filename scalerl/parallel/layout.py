@@ -18,7 +18,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes only; no torch.distributed. Ranks count tp first, then dp, then pp (megatron-core's order tp-cp-ep-dp-pp)."""
+    """Sizes only; no torch.distributed. Ranks count tp first, then dp, then pp (megatron-core: tp-cp-ep-dp-pp)."""
 
     world_size: int
     tp_size: int = 1
@@ -71,7 +71,7 @@ class Groups:
 
 
 def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> Groups:
-    """Starts torch.distributed (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT from the environment) and megatron's groups."""
+    """Starts torch.distributed (RANK, WORLD_SIZE, MASTER_* from the environment) and megatron's groups."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

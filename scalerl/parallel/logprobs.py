@@ -61,7 +61,7 @@ def vocab_parallel_logprobs(
     tp_rank: int,
     tp_group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Of softmax(logits / temperature): log-probability of each label, and entropy in nats; both [T] float32, with grad.
+    """Of softmax(logits / temperature): log-probability of each label, entropy in nats; both [T] float32, with grad.
 
     logits_TV: [T, padded_vocab / tp].  labels_T: [T] int64.  vocab_size: words; columns beyond are padding and take no
     probability.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def build_optimizer(ddp_model: Any, optim: OptimConfig, megatron: MegatronConfig
 
 
 def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """torch's Adam has no state before its first step, and megatron's checkpoint code cannot describe what is not there."""
+    """torch's Adam has no state before its first step, and megatron's checkpoints cannot describe what is not there."""
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return
     for group in optimizer.param_groups:
@@ -46,8 +47,16 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def clip_gradients(optimizer: Any, grad_norm: float) -> None:
+    """Scales the gradients so that their norm is at most clip_grad. grad_norm: over all parameters of all ranks."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = part.get_parameters()
+        if part.config.clip_grad > 0 and parameters:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+
+
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:
-    """lr of update k (from 0) is read before it: warm-up gives lr * (k + 1) / lr_warmup_steps, so no update is wasted on 0."""
+    """Warm-up gives update k (from 0) lr * (k + 1) / lr_warmup_steps, so that no update is wasted on lr 0."""
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

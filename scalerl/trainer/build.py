@@ -23,6 +23,7 @@ from scalerl.trainer import checkpoints
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.step_metrics import Yardstick
+from scalerl.trainer.stop import StopRequest
 
 RESOLVED_CONFIG = "config.yaml"
 
@@ -31,7 +32,9 @@ RESOLVED_CONFIG = "config.yaml"
 def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
     """A run that is ready for its next step; everything it started ends with the block."""
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    resumed = checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    resumed, stop = inputs.resumed, StopRequest()
+    # Before anything starts, so that a notice that comes early is not lost.
+    stop.listen()
     total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
@@ -63,9 +66,9 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             ),
             dp_size=layout.dp_size,
             total_steps=total_steps,
+            stop=stop,
         )
         load(run, resumed)
-        run.stop.listen()
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
         yield run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from scalerl.checkpoint.store import (
     rotate,
     write_trainer_state,
 )
-from scalerl.config import ConfigError
+from scalerl.families import ModelShape
 
 # What a Hugging Face model directory holds beside its weights: merge copies these into the merged model.
 _NOT_WEIGHTS = (".json", ".jinja", ".txt", ".model", ".py")
+# What may differ between the models of two runs that continue each other.
+_NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,11 @@ class Resumed:
 
 
 def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None) -> Resumed:
-    """Raises ConfigError when resume_from_path is not a whole checkpoint."""
-    if resume_mode == "disable":
+    """Raises ValueError when resume_from_path is not a whole checkpoint."""
+    if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
     if resume_mode == "resume_path":
-        try:
-            check_checkpoint(resume_from_path)
-        except ValueError as error:
-            raise ConfigError([f"trainer.resume_from_path = {resume_from_path}: {error}"]) from None
+        check_checkpoint(resume_from_path)
         directory = Path(resume_from_path)
     else:
         latest = find_latest_ckpt_path(root)
@@ -51,6 +50,23 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None)
             return Resumed(None, {})
         directory = Path(latest)
     return Resumed(directory, read_trainer_state(directory))
+
+
+def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str) -> None:
+    """Raises ValueError when the checkpoint's model is of another architecture than the run's."""
+    if resumed.directory is None:
+        return
+    stored = ModelShape.from_hf(resumed.directory / "actor" / "huggingface")
+    different = [
+        f"{field.name} {getattr(stored, field.name)} there, {getattr(shape, field.name)} here"
+        for field in fields(ModelShape)
+        if field.name not in _NOT_ARCHITECTURE and getattr(stored, field.name) != getattr(shape, field.name)
+    ]
+    if different:
+        raise ValueError(
+            f"checkpoint {resumed.directory} is from another model than {model_path}: {'; '.join(different)}. Give the "
+            "model that the run began with, another trainer.default_local_dir, or trainer.resume_mode=disable"
+        )
 
 
 def save(
@@ -62,7 +78,7 @@ def save(
     state: dict[str, Any],
     keep: int | None,
 ) -> Path:
-    """One whole checkpoint, then rotation. write_actor: writes the distributed checkpoint into a directory it is given."""
+    """One whole checkpoint, then rotation. write_actor: writes the distributed checkpoint into the directory given."""
     tmp = begin_save(root, step)
     actor = tmp / "actor"
     actor.mkdir()

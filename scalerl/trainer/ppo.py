@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ class Run:
     yardstick: Yardstick
     dp_size: int
     total_steps: int
-    stop: StopRequest = field(default_factory=StopRequest)
+    stop: StopRequest
     step: int = 0
 
 
@@ -118,7 +118,7 @@ def plan_samples(run: Run, samples: BatchRef) -> StepPlan:
 def estimate_advantages(cfg: PPOConfig, samples: dict[str, np.ndarray]) -> np.ndarray:
     """[S] float32, one advantage per sample."""
     estimator = get_adv_estimator(cfg.algorithm.adv_estimator)
-    scores_S = torch.as_tensor(samples["score"], dtype=torch.float32)
+    scores_S = torch.tensor(samples["score"], dtype=torch.float32)
     return estimator(scores_S, samples["uid"], cfg.algorithm).numpy()
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, layout_violations, validate_ppo, validate_sft, world_size
-from scalerl.config.schema import MegatronConfig
+from scalerl.config.schema import DataConfig, MegatronConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.trainer import checkpoints
 from scalerl.trainer.device import resolve_device
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class PPOInputs:
     train: RLHFDataset
     val: RLHFDataset
     device: str
+    resumed: checkpoints.Resumed
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class SFTInputs:
     train: SFTDataset
     val: SFTDataset | None
     device: str
+    resumed: checkpoints.Resumed
 
 
 def check_ppo(cfg: PPOConfig) -> PPOInputs:
@@ -73,8 +76,9 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
             lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples)
         )
         val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, val_data, None, cfg.data.val_max_samples))
+    resumed = _check_resume(findings, cfg.trainer, cfg.data, shape, model.path, train)
     findings.raise_if_any()
-    return PPOInputs(shape, train, val, device)
+    return PPOInputs(shape, train, val, device, resumed)
 
 
 def check_sft(cfg: SFTConfig) -> SFTInputs:
@@ -93,8 +97,9 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
         train = findings.run(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
         if cfg.data.val_files:
             val = findings.run(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
+    resumed = _check_resume(findings, cfg.trainer, cfg.data, shape, cfg.model.path, train)
     findings.raise_if_any()
-    return SFTInputs(shape, train, val, device)
+    return SFTInputs(shape, train, val, device, resumed)
 
 
 class _Findings:
@@ -112,6 +117,30 @@ class _Findings:
     def raise_if_any(self) -> None:
         if self.violations:
             raise ConfigError(list(dict.fromkeys(self.violations)))
+
+
+def _check_resume(
+    findings: _Findings,
+    trainer: TrainerConfig | SFTTrainerConfig,
+    data: DataConfig | SFTDataConfig,
+    shape: ModelShape | None,
+    model_path: str,
+    train: RLHFDataset | SFTDataset | None,
+) -> checkpoints.Resumed | None:
+    """The checkpoint that the run goes on from, if it is this model's and of these prompts."""
+    from scalerl.data import PromptCursor
+
+    resumed = findings.run(
+        lambda: checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    )
+    if resumed is None or resumed.directory is None:
+        return resumed
+    if shape is not None:
+        findings.run(lambda: checkpoints.check_same_model(resumed, shape, model_path))
+    if train is not None:
+        cursor = PromptCursor(len(train), data.seed, data.shuffle)
+        findings.run(lambda: cursor.load_state_dict(resumed.state["prompts"]))
+    return resumed
 
 
 def _check_model(path: str) -> ModelShape:

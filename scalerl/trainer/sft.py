@@ -110,7 +110,9 @@ def save(run: SFTRun) -> Path:
 def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
     """A run that is ready for its next step; everything it started ends with the block."""
     trainer = cfg.trainer
-    resumed = checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+    resumed, stop = inputs.resumed, StopRequest()
+    # Before anything starts, so that a notice that comes early is not lost.
+    stop.listen()
     total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
@@ -132,12 +134,11 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
             yardstick=Yardstick(flops_shape(inputs.shape), workers.peak_flops(cfg.megatron.dtype), layout.world_size),
             dp_size=layout.dp_size,
             total_steps=total_steps,
-            stop=StopRequest(),
+            stop=stop,
         )
         if resumed.directory is not None:
             workers.load_checkpoint(str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step = resumed.step
             tracker.message(f"resumed from {resumed.directory}")
-        run.stop.listen()
         yield run

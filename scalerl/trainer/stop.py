@@ -11,7 +11,7 @@ EXIT_REQUEUE = 75
 
 
 class StopRequest:
-    """`requested` turns true when SIGUSR1 arrives: the step in progress ends, a checkpoint is written, the run exits 75."""
+    """`requested` turns true at SIGUSR1: the step in progress ends, a checkpoint is written, the run exits 75."""
 
     def __init__(self) -> None:
         self.requested = False

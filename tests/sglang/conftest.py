@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
-from scalerl.rollout.embedded_server import embedded_command
+from scalerl.rollout.embedded_launch import embedded_command
 from scalerl.rollout.server import RolloutServer, start_on_free_port
 from scalerl.rollout.sglang_server import sglang_command
 from scalerl.rollout.weights import EngineKind, serialize_bucket

@@ -1,0 +1,89 @@
+"""Where and with what a benchmark ran, and the dated JSON file it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "ray", "transformer-engine", "flash-attn", "apex")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """load_average: runnable processes over the last 1, 5 and 15 minutes, before the benchmark adds its own."""
+    found = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+    if device == "cuda":
+        import torch
+
+        found |= {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count()}
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1].strip() if match else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Hash of HEAD, with `+changes` when tracked files of the package or the benchmarks differ from it."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "scalerl", "benchmarks", "examples")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def command(arguments: Sequence[str]) -> str:
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def write(out: str | None, slug: str, content: Mapping[str, Any]) -> Path:
+    """out: file to write; None: results/{date}-{slug}.json beside this file."""
+    path = Path(out) if out else Path(__file__).parent / "results" / f"{date.today().isoformat()}-{slug}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def table(rows: Sequence[tuple[str, str, str]]) -> str:
+    """name, number, what it is."""
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{name:<{widths[0]}}  {number:>{widths[1]}}  {note}".rstrip() for name, number, note in rows)

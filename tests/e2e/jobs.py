@@ -1,0 +1,279 @@
+"""Whole runs as subprocesses: started, waited for, signalled, and looked after until their last process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scalerl.errors import EXIT_USER_ERROR
+
+MARKER = "SCALERL_E2E_JOB"
+RUN_TIMEOUT_S = 400.0
+GONE_TIMEOUT_S = 120.0
+POLL_S = 0.02
+# They hold nothing of the job. When their raylet is killed they report it to a dead GCS for a minute before they end.
+RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+REWARD = Path(__file__).with_name("graded_reward.py")
+# Per step: prompts x samples of each.
+PROMPTS, SAMPLES = 4, 4
+
+
+@dataclass(frozen=True)
+class Process:
+    """start: clock ticks since boot, which tells a process from a later one with its number."""
+
+    pid: int
+    start: int
+
+
+@dataclass
+class Job:
+    """A command in a session of its own. All that it starts carries its marker in the environment.
+
+    Ray's agents and SGLang's schedulers write their title over their environment, so processes are also remembered by
+    number, from looks at the tree below the command.
+    """
+
+    arguments: Sequence[str]
+    directory: Path
+    marker: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment |= {MARKER: self.marker, "PYTHONWARNINGS": "default::UserWarning"}
+        self.out, self.err = self.directory / f"{self.marker}.out", self.directory / f"{self.marker}.err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                self.arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=self.directory,
+                env=environment,
+                start_new_session=True,
+            )
+        self.seen: set[Process] = set()
+
+    @property
+    def stdout(self) -> str:
+        return self.out.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.err.read_text(encoding="utf-8", errors="replace")
+
+    def finish(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
+        """The exit code, negative after a signal."""
+        self.wait_for(lambda: self.process.poll() is not None, "its end", timeout_s, ended_is_failure=False)
+        return self.process.returncode
+
+    def wait_for(
+        self, condition: Callable[[], object], what: str, timeout_s: float = RUN_TIMEOUT_S, *, ended_is_failure=True
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            ended = self.process.poll() is not None
+            assert not (ended and ended_is_failure), f"ended with {self.process.returncode} before {what}:{self.tail()}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s:{self.tail()}"
+            time.sleep(POLL_S)
+
+    def look(self) -> set[Process]:
+        """The processes of the job that run now; remembers them."""
+        table = _process_table()
+        children: dict[int, list[Process]] = {}
+        for process, parent in table.items():
+            children.setdefault(parent, []).append(process)
+        known = [process for process in table if process in self.seen or process.pid == self.process.pid]
+        known += [process for process in table if _has_marker(process.pid, self.marker)]
+        found: set[Process] = set()
+        while known:
+            process = known.pop()
+            if process not in found:
+                found.add(process)
+                known += children.get(process.pid, [])
+        self.seen |= found
+        return found
+
+    def commands(self) -> list[str]:
+        """Number and command line of every process of the job."""
+        return [command for process in self.look() if (command := _command(process.pid))]
+
+    def kill_driver(self, signum: int = signal.SIGKILL) -> None:
+        """To the driver alone."""
+        self.look()
+        self.process.send_signal(signum)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the whole foreground process group."""
+        self.look()
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def assert_gone(self, *, but_agents: bool = False) -> None:
+        """No process of the job is left, or is after a moment: the kernel needs one to end a tree.
+
+        but_agents: RAY_AGENTS may still be there.
+        """
+        deadline = time.monotonic() + GONE_TIMEOUT_S
+        while left := self.commands():
+            if but_agents and all(command.partition(" ")[2].startswith(RAY_AGENTS) for command in left):
+                return
+            assert time.monotonic() < deadline, f"still running: {left}"
+            time.sleep(0.1)
+
+    def kill_all(self) -> None:
+        """Whatever the test left."""
+        while left := self.look():
+            for process in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=0.2)
+
+    def tail(self) -> str:
+        return f"\n--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Stops a run inside the scoring of a training sample, so that a test can act in the middle of a known step."""
+
+    directory: Path
+
+    def in_step(self, step: int, *, steps_done: int = 0) -> None:
+        """In the scoring of this step's 6th sample; steps_done: those of the process that goes on from a checkpoint."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "after").write_text(str((step - steps_done - 1) * PROMPTS * SAMPLES + 5))
+
+    def reached(self) -> bool:
+        return (self.directory / "reached").exists()
+
+    def over(self) -> None:
+        (self.directory / "after").unlink()
+        (self.directory / "reached").unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Path
+    train: Path
+    val: Path
+
+    def overrides(self, run_dir: Path, *more: str) -> list[str]:
+        """Arguments of a short GRPO run on the embedded engine; `more` comes last and wins."""
+        policy = "actor_rollout_ref"
+        return [
+            "+recipe=[grpo,cpu]",
+            f"data.train_files={self.train}",
+            f"data.val_files={self.val}",
+            "data.val_max_samples=16",
+            "data.max_prompt_length=16",
+            "data.max_response_length=8",
+            f"data.train_batch_size={PROMPTS}",
+            f"{policy}.model.path={self.model}",
+            f"{policy}.actor.optim.lr=1e-3",
+            f"{policy}.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            f"{policy}.actor.ppo_max_token_len_per_gpu=64",
+            f"{policy}.rollout.name=embedded",
+            f"{policy}.rollout.n={SAMPLES}",
+            f"custom_reward_function.path={REWARD}",
+            "reward_model.timeout_s=300",
+            "trainer.logger=[console,file,mlflow]",
+            f"trainer.default_local_dir={run_dir}",
+            f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
+            *more,
+        ]
+
+
+def main_ppo(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "scalerl.trainer.main_ppo", *arguments]
+
+
+def scalerl(*arguments: str) -> list[str]:
+    """The console script of the environment that runs the tests."""
+    return [str(Path(sys.executable).with_name("scalerl")), *arguments]
+
+
+@dataclass(frozen=True)
+class Record:
+    """metrics.jsonl. lines: (step, data) as logged; final: step -> data, lines that a resume replaced left out."""
+
+    lines: list[tuple[int, dict[str, float]]]
+    final: dict[int, dict[str, float]]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Record:
+        lines, final = [], {}
+        path = run_dir / "metrics.jsonl"
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            entry = json.loads(text)
+            if "resumed_from" in entry:
+                final = {step: data for step, data in final.items() if step <= entry["resumed_from"]}
+                continue
+            lines.append((entry["step"], entry["data"]))
+            final.setdefault(entry["step"], {}).update(entry["data"])
+        return cls(lines, final)
+
+
+def refused(job: Job, timeout_s: float = 120) -> str:
+    """The message of a job that was refused: all of standard error, no stack in it."""
+    code = job.finish(timeout_s)
+    assert code == EXIT_USER_ERROR, job.tail()
+    for text in (job.stdout, job.stderr):
+        assert "Traceback" not in text and "ray::" not in text, job.tail()
+    assert job.stderr.startswith("error: "), job.tail()
+    return job.stderr
+
+
+def numbered(message: str) -> list[str]:
+    """The violations of a message."""
+    head, *found = re.split(r"\n  \d+\. ", message.rstrip())
+    count = re.fullmatch(r"error: The configuration has (\d+) problems?:", head)
+    assert count and int(count[1]) == len(found), message
+    return found
+
+
+def only(violations: list[str], *parts: str) -> str:
+    """The one violation that has all the parts."""
+    found = [text for text in violations if all(part in text for part in parts)]
+    assert len(found) == 1, f"{parts} in {violations}"
+    return found[0]
+
+
+def _process_table() -> dict[Process, int]:
+    """Live processes -> the number of the parent."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            # "pid (name) state ppid ... starttime": the name may hold spaces and parentheses.
+            state, parent, *rest = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if state not in "ZX":
+                table[Process(int(entry.name), int(rest[17]))] = int(parent)
+    return table
+
+
+def _has_marker(pid: int, marker: str) -> bool:
+    try:
+        return f"{MARKER}={marker}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    """The number and the command line; "" for a process that has ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return f"{pid} {line[:200]}" if line else ""

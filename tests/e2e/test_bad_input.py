@@ -1,0 +1,237 @@
+"""What a person gets wrong ends in one clear message and a non-zero exit. Each as the documented command.
+
+Everything that can be known before a device is held is reported at once, so one process serves several cases.
+Checkpoints that are half written or another model's: test_kill_and_resume, which has checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import Inputs, main_ppo, numbered, only, refused, scalerl
+
+ACTOR = "actor_rollout_ref.actor"
+TP = f"{ACTOR}.megatron.tensor_model_parallel_size"
+PP = f"{ACTOR}.megatron.pipeline_model_parallel_size"
+# One process as trainer, to start soon.
+ONE_RANK = ("trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
+
+
+def row(**changes: object) -> dict:
+    """A good row of the five columns, with changes; a column set to `...` is left out."""
+    good = {
+        "data_source": "arithmetic/add",
+        "prompt": [{"role": "user", "content": "12+3="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "15"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    return {key: value for key, value in (good | changes).items() if value is not ...}
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def copy_model(inputs: Inputs, target: Path, *, without: str) -> Path:
+    shutil.copytree(inputs.model, target)
+    (target / without).unlink()
+    return target
+
+
+# Nothing is read yet: the configuration by itself.
+
+
+@pytest.fixture(scope="module")
+def config_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("config")
+    overrides = inputs.overrides(
+        directory / "run",
+        "trainer.n_gpus_per_node=6",
+        f"{TP}=2",
+        f"{PP}=2",
+        "data.train_batch_size=10",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batchsize=4",
+    )
+    return numbered(refused(start_job(scalerl("train", *overrides), directory)))
+
+
+def test_unknown_key_names_the_nearest(config_violations: list[str]) -> None:
+    only(config_violations, f"{ACTOR}.ppo_mini_batchsize: no such key", f"did you mean {ACTOR}.ppo_mini_batch_size")
+
+
+def test_what_an_unknown_key_hides_comes_next(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    """World size and batch sizes, with the nearest valid values."""
+    overrides = inputs.overrides(
+        tmp_path / "run",
+        "trainer.n_gpus_per_node=6",
+        f"{TP}=2",
+        f"{PP}=2",
+        "data.train_batch_size=10",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+    )
+    violations = numbered(refused(start_job(main_ppo(overrides), tmp_path)))
+    only(violations, "trainer.n_gpus_per_node = 1 x 6 = 6", f"{TP} x {PP} = 4", "trainer.n_gpus_per_node=4 or 8")
+    only(
+        violations,
+        f"{ACTOR}.ppo_mini_batch_size = 4: must divide data.train_batch_size = 10",
+        "ppo_mini_batch_size=2 or 5",
+        "data.train_batch_size=8 or 12",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+# Files, before a device is held.
+
+
+@pytest.fixture(scope="module")
+def file_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One run with much wrong."""
+    directory = tmp_path_factory.mktemp("files")
+    write(directory / "lacks.parquet", [row(reward_model=...)])
+    write(directory / "types.parquet", [row(), row(prompt=[])])
+    write(directory / "numbers.parquet", [row(ability=7)])
+    model = copy_model(inputs, directory / "lacks_tensor", without="model.safetensors")
+    tensors = load_file(inputs.model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    overrides = inputs.overrides(
+        directory / "run",
+        f"data.train_files={directory / 'lacks.parquet'}",
+        f"data.val_files={directory / 'types.parquet'}",
+        f"actor_rollout_ref.model.path={model}",
+        f"actor_rollout_ref.ref.model_path={copy_model(inputs, directory / 'lacks_config', without='config.json')}",
+        "custom_reward_function.path=no/such/reward.py",
+    )
+    return numbered(refused(start_job(scalerl("train", *overrides), directory)))
+
+
+def test_missing_column(file_violations: list[str]) -> None:
+    only(file_violations, "lacks.parquet", "reward_model")
+
+
+def test_empty_prompt_list(file_violations: list[str]) -> None:
+    only(file_violations, "types.parquet", "row 1", "column 'prompt'", "empty")
+
+
+def test_missing_tensor(file_violations: list[str]) -> None:
+    only(file_violations, "lacks_tensor", "missing model.layers.1.mlp.up_proj.weight")
+
+
+def test_model_without_config(file_violations: list[str]) -> None:
+    only(file_violations, "lacks_config has no config.json")
+
+
+def test_missing_reward_file(file_violations: list[str]) -> None:
+    only(file_violations, "custom_reward_function.path=no/such/reward.py does not exist")
+
+
+@pytest.fixture(scope="module")
+def fit_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """One run whose parts do not fit together."""
+    directory = tmp_path_factory.mktemp("fit")
+    write(directory / "long.parquet", [row(), row(prompt=[{"role": "user", "content": "1" * 50}])])
+    write(directory / "types.parquet", [row(ability=7)])
+    reward = directory / "reward.py"
+    reward.write_text("def compute_scores(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
+    ref = copy_model(inputs, directory / "lacks_weights", without="model.safetensors")
+    overrides = inputs.overrides(
+        directory / "run",
+        f"data.train_files={directory / 'long.parquet'}",
+        f"data.val_files={directory / 'types.parquet'}",
+        f"actor_rollout_ref.ref.model_path={ref}",
+        f"custom_reward_function.path={reward}",
+        "trainer.n_gpus_per_node=9",
+        f"{TP}=3",
+        f"{PP}=3",
+    )
+    return numbered(refused(start_job(main_ppo(overrides), directory)))
+
+
+def test_prompt_too_long(fit_violations: list[str]) -> None:
+    only(fit_violations, "long.parquet", "row 1", "column 'prompt'", "max_prompt_length=16", "(52 tokens)")
+
+
+def test_wrong_type(fit_violations: list[str]) -> None:
+    only(fit_violations, "types.parquet", "row 0", "column 'ability'", "found int, not text (7)")
+
+
+def test_model_without_safetensors(fit_violations: list[str]) -> None:
+    only(fit_violations, "lacks_weights has neither model.safetensors nor")
+
+
+def test_reward_file_without_the_name(fit_violations: list[str]) -> None:
+    only(fit_violations, "reward.py does not define 'compute_score'", "custom_reward_function.name=compute_scores")
+
+
+def test_heads_not_divisible_by_tp(fit_violations: list[str]) -> None:
+    only(fit_violations, f"{TP} = 3: must divide the model's 4 attention heads")
+
+
+def test_layers_not_divisible_by_pp(fit_violations: list[str]) -> None:
+    only(fit_violations, f"{PP} = 3: must divide the model's 2 layers")
+
+
+@pytest.mark.parametrize("choice", ["data.truncation=middle", "data.filter_overlong_prompts=true"])
+def test_long_prompts_are_cut_or_filtered_with_a_count(
+    choice: str, inputs: Inputs, start_job: StartJob, tmp_path: Path
+) -> None:
+    long = [{"role": "user", "content": "1" * 50}]
+    train = write(tmp_path / "train.parquet", [row(), row(prompt=long), row(), row(prompt=long), row()])
+    overrides = inputs.overrides(tmp_path / "run", f"data.train_files={train}", choice, "--dry-run")
+    job = start_job(scalerl("train", *overrides), tmp_path)
+    assert job.finish(120) == 0, job.tail()
+    filtered = "2 of 5 prompts dropped: longer than data.max_prompt_length=16 tokens" in job.stderr
+    assert filtered is (choice != "data.truncation=middle")
+    prompts = 3 if filtered else 5
+    assert re.search(rf"steps per epoch +{prompts} / 4 -> ", job.stdout)
+
+
+# What shows only while the job runs.
+
+REWARDS = {
+    "raises": ("return {}['answer']", "KeyError: 'answer'"),
+    "nan": ("return float('nan')", "it returned nan, not a finite number"),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_reward_function_that_fails(kind: str, inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    body, cause = REWARDS[kind]
+    reward = tmp_path / "reward.py"
+    reward.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    overrides = inputs.overrides(tmp_path / "run", *ONE_RANK, f"custom_reward_function.path={reward}")
+    job = start_job(scalerl("train", *overrides), tmp_path)
+    message = refused(job, 300)
+    for part in (f"compute_score of {reward}", "val prompt ", " sample 0", cause, "data_source: 'arithmetic/add'"):
+        assert part in message
+    assert "ground_truth: '" in message and "response: '" in message and "reward_model.on_error=zero" in message
+    job.assert_gone()
+
+
+def test_sglang_server_that_dies_at_start(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    overrides = inputs.overrides(
+        tmp_path / "run",
+        *ONE_RANK,
+        "actor_rollout_ref.rollout.name=sglang",
+        "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=nonsense",
+    )
+    job = start_job(scalerl("train", *overrides), tmp_path)
+    message = refused(job, 300)
+    log = tmp_path / "run" / "logs" / "rollout-0.log"
+    assert "ended with exit code 2 before it was ready" in message and str(log) in message
+    last = log.read_text().rstrip().splitlines()[-1]
+    assert "nonsense" in last and f"  | {last}" in message
+    assert "--attention-backend nonsense" in message.splitlines()[-1], "the command to try by hand"
+    job.assert_gone()

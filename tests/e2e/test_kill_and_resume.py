@@ -1,0 +1,265 @@
+"""A run that is stopped in any way goes on to the very numbers, weights and prompts it would have had.
+
+The embedded engine replays exactly, so "the same" is: bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scalerl.merge import merge
+from scalerl.trainer.stop import EXIT_REQUEUE
+from tests.e2e.conftest import StartJob
+from tests.e2e.graded_reward import compute_score
+from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, numbered, only, refused, scalerl
+
+STEPS = 4
+LAYOUTS = {
+    "tp2": ["+layout=tp2"],
+    "pp2": ["+layout=pp2"],
+    "dp2": [],
+}
+VALIDATION = "val-core/arithmetic/add/reward/mean@1"
+# Clocks and memory, which no two runs share.
+MEASURED = re.compile(r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|cpu_memory)")
+
+
+def command(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = None) -> list[str]:
+    kwargs = [] if pause is None else [f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"]
+    return main_ppo(
+        inputs.overrides(
+            run_dir,
+            *LAYOUTS[layout],
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.save_freq=2",
+            "trainer.test_freq=2",
+            "trainer.resume_mode=auto",
+            *kwargs,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """layout -> directory of a run that nobody disturbed."""
+    done: dict[str, Path] = {}
+
+    def run(layout: str) -> Path:
+        if layout not in done:
+            run_dir = tmp_path_factory.mktemp(f"uninterrupted_{layout}")
+            job = start_job(command(inputs, layout, run_dir), run_dir)
+            assert job.finish() == 0, job.tail()
+            done[layout] = run_dir
+        return done[layout]
+
+    return run
+
+
+def reproducible(data: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in data.items() if not MEASURED.match(key)}
+
+
+def assert_same_run(expected: Path, run_dir: Path, tmp_path: Path) -> None:
+    """Every number of every logged step, replayed ones included; every token; every weight."""
+    wanted = {step: reproducible(data) for step, data in Record.read(expected).final.items()}
+    assert sorted(wanted) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert wanted[step]["actor/grad_norm"] > 0, "a run that learns nothing would prove nothing"
+        assert wanted[step]["critic/score/max"] > wanted[step]["critic/score/min"]
+    record = Record.read(run_dir)
+    assert {step: reproducible(data) for step, data in record.final.items()} == wanted
+    for step, data in record.lines:
+        assert reproducible(data).items() <= wanted[step].items(), f"step {step} before the resume"
+    assert_same_samples(expected, run_dir)
+    assert_same_weights(expected, run_dir, tmp_path)
+
+
+def assert_same_samples(expected: Path, run_dir: Path) -> None:
+    trained = []
+    for step in range(1, STEPS + 1):
+        theirs, ours = (pq.read_table(at / "rollouts" / f"step_{step}.parquet") for at in (expected, run_dir))
+        assert ours.equals(theirs), f"rollouts of step {step}"
+        assert set(ours["policy_version"].to_pylist()) == {step - 1}
+        trained += sorted(set(ours["prompt_uid"].to_pylist()))
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS, "each prompt is trained once"
+
+
+def assert_same_weights(expected: Path, run_dir: Path, tmp_path: Path) -> None:
+    theirs, ours = (merged(at, tmp_path / name) for name, at in (("theirs", expected), ("ours", run_dir)))
+    assert theirs.keys() == ours.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(tensor, ours[name])] == []
+
+
+def merged(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
+    merge(run_dir / f"global_step_{STEPS}" / "actor", target)
+    return load_file(target / "model.safetensors")
+
+
+def mlflow_run_id(run_dir: Path, step: int) -> str:
+    return json.loads((run_dir / f"global_step_{step}" / "trainer_state.json").read_text())["mlflow_run_id"]
+
+
+def finish_resumed(start_job: StartJob, arguments: list[str], run_dir: Path, *, resumed_from: int) -> Job:
+    job = start_job(arguments, run_dir)
+    assert job.finish() == 0, job.tail()
+    assert f"resumed from {run_dir / f'global_step_{resumed_from}'}" in job.stdout
+    assert "Traceback" not in job.stderr
+    return job
+
+
+def make_half_written(run_dir: Path, step: int, like: int) -> str:
+    """A checkpoint that lacks the end of one file, with the tracker pointing at it. Returns the file's name."""
+    directory = run_dir / f"global_step_{step}"
+    shutil.copytree(run_dir / f"global_step_{like}", directory)
+    file = max((directory / "actor" / "dist_ckpt").iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-100])
+    (run_dir / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return file.name
+
+
+def test_sigkill_in_a_step_then_resume_merge_and_transformers(
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected, run_dir, pause = uninterrupted("tp2"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = command(inputs, "tp2", run_dir, pause)
+    pause.in_step(4)
+    killed = start_job(arguments, run_dir)
+    killed.wait_for(pause.reached, "step 4")
+    killed.kill_driver(signal.SIGKILL)
+    assert killed.finish() == -signal.SIGKILL
+    killed.assert_gone(but_agents=True)
+    assert sorted(Record.read(run_dir).final) == [0, 1, 2, 3]
+    run_id = mlflow_run_id(run_dir, 2)
+    broken = make_half_written(run_dir, step=3, like=2)
+    pause.over()
+
+    # Step 3, which was done and logged but not saved, is done again.
+    resumed = finish_resumed(start_job, arguments, run_dir, resumed_from=2)
+    resumed.assert_gone()
+    assert "skipping checkpoint" in resumed.stderr and "global_step_3" in resumed.stderr and broken in resumed.stderr
+    assert_same_run(expected, run_dir, tmp_path)
+    assert_one_mlflow_run(run_dir, run_id)
+
+    target = tmp_path / "model"
+    local_dir = run_dir / f"global_step_{STEPS}" / "actor"
+    merging = start_job(
+        scalerl("merge", "--backend", "megatron", "--local_dir", str(local_dir), "--target_dir", str(target)), tmp_path
+    )
+    assert merging.finish(120) == 0, merging.tail()
+    assert greedy_score(target, inputs.val, 16) == pytest.approx(
+        Record.read(run_dir).final[STEPS][VALIDATION], abs=1e-9
+    )
+    changed = load_file(target / "model.safetensors")
+    start = load_file(inputs.model / "model.safetensors")
+    assert all(not torch.equal(changed[name], tensor) for name, tensor in start.items()), "training moved every tensor"
+    killed.assert_gone()
+
+
+def assert_one_mlflow_run(run_dir: Path, run_id: str) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments)
+    assert run.info.run_id == run_id == mlflow_run_id(run_dir, STEPS)
+    assert run.info.status == "FINISHED"
+    final = Record.read(run_dir).final
+    for key in ("critic/score/mean", "actor/grad_norm"):
+        history = {entry.step: entry.value for entry in client.get_metric_history(run_id, key)}
+        assert history == {step: final[step][key] for step in range(1, STEPS + 1)}
+
+
+def greedy_score(model_dir: Path, data: Path, num_rows: int) -> float:
+    """Mean reward of transformers' own greedy decoding, one prompt at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    scores = []
+    for row in pq.read_table(data).slice(0, num_rows).to_pylist():
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        scores.append(compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"]))
+    return sum(scores) / len(scores)
+
+
+def test_sigkill_while_a_checkpoint_is_written(
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected, run_dir = uninterrupted("pp2"), tmp_path / "run"
+    arguments = command(inputs, "pp2", run_dir)
+    killed = start_job(arguments, run_dir)
+    killed.wait_for(lambda: any(run_dir.glob(f"global_step_{STEPS}.tmp-*")), "the second save")
+    killed.kill_driver(signal.SIGKILL)
+    assert killed.finish() == -signal.SIGKILL
+    killed.assert_gone(but_agents=True)
+    assert any(run_dir.glob("*.tmp-*"))
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+    finish_resumed(start_job, arguments, run_dir, resumed_from=2)
+    assert not any(run_dir.glob("*.tmp-*")), "what the killed save left is removed"
+    assert_same_run(expected, run_dir, tmp_path)
+
+
+def test_sigusr1_ends_the_step_saves_and_exits_75(
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected, run_dir, pause = uninterrupted("dp2"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = command(inputs, "dp2", run_dir, pause)
+    pause.in_step(3)
+    asked = start_job(arguments, run_dir)
+    asked.wait_for(pause.reached, "step 3")
+    asked.kill_driver(signal.SIGUSR1)
+    pause.over()
+    assert asked.finish() == EXIT_REQUEUE, asked.tail()
+    asked.assert_gone()
+    # Step 3 is no step at which it would have saved.
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(Record.read(run_dir).final) == [0, 1, 2, 3]
+
+    finish_resumed(start_job, arguments, run_dir, resumed_from=3)
+    # A resumed run validates where it starts, which the other did not do at step 3.
+    assert_same_samples(expected, run_dir)
+    assert_same_weights(expected, run_dir, tmp_path)
+    ours, theirs = Record.read(run_dir).final, Record.read(expected).final
+    for step in range(1, STEPS + 1):
+        found = reproducible(ours[step])
+        if step == 3:
+            del found[VALIDATION]
+        assert found == reproducible(theirs[step])
+
+
+def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run_dir = uninterrupted("tp2")
+    model = shutil.copytree(inputs.model, tmp_path / "one_layer")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+
+    arguments = command(inputs, "tp2", run_dir)
+    arguments += [f"actor_rollout_ref.model.path={model}", "data.train_max_samples=100"]
+    violations = numbered(refused(start_job(arguments, tmp_path)))
+    checkpoint = run_dir / f"global_step_{STEPS}"
+    only(violations, f"{checkpoint} is from another model than {model}", "num_layers 2 there, 1 here")
+    only(violations, "the prompts changed since the checkpoint", "num_rows", "-> 100")
+    assert len(violations) == 2

@@ -1,0 +1,85 @@
+"""A model whose sizes the GPU kernels of SGLang take, and a real SGLang server on the GPU.
+
+NOT RUN YET on a GPU: written from the installed packages' sources on a machine without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+from scalerl.rollout.server import RolloutServer, start_on_free_port
+from scalerl.rollout.sglang_server import sglang_command
+from tests.tiny_models import make_tiny_model
+
+MAX_MODEL_LEN = 256
+# Of the device: enough to see that memory moves, and room for the trainer.
+MEMORY_UTILIZATION = 0.3
+START_TIMEOUT_S = 600.0
+PROMPTS = [[5, 6, 7, 8], [100, 41, 300], [9, 200, 33, 44, 55, 66, 77, 88, 99, 110]]
+
+
+def make_gpu_model(path: Path, seed: int) -> Path:
+    """52 million parameters in bfloat16; head_dim 64 is the smallest that all attention backends of SGLang take."""
+    return make_tiny_model(
+        path, "qwen3", num_layers=4, hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=2, head_dim=64,
+        vocab_size=32768, seed=seed, dtype=torch.bfloat16, initializer_range=0.05,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model_a(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gpu_model(tmp_path_factory.mktemp("gpu_model_a"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gpu_model(tmp_path_factory.mktemp("gpu_model_b"), seed=1)
+
+
+def make_server(model_path: Path, log_path: Path, port: int, device: str) -> RolloutServer:
+    rollout = RolloutConfig(
+        dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION, free_cache_engine=True
+    )
+    command, env = sglang_command(
+        model_path=str(model_path),
+        rollout=rollout,
+        port=port,
+        max_model_len=MAX_MODEL_LEN,
+        device=device,
+        gpu_ids=[0] if device == "cuda" else None,
+    )
+    return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
+    """A server on the GPU with that model, and its client."""
+    started: list[RolloutServer] = []
+
+    def start(model_path: Path, device: str = "cuda") -> RolloutClient:
+        log_path = tmp_path / f"sglang-{len(started)}.log"
+        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device))
+        started.append(server)
+        return RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def generate(client: RolloutClient, max_new_tokens: int = 16) -> list[GenerateOutput]:
+    """Greedy, in the order of PROMPTS."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+    requests = [GenerateRequest(row, prompt, 1, sampling) for row, prompt in enumerate(PROMPTS)]
+
+    async def collect() -> list[GenerateOutput]:
+        return [output async for output in client.generate(requests)]
+
+    return sorted(asyncio.run(collect()), key=lambda output: output.request_id)

@@ -1,0 +1,56 @@
+"""Releasing a server's memory gives it to the device, resuming takes it back, and the server generates as before.
+
+NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 and torch_memory_saver on a machine without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from scalerl.rollout.client import RolloutClient
+from scalerl.rollout.weights import serialize_bucket
+from tests.gpu.conftest import MEMORY_UTILIZATION, generate
+
+# CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.
+SLACK_BYTES = 64 * 2**20
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_release_gives_memory_to_the_device_and_resume_takes_it_back(
+    start_server: Callable[..., RolloutClient], model_a: Path
+) -> None:
+    client = start_server(model_a)
+    total = torch.cuda.mem_get_info()[1]
+    weights = sorted(load_file(model_a / "model.safetensors").items())
+    weight_bytes = sum(tensor.nbytes for _, tensor in weights)
+    expected = [output.output_ids for output in generate(client)]
+    serving = free_bytes()
+
+    client.release(["kv_cache"])
+    without_cache = free_bytes()
+    # Weights and KV cache together are gpu_memory_utilization of the device; these weights are a small part.
+    assert without_cache - serving > 0.7 * MEMORY_UTILIZATION * total
+    client.release(["weights"])
+    released = free_bytes()
+    assert released - without_cache > weight_bytes - SLACK_BYTES
+
+    client.resume(["weights"])
+    assert released - free_bytes() > weight_bytes - SLACK_BYTES
+    client.begin_weight_update()
+    blob = serialize_bucket([(name, tensor.cuda()) for name, tensor in weights], "sglang")
+    client.update_weights([blob], flush_cache=False)
+    client.end_weight_update(1)
+    torch.cuda.empty_cache()
+    client.resume(["kv_cache"])
+    client.flush_cache()
+    # This process holds what it sent until the server has let go of it.
+    assert abs(free_bytes() - serving) < weight_bytes + 4 * SLACK_BYTES
+    assert [output.output_ids for output in generate(client)] == expected

@@ -1,0 +1,130 @@
+"""Workers of the tests. In a module of their own, which the worker processes import."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from scalerl.controller.register import Dispatch, register
+from scalerl.controller.workers import MegatronWorker, MicroBatches, Result
+from scalerl.metrics import Metric
+from scalerl.parallel.layout import Layout
+from scalerl.protocol import DataProto, Jagged
+
+
+class PlainWorker:
+    """No model: says what reached it."""
+
+    def __init__(self, rank: int, layout: Layout, *, greeting: str) -> None:
+        self.rank, self.layout, self.greeting = rank, layout, greeting
+
+    def rendezvous(self) -> str:
+        return f"address of rank {self.rank}"
+
+    def join(self, address: str) -> None:
+        self.address = address
+
+    run_on_shard = MegatronWorker.run_on_shard
+
+    @register(Dispatch.RANK_ZERO)
+    def first(self, *args: Any, **kwargs: Any) -> tuple[int, tuple, dict]:
+        return self.rank, args, kwargs
+
+    @register(Dispatch.ONE_TO_ALL)
+    def everyone(self, *, factor: int) -> tuple[int, int, str, str]:
+        return self.rank, self.rank * factor, self.greeting, self.address
+
+    def not_registered(self) -> None:
+        raise AssertionError("not for the group")
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def measure(self, shard: DataProto, micro_batches: MicroBatches, *, scale: int) -> Result:
+        """Every rank makes the column, marked with its rank; metrics from tp rank 0 of the last stage."""
+        ids = shard.tokens["input_ids"]
+        column = DataProto(
+            {"scaled": Jagged(ids.values * scale, ids.cu_seqlens)}
+            | {"rank": Jagged(ids.values * 0 + self.rank, ids.cu_seqlens)}
+        )
+        at = self.layout.coordinates(self.rank)
+        if at.pp_rank < self.layout.pp_size - 1:
+            return {}, column
+        num_tokens = float(len(ids.values))
+        return {
+            "num_tokens": Metric(num_tokens, "sum"),
+            "mean_id": Metric(float(ids.values.double().mean()), "mean", num_tokens),
+            "longest": Metric(float(ids.lengths.max()), "max"),
+        }, column
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def see(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """What this rank was given, token columns, sample columns and micro-batches, as metrics that name it."""
+        seen = {
+            "uids": shard.samples["uid"].tolist(),
+            "tokens": {
+                name: [column[row].tolist() for row in range(len(column))] for name, column in shard.tokens.items()
+            },
+            "micro_batches": micro_batches,
+        }
+        self.seen = seen
+        return {}, None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def what_was_seen(self) -> dict[str, Any]:
+        return self.seen
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail(self, rank: int) -> int:
+        if self.rank == rank:
+            raise ArithmeticError("no such number")
+        return self.rank
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def fail_on_shard(self, shard: DataProto, micro_batches: MicroBatches, *, rank: int) -> Result:
+        return {}, self.fail(rank)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def die(self, rank: int) -> int:
+        if self.rank == rank:
+            os._exit(7)
+        return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def hang(self, rank: int) -> int:
+        if self.rank == rank:
+            time.sleep(3600)
+        return self.rank
+
+
+class SyncingWorker(MegatronWorker):
+    """A trainer rank whose weights a test can see, and whose transfers a test can spoil."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def exported(self) -> dict[str, np.ndarray] | None:
+        """Rank 0: the actor's weights as transformers names them. Collective."""
+        buckets = self.engines["actor"].export_buckets(20_000)
+        weights = {name: tensor.clone().numpy() for bucket in buckets for name, tensor in bucket}
+        return weights if self.rank == 0 else None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lose_bucket(self, number: int, kind: str) -> None:
+        """From now on, of every sync to servers of this kind, one bucket does not leave."""
+        send, sync = self.weight_sync._send, self.weight_sync.sync
+        count = 0
+
+        def lossy(feed: Any, bucket: Any, policy_version: int) -> None:
+            nonlocal count
+            if feed.replica.kind == kind:
+                count += 1
+                if count == number:
+                    return
+            send(feed, bucket, policy_version)
+
+        def restart(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count = 0
+            return sync(*args, **kwargs)
+
+        self.weight_sync._send, self.weight_sync.sync = lossy, restart

@@ -1,0 +1,98 @@
+"""Which devices a rollout server runs on, and which trainer rank feeds it."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.rollout_role import ReplicaPlan, plan_replicas
+from scalerl.controller.rollout_worker import sample_seed
+from scalerl.hybrid.replicas import Replica, plan_feeds
+
+
+def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:
+    return ResourcePool(None, nnodes, devices_per_node, device)
+
+
+def test_replicas_fill_the_nodes_in_order() -> None:
+    plans = plan_replicas(pool_of(2, 4), RolloutConfig(tensor_model_parallel_size=2))
+    assert plans == [
+        ReplicaPlan(0, 0, (0, 1)),
+        ReplicaPlan(1, 0, (2, 3)),
+        ReplicaPlan(2, 1, (0, 1)),
+        ReplicaPlan(3, 1, (2, 3)),
+    ]
+
+
+def test_fewer_replicas_than_fit() -> None:
+    plans = plan_replicas(pool_of(1, 8), RolloutConfig(tensor_model_parallel_size=2, num_replicas=1))
+    assert plans == [ReplicaPlan(0, 0, (0, 1))]
+
+
+def test_more_replicas_than_processes_on_the_cpu() -> None:
+    plans = plan_replicas(pool_of(1, 2, "cpu"), RolloutConfig(num_replicas=3))
+    assert [plan.node for plan in plans] == [0, 0, 0]
+
+
+def test_a_replica_larger_than_the_trainer() -> None:
+    """Two ranks of one server beside a trainer of one process (CPU)."""
+    plans = plan_replicas(pool_of(1, 1, "cpu"), RolloutConfig(tensor_model_parallel_size=2))
+    assert [(plan.index, plan.node) for plan in plans] == [(0, 0)]
+
+
+@settings(deadline=None)
+@given(nnodes=st.integers(1, 4), replicas_per_node=st.integers(1, 4), tp_size=st.integers(1, 4))
+def test_every_device_has_one_replica(nnodes: int, replicas_per_node: int, tp_size: int) -> None:
+    pool = pool_of(nnodes, replicas_per_node * tp_size)
+    plans = plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=tp_size))
+    places = [(plan.node, device) for plan in plans for device in plan.devices]
+    assert sorted(places) == [(node, device) for node in range(nnodes) for device in range(pool.devices_per_node)]
+    assert [plan.index for plan in plans] == list(range(nnodes * replicas_per_node))
+    # The rank that feeds an engine rank sits on the same device of the same node.
+    feeds = plan_feeds([Replica("", "sglang", tp_size)] * len(plans), pool.world_size)
+    for plan, ranks in zip(plans, feeds, strict=True):
+        assert [divmod(rank, pool.devices_per_node) for rank in ranks] == [(plan.node, d) for d in plan.devices]
+
+
+def test_feeds_count_engine_ranks_over_all_replicas() -> None:
+    replicas = [Replica("a", "sglang", 2), Replica("b", "embedded", 1), Replica("c", "sglang", 2)]
+    assert plan_feeds(replicas, 8) == [(0, 1), (2,), (3, 4)]
+    # More engine ranks than trainer ranks: around again.
+    assert plan_feeds(replicas, 2) == [(0, 1), (0,), (1, 0)]
+    assert plan_feeds(replicas, 1) == [(0, 0), (0,), (0, 0)]
+
+
+def test_feeds_of_no_replica() -> None:
+    assert plan_feeds([], 4) == []
+
+
+NUMBERS = st.integers(0, 2**31)
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+def test_sample_seed(seed: int, step: int, position: int, sample: int) -> None:
+    value = sample_seed(seed, step, position, sample)
+    assert 0 <= value < 2**63
+    assert value == sample_seed(seed, step, position, sample)
+
+
+def test_sample_seeds_differ() -> None:
+    """Of the samples of a step, of the same sample in other steps, and of the same numbers in another order."""
+    seeds = {
+        sample_seed(seed, step, position, sample)
+        for seed in range(2)
+        for step in range(5)
+        for position in range(20)
+        for sample in range(8)
+    }
+    assert len(seeds) == 2 * 5 * 20 * 8
+    assert sample_seed(0, 1, 2, 3) != sample_seed(3, 2, 1, 0)
+
+
+def test_sample_seed_is_the_same_in_every_version() -> None:
+    """A resumed run must draw what it would have drawn: a change here is a change of results."""
+    # numpy promises that SeedSequence never changes.
+    assert [sample_seed(42, 1, 0, sample) for sample in range(2)] == [7829184764001561178, 1246512530140951215]

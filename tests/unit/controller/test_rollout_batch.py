@@ -1,0 +1,68 @@
+"""Samples of the server + their prompts + their scores -> the step's columns."""
+
+from __future__ import annotations
+
+from scalerl.controller.rollout_worker import _to_batch
+from scalerl.data import PromptRow
+from scalerl.protocol import DataProto
+from scalerl.rewards.manager import ScoreResult
+from scalerl.rollout.client import GenerateOutput
+
+
+def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
+    return PromptRow(uid, ids, before or len(ids), f"source {uid}", "truth", {}, [{"role": "user", "content": "?"}])
+
+
+def batch() -> DataProto:
+    """Position 0 of the step is prompt 30, position 1 prompt 10, two samples of the first."""
+    outputs = [
+        GenerateOutput(0, 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4),
+        GenerateOutput(0, 1, [6], [-0.25], "length", 4),
+        GenerateOutput(1, 0, [], [], "abort", 5),
+    ]
+    prompts = [prompt(30, [1, 2]), prompt(30, [1, 2]), prompt(10, [3, 4, 5], before=9)]
+    results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
+    return _to_batch(outputs, prompts, results)
+
+
+def test_token_columns() -> None:
+    tokens = batch().tokens
+    assert [tokens["input_ids"][row].tolist() for row in range(3)] == [[1, 2, 7, 8, 9], [1, 2, 6], [3, 4, 5]]
+    assert [tokens["response_mask"][row].tolist() for row in range(3)] == [
+        [False, False, True, True, True],
+        [False, False, True],
+        [False, False, False],
+    ]
+    # At position t the log-prob of token t: the prompt has none.
+    assert [tokens["rollout_logprobs"][row].tolist() for row in range(3)] == [
+        [0.0, 0.0, -0.5, -1.5, -2.5],
+        [0.0, 0.0, -0.25],
+        [0.0, 0.0, 0.0],
+    ]
+    assert [str(tokens[name].values.dtype) for name in ("input_ids", "response_mask", "rollout_logprobs")] == [
+        "torch.int64",
+        "torch.bool",
+        "torch.float32",
+    ]
+
+
+def test_sample_columns() -> None:
+    samples = batch().samples
+    assert {name: column.tolist() for name, column in samples.items()} == {
+        # Groups are by position: a prompt that comes twice in a step makes two.
+        "uid": [0, 0, 1],
+        "prompt_uid": [30, 30, 10],
+        "sample_index": [0, 1, 0],
+        "prompt_length": [2, 2, 3],
+        "prompt_length_before": [2, 2, 9],
+        "response_length": [3, 1, 0],
+        "score": [1.0, 0.0, 0.0],
+        "reward_failed": [False, False, True],
+        "policy_version": [4, 4, 5],
+        "finish_reason": ["stop", "length", "abort"],
+        "data_source": ["source 30", "source 30", "source 10"],
+        "reward_extra": [{"acc": 1}, {}, {}],
+    }
+    assert samples["score"].dtype == "float64"
+    # Strings as objects: numpy's fixed-width strings would be as wide as the longest.
+    assert all(samples[name].dtype == object for name in ("finish_reason", "data_source", "reward_extra"))

@@ -1,0 +1,152 @@
+"""When a run saves, and where it finds its way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalerl.config.schema import TrainerConfig
+from scalerl.families import ModelShape
+from scalerl.trainer import checkpoints
+from scalerl.trainer.build import num_steps
+from tests.tiny_models import make_tiny_model
+
+
+def save(root: Path, step: int, model: Path, **options: object) -> Path:
+    def write_actor(directory: str) -> None:
+        (Path(directory) / "weights").write_text(str(step))
+
+    arguments = {
+        "write_actor": write_actor,
+        "model_path": str(model),
+        "state": {"prompts": {"position": step}},
+        "keep": None,
+    }
+    return checkpoints.save(str(root), step, **(arguments | options))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+def find(root: Path, mode: str = "auto", path: Path | None = None) -> checkpoints.Resumed:
+    return checkpoints.find_resume_point(str(root), mode, None if path is None else str(path))
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "total", "due"),
+    [
+        (1, 2, 10, False),
+        (2, 2, 10, True),
+        (9, 2, 9, True),  # the end
+        (3, 4, 9, False),
+        (5, -1, 10, False),
+        (10, -1, 10, False),
+        (10, 100, 10, True),
+        (1, 1, 10, True),
+    ],
+)
+def test_is_due(step: int, every: int, total: int, due: bool) -> None:
+    assert checkpoints.is_due(step, every, total) is due
+
+
+@pytest.mark.parametrize(
+    ("trainer", "num_rows", "batch_size", "steps"),
+    [
+        (TrainerConfig(total_epochs=1), 64, 16, 4),
+        (TrainerConfig(total_epochs=3), 64, 16, 12),
+        (TrainerConfig(total_epochs=1), 65, 16, 5),  # the last batch runs into the next epoch
+        (TrainerConfig(total_epochs=3), 10, 16, 2),
+        (TrainerConfig(total_epochs=1), 1, 16, 1),
+        (TrainerConfig(total_epochs=5, total_training_steps=7), 64, 16, 7),
+    ],
+)
+def test_num_steps(trainer: TrainerConfig, num_rows: int, batch_size: int, steps: int) -> None:
+    assert num_steps(trainer, num_rows, batch_size) == steps
+
+
+def test_a_fresh_start(tmp_path: Path) -> None:
+    for mode in ("auto", "disable"):
+        found = find(tmp_path / "nothing", mode)
+        assert (found.directory, found.state, found.step) == (None, {}, 0)
+
+
+def test_auto_takes_the_newest(tmp_path: Path, model: Path) -> None:
+    save(tmp_path, 9, model)
+    newest = save(tmp_path, 10, model)
+    found = find(tmp_path)
+    assert found.directory == newest and found.step == 10
+    assert found.state["prompts"] == {"position": 10}
+    assert (found.directory / "actor" / "weights").read_text() == "10"
+
+
+def test_disable_ignores_what_is_there(tmp_path: Path, model: Path) -> None:
+    save(tmp_path, 1, model)
+    assert find(tmp_path, "disable").directory is None
+
+
+def test_half_a_checkpoint_is_passed_over(tmp_path: Path, model: Path) -> None:
+    whole = save(tmp_path, 1, model)
+    half = save(tmp_path, 2, model)
+    (half / "COMPLETE").unlink()
+    with pytest.warns(UserWarning, match="global_step_2"):
+        assert find(tmp_path).directory == whole
+
+
+def test_resume_path_goes_where_it_is_told(tmp_path: Path, model: Path) -> None:
+    wanted = save(tmp_path, 1, model)
+    save(tmp_path, 2, model)
+    found = find(tmp_path, "resume_path", wanted)
+    assert found.directory == wanted and found.step == 1
+
+
+@pytest.mark.parametrize("what", ["missing", "half"])
+def test_resume_path_must_be_whole(tmp_path: Path, model: Path, what: str) -> None:
+    directory = save(tmp_path, 1, model)
+    if what == "half":
+        (directory / "COMPLETE").unlink()
+    else:
+        directory = tmp_path / "global_step_7"
+    with pytest.raises(ValueError, match=r"checkpoint .*/global_step_\d cannot be loaded: no .*resume_from_path"):
+        find(tmp_path, "resume_path", directory)
+
+
+def test_merge_finds_the_model_files(tmp_path: Path, model: Path) -> None:
+    """Configuration and tokenizer are copied, weights are not."""
+    directory = save(tmp_path, 1, model) / "actor" / "huggingface"
+    copied = {file.name for file in directory.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= copied
+    assert not any(name.endswith((".safetensors", ".index.json")) for name in copied)
+    assert (directory / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_an_actor_that_fails_to_write_leaves_no_checkpoint(tmp_path: Path, model: Path) -> None:
+    def fail(directory: str) -> None:
+        (Path(directory) / "weights").write_text("half")
+        raise OSError("disk full")
+
+    whole = save(tmp_path, 1, model)
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 2, model, write_actor=fail)
+    assert find(tmp_path).directory == whole
+
+
+def test_old_checkpoints_go(tmp_path: Path, model: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, model, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+
+
+def test_the_same_model_goes_on(tmp_path: Path, model: Path) -> None:
+    save(tmp_path, 1, model)
+    checkpoints.check_same_model(find(tmp_path), ModelShape.from_hf(model), str(model))
+    checkpoints.check_same_model(find(tmp_path / "fresh"), ModelShape.from_hf(model), str(model))
+
+
+def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+    save(tmp_path, 1, model)
+    other = make_tiny_model(tmp_path / "other", num_layers=1, ffn_size=64, vocab_size=300)
+    with pytest.raises(ValueError, match="ffn_hidden_size 128 there, 64 here; vocab_size 512 there, 300 here"):
+        checkpoints.check_same_model(find(tmp_path), ModelShape.from_hf(other), str(other))
