@@ -59,7 +59,7 @@ def main() -> int:
     title("4. Merge and check with transformers")
     merge(out / "grpo", out / "merged")
     merged = score(out / "merged", data["val"])
-    print(f"transformers scores the merged model {merged:.4f}; the trainer's last validation said {validations[-1]:.4f}")
+    print(f"transformers scores the merged model {merged:.4f}; the trainer's last validation was {validations[-1]:.4f}")
 
     print(summary(out, before_sft, validations[0], merged, time.monotonic() - started), flush=True)
     if merged != validations[-1]:
@@ -96,19 +96,20 @@ def merge(run_dir: Path, target: Path) -> None:
 
 def read_validations(metrics: Path) -> list[float]:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record[VALIDATION] for record in records if VALIDATION in record]
+    return [record["data"][VALIDATION] for record in records if VALIDATION in record.get("data", {})]
 
 
 def summary(out: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
-    uri = f"sqlite:///{out / 'grpo' / 'mlflow.db'}"
+    data, uri = out / "data", f"sqlite:///{out / 'grpo' / 'mlflow.db'}"
     return f"""
 == Done in {seconds:.0f} s
 validation score     before SFT {before_sft:.3f}    after SFT {after_sft:.3f}    after RL {after_rl:.3f}
 merged model         {out / "merged"}
 open the run         {Path(sys.executable).parent / "mlflow"} ui --backend-store-uri {uri}
 the same on 8 GPUs   scalerl train --config-dir {HERE} --config-name grpo \\
-                       data.train_files={out / "data" / "rl_train.parquet"} data.val_files={out / "data" / "rl_val.parquet"} \\
-                       custom_reward_function.path={HERE / "reward.py"} actor_rollout_ref.model.path={out / "sft_model"} \\
+                       data.train_files={data / "rl_train.parquet"} data.val_files={data / "rl_val.parquet"} \\
+                       custom_reward_function.path={HERE / "reward.py"} \\
+                       actor_rollout_ref.model.path={out / "sft_model"} \\
                        trainer.device=cuda trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.num_replicas=null \\
                        actor_rollout_ref.actor.megatron.dtype=bfloat16 actor_rollout_ref.rollout.dtype=bfloat16 \\
                        trainer.default_local_dir={out / "grpo_8gpu"}"""

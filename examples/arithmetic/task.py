@@ -12,7 +12,7 @@ from dataclasses import dataclass
 DATA_SOURCE = "arithmetic/add"
 NUM_VALIDATION = 120
 # Share of the sums with a carry in which the teacher forgets it.
-FORGETS_CARRY = 0.75
+FORGETS_CARRY = 0.65
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class RMSNorm(torch.nn.RMSNorm):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed (THD) micro-batch.
 
-    On CUDA one variable-length flash call for the whole micro-batch; on CPU one scaled_dot_product_attention call for each
-    sequence length. Neither computes padding.
+    On CUDA one variable-length flash call for the whole micro-batch; on CPU one scaled_dot_product_attention call
+    for each sequence length. Neither computes padding.
     """
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
@@ -72,7 +72,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_se
 
 
 def _per_length(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """One scaled_dot_product_attention call for all sequences of one length: short ones would drown in call overhead."""
+    """One scaled_dot_product_attention call for all sequences of one length: on short ones a call each is overhead."""
     rows_by_length = _rows_by_length(tuple(cu_seqlens.tolist()), str(query.device))
     outputs = []
     for rows_NL in rows_by_length:

@@ -52,27 +52,15 @@ def copy_model(inputs: Inputs, target: Path, *, without: str) -> Path:
 # Nothing is read yet: the configuration by itself.
 
 
-@pytest.fixture(scope="module")
-def config_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    directory = tmp_path_factory.mktemp("config")
-    overrides = inputs.overrides(
-        directory / "run",
-        "trainer.n_gpus_per_node=6",
-        f"{TP}=2",
-        f"{PP}=2",
-        "data.train_batch_size=10",
-        f"{ACTOR}.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batchsize=4",
-    )
-    return numbered(refused(start_job(scalerl("train", *overrides), directory)))
+def test_unknown_key_names_the_nearest(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    overrides = inputs.overrides(tmp_path / "run", f"{ACTOR}.ppo_mini_batchsize=4", "data.shufle=false")
+    violations = numbered(refused(start_job(scalerl("train", *overrides), tmp_path)))
+    only(violations, f"{ACTOR}.ppo_mini_batchsize: no such key", f"did you mean {ACTOR}.ppo_mini_batch_size?")
+    only(violations, "data.shufle: no such key", "did you mean data.shuffle?")
 
 
-def test_unknown_key_names_the_nearest(config_violations: list[str]) -> None:
-    only(config_violations, f"{ACTOR}.ppo_mini_batchsize: no such key", f"did you mean {ACTOR}.ppo_mini_batch_size")
-
-
-def test_what_an_unknown_key_hides_comes_next(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
-    """World size and batch sizes, with the nearest valid values."""
+def test_sizes_that_do_not_divide_name_the_nearest(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    """World size by the layout, and the step's batch by its mini-batches."""
     overrides = inputs.overrides(
         tmp_path / "run",
         "trainer.n_gpus_per_node=6",

@@ -11,10 +11,10 @@ import pytest
 
 import scalerl
 from scalerl import cli
-from scalerl.errors import UserError
 from scalerl.config.keys import leaves
 from scalerl.config.reference import key_docs
 from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.errors import UserError
 
 PROGRAMS = {
     "train": ("scalerl.trainer.main_ppo", []),

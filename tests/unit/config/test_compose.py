@@ -12,9 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, save_resolved
-from scalerl.errors import UserError
 from scalerl.config.draft import Draft
 from scalerl.config.keys import KeyTable
+from scalerl.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 PPO = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
