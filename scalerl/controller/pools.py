@@ -35,6 +35,8 @@ def ray_cluster(*, num_workers: int, device: str) -> Iterator[None]:
     }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if os.environ.get("RAY_ADDRESS"):
         common.pop("include_dashboard")
         ray.init(**common)

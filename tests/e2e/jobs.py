@@ -50,7 +50,7 @@ class Job:
 
     def __post_init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment |= {MARKER: self.marker, "PYTHONWARNINGS": "default::UserWarning"}
+        environment[MARKER] = self.marker
         self.out, self.err = self.directory / f"{self.marker}.out", self.directory / f"{self.marker}.err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(

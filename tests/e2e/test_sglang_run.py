@@ -99,7 +99,7 @@ def test_lines_for_a_person(finished: Finished) -> None:
     for line in lines[1:]:
         assert all(f"  {name} " in line for name in ("reward", "len", "tok/s", "update", "val"))
     assert "\x1b" not in finished.job.stdout
-    samples = rf"= samples per step +{PROMPTS * SAMPLES} "
+    samples = rf"= samples per step +{PROMPTS * SAMPLES}\b"
     assert re.search(samples, finished.job.stdout)
     assert finished.job.stderr == ""
 
@@ -137,4 +137,5 @@ def test_ctrl_c_leaves_nothing(generating: Job) -> None:
 def test_sigkill_of_the_driver_leaves_nothing(generating: Job) -> None:
     generating.kill_driver(signal.SIGKILL)
     assert generating.finish(60) == -signal.SIGKILL
-    generating.assert_gone()
+    # Ray's agents too end by themselves: test_kill_and_resume waits for that.
+    generating.assert_gone(but_agents=True)

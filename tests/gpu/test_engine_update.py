@@ -56,7 +56,7 @@ def train(model_path: str, dtype: str) -> dict[str, Any]:
 
 
 def distances(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Means of absolute differences of log-probs (nats); relative differences of losses and gradient norms (largest)."""
+    """Log-probs: mean absolute difference, nats. Losses and gradient norms: the largest relative difference."""
 
     def mean(name: str) -> float:
         return float((actual[name] - expected[name]).abs().mean())
@@ -65,7 +65,12 @@ def distances(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, flo
         pairs = zip(actual["updates"], expected["updates"], strict=True)
         return max(abs(mine[key] - theirs[key]) / theirs[key] for mine, theirs in pairs)
 
-    return {"before": mean("before"), "after": mean("after"), "loss": largest("train/loss"), "norm": largest("grad_norm")}
+    return {
+        "before": mean("before"),
+        "after": mean("after"),
+        "loss": largest("train/loss"),
+        "norm": largest("grad_norm"),
+    }
 
 
 @pytest.fixture(scope="module")

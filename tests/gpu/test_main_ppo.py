@@ -17,8 +17,13 @@ from tests.gpu.conftest import make_gpu_model
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "arithmetic"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-# Mean |p_trainer - p_sampler| over sampled tokens; both compute in bfloat16, by different kernels.
-PROBS_DIFF_BOUND = 0.02
+# Of p_trainer and p_sampler over sampled tokens: both compute in bfloat16, by different kernels, so each is off by some
+# per cent of itself, while the probabilities range over orders of magnitude.
+CORRELATION_BOUND = 0.99
+# A random model never adds right: any reward that differs within a group moves the weights.
+REWARD = """def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
 
 
 def overrides(model: Path, data: Path, run_dir: Path, device: str) -> list[str]:
@@ -39,7 +44,7 @@ def overrides(model: Path, data: Path, run_dir: Path, device: str) -> list[str]:
         f"{ROLLOUT}.n=4",
         f"{ROLLOUT}.gpu_memory_utilization=0.3",
         f"{ROLLOUT}.max_num_seqs=32",
-        f"custom_reward_function.path={EXAMPLE}/reward.py",
+        f"custom_reward_function.path={data}/reward.py",
         f"trainer.device={device}",
         "trainer.n_gpus_per_node=1",
         "trainer.total_training_steps=2",
@@ -53,6 +58,7 @@ def check_main_ppo(directory: Path, device: str) -> list[dict[str, float]]:
     data, run_dir = directory / "data", directory / "run"
     make_data = [sys.executable, str(EXAMPLE / "make_data.py"), "--out", str(data)]
     subprocess.run(make_data, check=True, capture_output=True, timeout=120)
+    (data / "reward.py").write_text(REWARD)
     model = make_gpu_model(directory / "model", seed=0)
     done = subprocess.run(
         [sys.executable, "-m", "scalerl.trainer.main_ppo", *overrides(model, data, run_dir, device)],
@@ -70,7 +76,7 @@ def check_main_ppo(directory: Path, device: str) -> list[dict[str, float]]:
         assert step["actor/num_updates"] == 2.0
         assert step["actor/grad_norm"] > 0
         assert step["perf/update_weights_gb"] > 0
-        assert step["training/rollout_probs_diff_mean"] < PROBS_DIFF_BOUND
+        assert step["training/rollout_actor_probs_pearson_corr"] > CORRELATION_BOUND
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert (run_dir / "global_step_2" / "COMPLETE").exists()
     return steps

@@ -37,7 +37,12 @@ def sync_then_move_on(model_path: str, url: str, dtype: str) -> dict[str, Any]:
     engine = MegatronEngine(model_path, MegatronConfig(dtype=dtype), groups, optim=None)
     config = json.loads((Path(model_path) / "config.json").read_text())
     sync = WeightSync(
-        engine, [Replica(url, "sglang", 1)], config, bucket_bytes=BUCKET_BYTES, max_model_len=MAX_MODEL_LEN, timeout_s=300
+        engine,
+        [Replica(url, "sglang", 1)],
+        config,
+        bucket_bytes=BUCKET_BYTES,
+        max_model_len=MAX_MODEL_LEN,
+        timeout_s=300,
     )
     report = sync.sync(7, verify=True)
 

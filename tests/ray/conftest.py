@@ -10,7 +10,8 @@ from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.worker_group import WorkerGroup
 from scalerl.parallel.layout import Layout
 
-NUM_WORKERS = 4
+# Places for all groups of one test file together; a place is a number to Ray, no core.
+NUM_WORKERS = 8
 START_TIMEOUT_S = 180.0
 
 

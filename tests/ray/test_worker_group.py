@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -32,11 +33,9 @@ def rows_of(lengths: list[int]) -> list[list[int]]:
     return [[10 * row + place for place in range(length)] for row, length in enumerate(lengths)]
 
 
-def place(lengths: list[int]) -> ShardedBatch:
+def place(lengths: list[int], max_tokens: int = 8) -> ShardedBatch:
     """A batch of rows with these lengths, its ids in the object store."""
-    plan = plan_step(
-        lengths, dp_size=2, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=max(max(lengths), 8)
-    )
+    plan = plan_step(lengths, dp_size=2, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=max_tokens)
     rows = rows_of(lengths)
     columns = tuple(
         (ray.put(DataProto({"input_ids": Jagged.from_list([rows[row] for row in plan.rows(dp_rank)], torch.int64)})),)
@@ -113,16 +112,17 @@ def sent_through_the_driver(batch: ShardedBatch, metrics: dict[str, Metric]) -> 
 
 def test_messages_do_not_grow_with_tokens(group: WorkerGroup) -> None:
     sizes, stored = {}, {}
-    for scale in (1, 1000):
-        batch = place([length * scale for length in LENGTHS])
+    # Above the 100 KB up to which Ray keeps a result inside its reference.
+    for scale in (4000, 16_000):
+        batch = place([length * scale for length in LENGTHS], 8 * scale)
         metrics, columns = group.measure(batch, scale=3)
         batch = batch.with_columns(columns)
         sizes[scale] = sent_through_the_driver(batch, metrics)
         stored[scale] = sum(ray.get(column).tokens["scaled"].values.nbytes for column in columns)
-    assert stored[1000] == 1000 * stored[1]
+    assert stored[16_000] == 4 * stored[4000] > 2_000_000
     # A few bytes: small integers are pickled shorter than large ones.
-    assert abs(sizes[1000] - sizes[1]) < 100, sizes
-    assert sizes[1000] < stored[1000] / 20
+    assert abs(sizes[16_000] - sizes[4000]) < 100, sizes
+    assert sizes[16_000] < 5000
 
 
 def test_messages_grow_with_samples() -> None:
@@ -154,8 +154,20 @@ def test_an_exception(group: WorkerGroup, rank: int) -> None:
 
 
 def test_an_exception_on_a_shard(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerError, match=r"fail_on_shard failed on rank 2 \(.*pp_rank=1\): no such number"):
+    with pytest.raises(WorkerError, match=r"fail_on_shard failed on rank 2 \(.*pp_rank=1\)\): no such number"):
         group.fail_on_shard(place(LENGTHS), rank=2)
+
+
+def test_ray_adds_no_stack_of_its_own(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks' errors, which nobody asks for once the first is raised."""
+    printed: list[Exception] = []
+    monkeypatch.setattr(ray._private.worker, "_unhandled_error_handler", printed.append)
+    with pytest.raises(WorkerError):
+        group.fail_everywhere()
+    # The other ranks have answered too, and nothing holds their answers.
+    assert group.everyone(factor=1)
+    gc.collect()
+    assert printed == []
 
 
 def test_an_unknown_argument(group: WorkerGroup) -> None:

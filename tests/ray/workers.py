@@ -81,6 +81,10 @@ class PlainWorker:
             raise ArithmeticError("no such number")
         return self.rank
 
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_everywhere(self) -> None:
+        raise ArithmeticError(f"no such number on rank {self.rank}")
+
     @register(Dispatch.DP_COMPUTE_PROTO)
     def fail_on_shard(self, shard: DataProto, micro_batches: MicroBatches, *, rank: int) -> Result:
         return {}, self.fail(rank)
@@ -109,9 +113,10 @@ class SyncingWorker(MegatronWorker):
         return weights if self.rank == 0 else None
 
     @register(Dispatch.ONE_TO_ALL)
-    def lose_bucket(self, number: int, kind: str) -> None:
-        """From now on, of every sync to servers of this kind, one bucket does not leave."""
-        send, sync = self.weight_sync._send, self.weight_sync.sync
+    def lose_bucket(self, number: int | None, kind: str) -> None:
+        """From now on, of every sync to servers of this kind, bucket `number` (from 1; None: none) does not leave."""
+        weight_sync = self.weight_sync
+        send, sync = type(weight_sync)._send, type(weight_sync).sync
         count = 0
 
         def lossy(feed: Any, bucket: Any, policy_version: int) -> None:
@@ -120,11 +125,11 @@ class SyncingWorker(MegatronWorker):
                 count += 1
                 if count == number:
                     return
-            send(feed, bucket, policy_version)
+            send(weight_sync, feed, bucket, policy_version)
 
         def restart(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count = 0
-            return sync(*args, **kwargs)
+            return sync(weight_sync, *args, **kwargs)
 
-        self.weight_sync._send, self.weight_sync.sync = lossy, restart
+        weight_sync._send, weight_sync.sync = lossy, restart
