@@ -170,7 +170,6 @@ class HybridRollout:
         parts = self.workers.sync_weights(policy_version, verify=verify)
         if self._hands_over and self.num_syncs:
             self._get("resume", [self.worker.resume.remote(["kv_cache"])])
-        self._get("flush", [self.worker.flush_cache.remote()])
         self.num_syncs += 1
         slowest = max(parts, key=lambda part: part["sync_s"])
         return {

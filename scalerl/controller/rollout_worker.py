@@ -171,11 +171,6 @@ class RolloutWorker:
         for client in self.clients:
             client.resume(list(tags))
 
-    def flush_cache(self) -> None:
-        """Cached prefixes were computed with the old weights."""
-        for client in self.clients:
-            client.flush_cache()
-
 
 def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
     """63 bits from the four numbers: the same sample of the same step always draws the same."""

@@ -101,8 +101,10 @@ class WeightSync:
             dist.gather_object(blobs, gathered, dst=feed.lead, group=feed.group)
             blobs = {rank: blob for part in gathered or [] for rank, blob in part.items()}
         if feed.lead == self.rank:
+            # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides,
+            # up to a second of every step on a CPU.
             self.clients[feed.replica.url].update_weights(
-                [blobs[rank] for rank in range(feed.replica.tp_size)], flush_cache=False, policy_version=policy_version
+                [blobs[rank] for rank in range(feed.replica.tp_size)], flush_cache=True, policy_version=policy_version
             )
         if feed.group is not None:
             # The bucket's memory must live until every engine rank has copied it.

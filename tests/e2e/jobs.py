@@ -14,6 +14,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
 
 from scalerl.errors import EXIT_USER_ERROR
 
@@ -167,6 +170,15 @@ class Inputs:
     model: Path
     train: Path
     val: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of the model: the example may be tuned, the tests take its sizes as they are."""
+        return json.loads((self.model / "config.json").read_text(encoding="utf-8"))
+
+    @property
+    def data_source(self) -> str:
+        return pq.read_table(self.val, columns=["data_source"])["data_source"][0].as_py()
 
     def overrides(self, run_dir: Path, *more: str) -> list[str]:
         """Arguments of a short GRPO run on the embedded engine; `more` comes last and wins."""

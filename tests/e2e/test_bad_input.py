@@ -28,7 +28,7 @@ ONE_RANK = ("trainer.n_gpus_per_node=1", "trainer.total_training_steps=1")
 def row(**changes: object) -> dict:
     """A good row of the five columns, with changes; a column set to `...` is left out."""
     good = {
-        "data_source": "arithmetic/add",
+        "data_source": "sums",
         "prompt": [{"role": "user", "content": "12+3="}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "15"},
@@ -92,7 +92,7 @@ def file_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytes
     write(directory / "numbers.parquet", [row(ability=7)])
     model = copy_model(inputs, directory / "lacks_tensor", without="model.safetensors")
     tensors = load_file(inputs.model / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     overrides = inputs.overrides(
         directory / "run",
@@ -114,7 +114,7 @@ def test_empty_prompt_list(file_violations: list[str]) -> None:
 
 
 def test_missing_tensor(file_violations: list[str]) -> None:
-    only(file_violations, "lacks_tensor", "missing model.layers.1.mlp.up_proj.weight")
+    only(file_violations, "lacks_tensor", "missing model.layers.0.mlp.up_proj.weight")
 
 
 def test_model_without_config(file_violations: list[str]) -> None:
@@ -140,15 +140,16 @@ def fit_violations(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest
         f"data.val_files={directory / 'types.parquet'}",
         f"actor_rollout_ref.ref.model_path={ref}",
         f"custom_reward_function.path={reward}",
-        "trainer.n_gpus_per_node=9",
-        f"{TP}=3",
-        f"{PP}=3",
+        # One more than there are divides neither.
+        f"{TP}={(tp_size := inputs.config['num_attention_heads'] + 1)}",
+        f"{PP}={(pp_size := inputs.config['num_hidden_layers'] + 1)}",
+        f"trainer.n_gpus_per_node={tp_size * pp_size}",
     )
     return numbered(refused(start_job(main_ppo(overrides), directory)))
 
 
 def test_prompt_too_long(fit_violations: list[str]) -> None:
-    only(fit_violations, "long.parquet", "row 1", "column 'prompt'", "max_prompt_length=16", "(52 tokens)")
+    only(fit_violations, "long.parquet", "row 1", "column 'prompt'", "max_prompt_length=16", " tokens)")
 
 
 def test_wrong_type(fit_violations: list[str]) -> None:
@@ -163,12 +164,14 @@ def test_reward_file_without_the_name(fit_violations: list[str]) -> None:
     only(fit_violations, "reward.py does not define 'compute_score'", "custom_reward_function.name=compute_scores")
 
 
-def test_heads_not_divisible_by_tp(fit_violations: list[str]) -> None:
-    only(fit_violations, f"{TP} = 3: must divide the model's 4 attention heads")
+def test_heads_not_divisible_by_tp(fit_violations: list[str], inputs: Inputs) -> None:
+    heads = inputs.config["num_attention_heads"]
+    only(fit_violations, f"{TP} = {heads + 1}: must divide the model's {heads} attention heads")
 
 
-def test_layers_not_divisible_by_pp(fit_violations: list[str]) -> None:
-    only(fit_violations, f"{PP} = 3: must divide the model's 2 layers")
+def test_layers_not_divisible_by_pp(fit_violations: list[str], inputs: Inputs) -> None:
+    layers = inputs.config["num_hidden_layers"]
+    only(fit_violations, f"{PP} = {layers + 1}: must divide the model's {layers} layers")
 
 
 @pytest.mark.parametrize("choice", ["data.truncation=middle", "data.filter_overlong_prompts=true"])
@@ -202,7 +205,13 @@ def test_reward_function_that_fails(kind: str, inputs: Inputs, start_job: StartJ
     overrides = inputs.overrides(tmp_path / "run", *ONE_RANK, f"custom_reward_function.path={reward}")
     job = start_job(scalerl("train", *overrides), tmp_path)
     message = refused(job, 300)
-    for part in (f"compute_score of {reward}", "val prompt ", " sample 0", cause, "data_source: 'arithmetic/add'"):
+    for part in (
+        f"compute_score of {reward}",
+        "val prompt ",
+        " sample 0",
+        cause,
+        f"data_source: {inputs.data_source!r}",
+    ):
         assert part in message
     assert "ground_truth: '" in message and "response: '" in message and "reward_model.on_error=zero" in message
     job.assert_gone()

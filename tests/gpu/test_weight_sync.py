@@ -79,7 +79,6 @@ def check_sync(client: RolloutClient, model_a: Path, model_b: Path, *, device: s
     # One changed number in one tensor, and only that one is named.
     (wrong,) = report["wrong"]
     assert "layers.1.mlp.down_proj" in wrong
-    client.flush_cache()
     outputs = generate(client)
     assert {output.policy_version for output in outputs} == {7}
     assert worst_logprob_difference(model_b, outputs) < LOGPROB_BOUND
