@@ -52,16 +52,22 @@ def main(arguments: list[str]) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device)
-    # Before anything of ours makes load; the ceiling before the trainer holds the machine.
+    # Before anything of ours makes load.
     ran_on = record.machine(device)
-    ceilings = matmul_flops(options.world, device, options.dtype, options.ceiling_s)
+
+    def ceiling() -> float:
+        return sum(matmul_flops(options.world, device, options.dtype, options.ceiling_s))
+
+    # Before and after the trainer holds the machine: another process in the way can only make it smaller.
+    ceiling_before = ceiling()
     with tempfile.TemporaryDirectory() as directory:
         run_trainer(options, device, Path(directory))
         config = read_config(Path(directory) / "run")
         steps = read_steps(Path(directory) / "run", options.warmup)
         flops = flops_of(config["actor_rollout_ref"]["model"]["path"])
     sync_bytes = steps[0]["perf/update_weights_gb"] * 1e9
-    result = summarize(steps, config, flops, sum(ceilings), copy_bytes_per_s(int(sync_bytes), device))
+    highest = max(ceiling_before, ceiling())
+    result = summarize(steps, config, flops, highest, copy_bytes_per_s(int(sync_bytes), device))
     print(report(options, device, result))
     path = record.write(
         options.out,

@@ -118,10 +118,10 @@ def test_every_module_of_the_package_is_in_the_map():
         (
             "parallel",
             "from scalerl.rollout.client import RolloutClient",
-            "parallel (layer 2) imports rollout (layer 2)",
+            "parallel (layer 3) imports rollout (layer 3)",
         ),
-        ("config", "from scalerl import trainer", "config (layer 0) imports trainer (layer 5)"),
-        ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 1) imports parallel (layer 2)"),
+        ("config", "from scalerl import trainer", "config (layer 1) imports trainer (layer 6)"),
+        ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 2) imports parallel (layer 3)"),
         ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
         ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
         ("hybrid", "from .sync import plan", "relative import of .sync.plan"),

@@ -1,0 +1,16 @@
+"""Imported once by the fork server: the slow imports that every rank of every test would repeat."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
+
+from scalerl.parallel import platform
+
+platform.install("cpu" if not torch.cuda.is_available() else "cuda")
+
+import scalerl.parallel.engine
+import tests.tiny_models  # noqa: F401

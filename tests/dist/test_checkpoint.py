@@ -1,0 +1,335 @@
+"""A checkpoint of any layout loads on any other: the run goes on as it would have, and another model is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from scalerl.checkpoint import megatron as checkpoint
+from scalerl.merge import merge
+from scalerl.trainer import checkpoints
+from tests.dist.launch import run_ranks
+from tests.tiny_models import make_tiny_model
+
+# (tp_size, pp_size, world_size)
+LAYOUTS = {"one": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "tp2_pp2": (2, 2, 4)}
+TIED_LAYOUTS = ["tp2", "pp2", "tp2_pp2"]
+LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
+# Its padding depends on tp: 576 rows on one process, 640 on tp 2.
+VOCAB_SIZE = 520
+NUM_BEFORE, NUM_AFTER = 2, 2
+RELATIVE = 1e-6
+# Others than the model of the tests, each in one respect.
+OTHERS: dict[str, dict[str, Any]] = {
+    "hidden_size": {"hidden_size": 32},
+    "more_layers": {"num_layers": 4},
+    "no_qk_norm": {"family": "llama"},
+    "tied": {"tied": True},
+    "vocab_size": {"vocab_size": 700},
+}
+# What the refusal must name.
+NAMED = {
+    "hidden_size": "decoder.layers.0.self_attention.linear_qkv.weight: (64, 32), the model has (128, 64)",
+    "more_layers": "decoder.layers.2.input_layernorm.weight: not in the model",
+    "no_qk_norm": "decoder.layers.1.self_attention.q_layernorm.weight: not in the checkpoint",
+    "tied": "output_layer.weight: not in the checkpoint",
+    "vocab_size": "output_layer.weight: (704, 64), the model has (576, 64) or (640, 64)",
+}
+
+
+@dataclass
+class Continued:
+    """What a run does after its checkpoint. updates: per update loss, grad_norm and lr."""
+
+    updates: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    num_updates: int
+    random: list[torch.Tensor]
+
+
+class Trainer:
+    """One rank of a layout, with its share of the batch."""
+
+    def __init__(self, model_path: str, tp_size: int, pp_size: int, world_size: int) -> None:
+        from scalerl.parallel.layout import Layout, initialize
+
+        self.layout = Layout(world_size, tp_size, pp_size)
+        self.groups = initialize(self.layout, backend="gloo", timeout_s=60, seed=1)
+        self.engine = self.build(model_path)
+
+    def build(self, model_path: str) -> Any:
+        from scalerl.config.schema import MegatronConfig, OptimConfig
+        from scalerl.parallel.engine import MegatronEngine
+
+        # Warm-up and decay, so that every update has its own learning rate.
+        optim = OptimConfig(lr=1e-3, lr_warmup_steps=3, lr_decay_style="cosine", lr_decay_steps=10, clip_grad=0.5)
+        return MegatronEngine(model_path, MegatronConfig(dtype="float32"), self.groups, optim=optim)
+
+    def update(self, count: int) -> list[dict[str, float]]:
+        from scalerl.protocol import DataProto, Jagged
+
+        generator = torch.Generator().manual_seed(3)
+        rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+        mine = [row for row in range(len(rows)) if row % self.layout.dp_size == self.groups.at.dp_rank]
+        shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
+        half = len(mine) // 2
+        micro_batches = [range(half), range(half, len(mine))]
+
+        def objective(logprobs_T: torch.Tensor, *_: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = -logprobs_T.sum() / sum(LENGTHS)
+            return loss, {"loss": loss.detach()}
+
+        return [self.engine.update(shard, micro_batches, objective, temperature=0.7) for _ in range(count)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
+
+    def draw(self) -> list[torch.Tensor]:
+        """From torch's generator and from the one of tensor-parallel regions."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        draws = [torch.rand(4)]
+        with get_cuda_rng_tracker().fork():
+            draws.append(torch.rand(4))
+        return draws
+
+    def go_on(self) -> Continued:
+        draws = self.draw()
+        updates = self.update(NUM_AFTER)
+        return Continued(updates, self.weights(), self.engine.num_updates, draws)
+
+    def memory(self) -> list[torch.Tensor]:
+        """Copies of all that a load may change."""
+        state = [parameter.detach().clone() for parameter in self.engine.model.parameters()]
+        for part in self.engine.optimizer.chained_optimizers:
+            for values in part.optimizer.state.values():
+                state += [values[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
+        return state
+
+
+def train_and_save(model: str, layout: tuple[int, int, int], directory: str) -> Continued:
+    trainer = Trainer(model, *layout)
+    trainer.update(NUM_BEFORE)
+    trainer.draw()
+    weights = trainer.weights()
+    checkpoint.save_engine(trainer.engine, directory)
+    if torch.distributed.get_rank() == 0:
+        save_file(weights, Path(directory) / "exported.safetensors")
+    return trainer.go_on()
+
+
+def load_and_train(
+    model: str, layout: tuple[int, int, int], saved: dict[str, str], others: dict[str, str], deeper: str | None
+) -> tuple[dict[str, Continued], dict[str, str]]:
+    """Per checkpoint of `saved` what follows after loading it; per one of `others` why it is refused."""
+    trainer = Trainer(model, *layout)
+    refusals = {name: refusal(trainer, directory) for name, directory in others.items()}
+    continued = {}
+    for name, directory in saved.items():
+        checkpoint.load_engine(trainer.engine, directory)
+        continued[name] = trainer.go_on()
+    if deeper is not None:
+        trainer.engine = trainer.build(deeper)
+        refusals["fewer_layers"] = refusal(trainer, saved["one"])
+    return continued, refusals
+
+
+def refusal(trainer: Trainer, directory: str) -> str:
+    before = trainer.memory()
+    with pytest.raises(checkpoint.CheckpointMismatchError) as error:
+        checkpoint.load_engine(trainer.engine, directory)
+    assert all(torch.equal(*pair) for pair in zip(trainer.memory(), before, strict=True)), "a refused load left traces"
+    return str(error.value)
+
+
+def save_others(models: dict[str, str], directories: dict[str, str]) -> None:
+    """Fresh checkpoints of other models, all from one process."""
+    trainer = None
+    for name, model in models.items():
+        if trainer is None:
+            trainer = Trainer(model, 1, 1, 1)
+        else:
+            trainer.engine = trainer.build(model)
+        Path(directories[name]).mkdir()
+        checkpoint.save_engine(trainer.engine, directories[name])
+
+
+@dataclass
+class Saved:
+    """Per layout: the checkpoint directory (as the trainer commits it) and what each rank did after it."""
+
+    model: Path
+    directories: dict[str, str]
+    continued: dict[str, list[Continued]]
+
+
+def save_on(layouts: list[str], model: Path, root: Path) -> Saved:
+    directories, continued = {}, {}
+    for name in layouts:
+
+        def write(directory: str, name: str = name) -> None:
+            continued[name] = run_ranks(LAYOUTS[name][2], train_and_save, str(model), LAYOUTS[name], directory)
+
+        path = checkpoints.save(str(root / name), 7, write_actor=write, model_path=str(model), state={}, keep=None)
+        directories[name] = str(path / "actor")
+    return Saved(model, directories, continued)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    model = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    return save_on(list(LAYOUTS), model, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """name -> checkpoint directory of a model that differs in one respect."""
+    models = {
+        name: str(
+            make_tiny_model(
+                tmp_path_factory.mktemp(name), **({"family": "qwen3", "vocab_size": VOCAB_SIZE} | OTHERS[name])
+            )
+        )
+        for name in OTHERS
+    }
+    directories = {name: str(tmp_path_factory.mktemp("others") / name) for name in OTHERS}
+    run_ranks(1, save_others, models, directories)
+    return directories
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def loaded(
+    request: pytest.FixtureRequest, saved: Saved, others: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[tuple[dict[str, Continued], dict[str, str]]]]:
+    """The layout, and per rank what it did with every checkpoint."""
+    deeper = make_tiny_model(tmp_path_factory.mktemp("deeper"), "qwen3", vocab_size=VOCAB_SIZE, num_layers=4)
+    layout = LAYOUTS[request.param]
+    return request.param, run_ranks(
+        layout[2], load_and_train, str(saved.model), layout, saved.directories, others, str(deeper)
+    )
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def last_stage(ranks: list[Continued]) -> Continued:
+    return next(rank for rank in ranks if "loss" in rank.updates[0])
+
+
+def assert_goes_on(actual: list[Continued], expected: list[Continued]) -> None:
+    """On another layout: the same numbers up to the order of sums."""
+    mine, theirs = last_stage(actual), last_stage(expected)
+    for update, wanted in zip(mine.updates, theirs.updates, strict=True):
+        assert update["lr"] == wanted["lr"]
+        assert update["loss"] == pytest.approx(wanted["loss"], rel=RELATIVE)
+        assert update["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=RELATIVE)
+    for rank in actual:
+        assert rank.num_updates == NUM_BEFORE + NUM_AFTER
+        for name, wanted_weight in theirs.weights.items():
+            assert relative(rank.weights[name], wanted_weight) < RELATIVE, name
+
+
+def assert_same_bits(actual: list[Continued], expected: list[Continued]) -> None:
+    """On the same layout: the same numbers, rank by rank."""
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.updates == theirs.updates
+        assert all(torch.equal(mine.weights[name], theirs.weights[name]) for name in theirs.weights)
+        assert all(torch.equal(*pair) for pair in zip(mine.random, theirs.random, strict=True))
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_a_run_goes_on(saved: Saved, loaded: tuple[str, list], source: str) -> None:
+    layout, ranks = loaded
+    actual = [continued[source] for continued, _ in ranks]
+    assert_goes_on(actual, saved.continued[source])
+    if layout == source:
+        assert_same_bits(actual, saved.continued[source])
+
+
+def test_the_schedule_goes_on(saved: Saved) -> None:
+    """Else equal learning rates would say nothing."""
+    rates = [update["lr"] for update in last_stage(saved.continued["one"]).updates]
+    # Warm-up ends with the third update; the fourth is the first of the cosine's 7.
+    assert rates[0] == pytest.approx(1e-3) and 0 < rates[1] < 1e-3
+    for name, ranks in saved.continued.items():
+        assert [update["lr"] for update in last_stage(ranks).updates] == rates, name
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "fewer_layers"])
+def test_another_model_is_refused(loaded: tuple[str, list], other: str) -> None:
+    _, ranks = loaded
+    messages = {refusals[other] for _, refusals in ranks}
+    assert len(messages) == 1, "ranks disagree"
+    wanted = NAMED.get(other, "decoder.layers.2.input_layernorm.weight: not in the checkpoint")
+    assert wanted in messages.pop()
+
+
+@pytest.mark.parametrize("broken", ["share_adam_step", "skip_optimizer"])
+def test_the_comparison_sees_a_lost_optimizer(saved: Saved, broken: str) -> None:
+    ranks = run_ranks(1, load_broken, str(saved.model), saved.directories["one"], broken)
+    with pytest.raises(AssertionError):
+        assert_goes_on(ranks, saved.continued["one"])
+
+
+def load_broken(model: str, directory: str, broken: str) -> Continued:
+    trainer = Trainer(model, 1, 1, 1)
+    if broken == "share_adam_step":
+        checkpoint._unshare_adam_step = lambda optimizer: None
+    else:
+        trainer.engine.optimizer.load_state_dict = lambda state: None
+    checkpoint.load_engine(trainer.engine, directory)
+    return trainer.go_on()
+
+
+@pytest.fixture(scope="module")
+def saved_tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB_SIZE, initializer_range=0.1)
+    return save_on(TIED_LAYOUTS, model, tmp_path_factory.mktemp("saved_tied"))
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_tied_embeddings(saved_tied: Saved, layout: str) -> None:
+    ranks = run_ranks(
+        LAYOUTS[layout][2],
+        load_and_train,
+        str(saved_tied.model),
+        LAYOUTS[layout],
+        saved_tied.directories,
+        {},
+        None,
+    )
+    for source, expected in saved_tied.continued.items():
+        actual = [continued[source] for continued, _ in ranks]
+        assert_goes_on(actual, expected)
+        if source == layout:
+            assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("layout", TIED_LAYOUTS)
+@pytest.mark.parametrize("which", ["saved", "saved_tied"])
+def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layout: str) -> None:
+    found: Saved = request.getfixturevalue(which)
+    directory = Path(found.directories[layout])
+    merge(directory, tmp_path / "merged")
+    expected = load_file(directory / "exported.safetensors")
+    actual = load_file(tmp_path / "merged" / "model.safetensors")
+    assert actual.keys() == expected.keys() == load_file(found.model / "model.safetensors").keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    weights = model.state_dict()
+    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+    assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
+
+
+def test_the_merge_has_the_trained_weights(saved: Saved) -> None:
+    """Else a merge of the starting weights would pass."""
+    start = load_file(saved.model / "model.safetensors")
+    trained = load_file(Path(saved.directories["one"]) / "exported.safetensors")
+    assert not any(torch.equal(start[name], trained[name]) for name in start)
