@@ -107,6 +107,7 @@ class HybridRollout:
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
             max_model_len=self.max_model_len,
             timeout_s=self.timeout_s,
+            dtype=self.rollout.dtype,
         )
 
     def generate(self, uids: Sequence[int], *, step: int) -> tuple[BatchRef, Metrics]:

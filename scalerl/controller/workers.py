@@ -203,7 +203,11 @@ class MegatronWorker:
         bucket_bytes: int,
         max_model_len: int,
         timeout_s: float,
+        dtype: str | None = None,
     ) -> None:
+        """dtype: what the servers store; None: as the engine's."""
+        import torch
+
         from scalerl.hybrid.weight_sync import WeightSync
 
         self.weight_sync = WeightSync(
@@ -213,6 +217,7 @@ class MegatronWorker:
             bucket_bytes=bucket_bytes,
             max_model_len=max_model_len,
             timeout_s=timeout_s,
+            dtype=getattr(torch, dtype) if dtype else None,
         )
 
     @register(Dispatch.ONE_TO_ALL)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -46,10 +47,14 @@ class WeightSync:
         bucket_bytes: int,
         max_model_len: int,
         timeout_s: float,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """model_config: the model's config.json, which tells how a server cuts and fuses the tensors it checks."""
+        """model_config: the model's config.json, which tells how a server cuts and fuses the tensors it checks.
+
+        dtype: what the servers store; None: as the engine's.
+        """
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
-        self.rank = dist.get_rank()
+        self.rank, self.dtype = dist.get_rank(), dtype
         self.feeds = []
         for replica, ranks in zip(replicas, plan_feeds(replicas, dist.get_world_size()), strict=True):
             distinct = sorted(set(ranks))
@@ -72,7 +77,7 @@ class WeightSync:
         start = time.perf_counter()
         mine = [feed for feed in self.feeds if self.rank in feed.ranks]
         led = [feed for feed in mine if feed.lead == self.rank]
-        expected = [ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind) for f in led if verify]
+        expected = [ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind, self.dtype) for f in led if verify]
         for feed in led:
             self.clients[feed.replica.url].begin_weight_update()
         num_bytes = 0
