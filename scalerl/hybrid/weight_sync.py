@@ -77,7 +77,9 @@ class WeightSync:
         start = time.perf_counter()
         mine = [feed for feed in self.feeds if self.rank in feed.ranks]
         led = [feed for feed in mine if feed.lead == self.rank]
-        expected = [ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind, self.dtype) for f in led if verify]
+        expected = [
+            ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind, self.dtype) for f in led if verify
+        ]
         for feed in led:
             self.clients[feed.replica.url].begin_weight_update()
         num_bytes = 0
