@@ -75,8 +75,8 @@ def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]
         "sampling_backend": "pytorch",
         # Overlap hides host work behind the device; here both are the same cores.
         "disable_overlap_schedule": True,
-        # An idle scheduler polls without pause otherwise: half a core that the trainer needs. With more ranks the others
-        # still poll, so there it is left alone.
+        # An idle scheduler polls without pause otherwise: half a core that the trainer needs. Where there are
+        # more ranks the others would still poll.
         "sleep_on_idle": rollout.tensor_model_parallel_size == 1,
         "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
         "max_total_tokens": rollout.max_num_seqs * (max_model_len + CONTEXT_SLACK),
