@@ -71,6 +71,18 @@ class MegatronConfig:
     tensor_model_parallel_size: int = 1
     # Stages that share the layers.
     pipeline_model_parallel_size: int = 1
+    # Model chunks of each stage (interleaved pipeline); null: one.
+    virtual_pipeline_model_parallel_size: int | None = None
+    # Layers of the first stage, where it holds the embedding and should have fewer; null: as the others.
+    num_layers_in_first_pipeline_stage: int | None = None
+    # Layers of the last stage, where it holds the vocabulary and should have fewer; null: as the others.
+    num_layers_in_last_pipeline_stage: int | None = None
+    # Devices that share each sequence.
+    context_parallel_size: int = 1
+    # Devices that share the experts of each layer.
+    expert_model_parallel_size: int = 1
+    # Devices that share each expert; null: tensor_model_parallel_size.
+    expert_tensor_parallel_size: int | None = None
     # Ignored (off) when tensor_model_parallel_size is 1.
     sequence_parallel: bool = True
     # Optimizer state is split over the data-parallel ranks.

@@ -11,55 +11,141 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Coordinates:
+    """Place of one rank. etp_rank, ep_rank: its place for the experts of a mixture, over the same ranks."""
+
     tp_rank: int
+    cp_rank: int
     dp_rank: int
     pp_rank: int
+    etp_rank: int
+    ep_rank: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes only; no torch.distributed. Ranks count tp first, then dp, then pp (megatron-core: tp-cp-ep-dp-pp)."""
+    """Sizes only; no torch.distributed.
+
+    Ranks count tp first, then cp, then dp, then pp (megatron-core: tp-cp-ep-dp-pp). Inside one pipeline stage the
+    experts count their own way over the same ranks: etp first, then ep, then the data-parallel copies of an expert.
+
+    vpp_size: model chunks of a stage (1: the pipeline is not interleaved).
+    first_stage_layers, last_stage_layers: layers of that stage where they differ from the others.
+    """
 
     world_size: int
     tp_size: int = 1
     pp_size: int = 1
+    cp_size: int = 1
+    ep_size: int = 1
+    etp_size: int = 1
+    vpp_size: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.world_size % (self.tp_size * self.pp_size):
+        if self.world_size % (self.tp_size * self.cp_size * self.pp_size):
             raise ValueError(
-                f"world size {self.world_size} is not a multiple of tp_size * pp_size = {self.tp_size} * {self.pp_size}"
+                f"world size {self.world_size} is not a multiple of tp_size * cp_size * pp_size = "
+                f"{self.tp_size} * {self.cp_size} * {self.pp_size}"
+            )
+        if self._ranks_per_stage % (self.etp_size * self.ep_size):
+            raise ValueError(
+                f"the {self._ranks_per_stage} ranks of a pipeline stage are not a multiple of etp_size * ep_size = "
+                f"{self.etp_size} * {self.ep_size}"
             )
 
     @property
+    def _ranks_per_stage(self) -> int:
+        return self.world_size // self.pp_size
+
+    @property
     def dp_size(self) -> int:
-        return self.world_size // (self.tp_size * self.pp_size)
+        return self._ranks_per_stage // (self.tp_size * self.cp_size)
 
     def coordinates(self, rank: int) -> Coordinates:
+        in_stage = rank % self._ranks_per_stage
         return Coordinates(
-            tp_rank=rank % self.tp_size,
-            dp_rank=rank // self.tp_size % self.dp_size,
-            pp_rank=rank // (self.tp_size * self.dp_size),
+            tp_rank=in_stage % self.tp_size,
+            cp_rank=in_stage // self.tp_size % self.cp_size,
+            dp_rank=in_stage // (self.tp_size * self.cp_size),
+            pp_rank=rank // self._ranks_per_stage,
+            etp_rank=in_stage % self.etp_size,
+            ep_rank=in_stage // self.etp_size % self.ep_size,
         )
 
     def output_ranks(self) -> list[int]:
-        """For each dp rank, the rank that holds its results: tp rank 0 of the last pipeline stage."""
+        """For each dp rank, the rank that holds its results: tp and cp rank 0 of the last pipeline stage."""
         found = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
-            if at.tp_rank == 0 and at.pp_rank == self.pp_size - 1:
+            if at.tp_rank == 0 and at.cp_rank == 0 and at.pp_rank == self.pp_size - 1:
                 found[at.dp_rank] = rank
         return [found[dp_rank] for dp_rank in range(self.dp_size)]
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage. Raises ValueError with the rule that num_layers breaks."""
+        ends = {0: self.first_stage_layers, self.pp_size - 1: self.last_stage_layers}
+        given = {stage: size for stage, size in ends.items() if size is not None}
+        if given and self.pp_size == 1:
+            raise ValueError("layers of the first or last pipeline stage are given, but there is one stage only")
+        left, stages_left = num_layers - sum(given.values()), self.pp_size - len(given)
+        if left < 0 or (left and not stages_left) or (stages_left and left % stages_left):
+            apart = f", {given} of them fixed by stage" if given else ""
+            raise ValueError(
+                f"num_hidden_layers {num_layers}{apart} cannot be divided evenly over "
+                f"pipeline_model_parallel_size {self.pp_size}"
+            )
+        sizes = [given.get(stage, left // max(stages_left, 1)) for stage in range(self.pp_size)]
+        if any(size % self.vpp_size for size in sizes):
+            raise ValueError(
+                f"the stages have {sizes} layers; each must be a multiple of the {self.vpp_size} model chunks of a stage "
+                "(virtual_pipeline_model_parallel_size)"
+            )
+        return sizes
+
+    def layers(self, num_layers: int, pp_rank: int) -> list[range]:
+        """Global indices of the layers of each model chunk of that stage.
+
+        Chunk c of all stages comes before chunk c + 1 of any: with 8 layers, 2 stages and 2 chunks, stage 0 holds
+        [0, 1] and [4, 5].
+        """
+        per_chunk = [size // self.vpp_size for size in self.stage_sizes(num_layers)]
+        begin = sum(per_chunk[:pp_rank])
+        return [
+            range(chunk * sum(per_chunk) + begin, chunk * sum(per_chunk) + begin + per_chunk[pp_rank])
+            for chunk in range(self.vpp_size)
+        ]
+
+    def owner_of_layer(self, num_layers: int, layer: int) -> tuple[int, int]:
+        """(pp_rank, chunk) of a global layer index."""
+        for pp_rank in range(self.pp_size):
+            for chunk, layers in enumerate(self.layers(num_layers, pp_rank)):
+                if layer in layers:
+                    return pp_rank, chunk
+        raise ValueError(f"layer {layer} of {num_layers}")
+
+    def experts(self, num_experts: int, ep_rank: int) -> range:
+        """Global indices of the experts that this expert-parallel rank holds in every layer."""
+        per_rank = num_experts // self.ep_size
+        return range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that scalerl's own collectives use, and this rank's place in them."""
+    """The process groups that scalerl's own collectives use, and this rank's place in them.
+
+    dp: the copies that see other samples. dp_cp: those that see other tokens (dp x cp). etp, ep: of the experts.
+    """
 
     layout: Layout
     at: Coordinates
     tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    etp: dist.ProcessGroup
+    ep: dist.ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
@@ -80,22 +166,33 @@ def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> 
     parallel_state.initialize_model_parallel(
         layout.tp_size,
         layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
+        context_parallel_size=layout.cp_size,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     at = layout.coordinates(dist.get_rank())
-    theirs = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
+    theirs = Coordinates(
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
     )
-    assert theirs == (at.tp_rank, at.dp_rank, at.pp_rank), f"megatron's rank order {theirs} is not ours {at}"
+    assert theirs == at, f"megatron's rank order {theirs} is not ours {at}"
     return Groups(
         layout,
         at,
         tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        etp=parallel_state.get_expert_tensor_parallel_group(),
+        ep=parallel_state.get_expert_model_parallel_group(),
     )
