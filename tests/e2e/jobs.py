@@ -64,6 +64,8 @@ class Job:
                 cwd=self.directory,
                 env=environment,
                 start_new_session=True,
+                # As from a terminal: a suite in the background of a shell ignores SIGINT, and its children would too.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.seen: set[Process] = set()
 
