@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
@@ -27,7 +36,12 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
 def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
@@ -69,11 +83,15 @@ def make_tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     initializer_range: float = 0.2,
+    num_experts: int = 4,
+    **config_changes: Any,
 ) -> Path:
     """Write config, safetensors, generation config and tokenizer to `path`; returns it.
 
-    family: qwen3 | qwen2 | llama.  tied: input and output embeddings share weights; None: only for qwen2.
+    family: a key of FAMILIES.  tied: input and output embeddings share weights; None: only for qwen2.
     ffn_size: None is twice the hidden size.  head_dim: None is hidden_size / num_heads; qwen2 allows nothing else.
+    num_experts: of families that have any; 2 for each token. deepseek_v3: first layer dense, 2 groups of experts,
+    one shared. config_changes: keys of config.json instead of the ones that this function would write.
     Biases and norm weights are random too, so that a test notices when one is lost.
     """
     config_class, model_class = FAMILIES[family]
@@ -91,10 +109,13 @@ def make_tiny_model(
         tie_word_embeddings=family == "qwen2" if tied is None else tied,
         initializer_range=initializer_range,
     )
-    if family != "qwen2":
+    if family == "deepseek_v3":
+        config["num_key_value_heads"] = num_heads
+    elif family != "qwen2":
         config["head_dim"] = head_dim or hidden_size // num_heads
     elif head_dim not in (None, hidden_size // num_heads):
         raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
+    config |= _of_family(family, hidden_size, num_experts) | config_changes
     # transformers draws from the global generator; the caller keeps its state.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -103,7 +124,39 @@ def make_tiny_model(
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(0.1 * torch.randn_like(buffer))
     path = Path(path)
     model.to(dtype).save_pretrained(path)
     tiny_tokenizer(vocab_size).save_pretrained(path)
     return path
+
+
+def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any]:
+    if family in ("mistral", "mixtral"):
+        changes: dict[str, Any] = {"sliding_window": None}
+        return changes | ({"num_local_experts": num_experts} if family == "mixtral" else {})
+    if family == "qwen3_moe":
+        return {
+            "num_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": hidden_size // 2,
+            "norm_topk_prob": True,
+        }
+    if family == "deepseek_v3":
+        return {
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": hidden_size // 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": hidden_size // 2,
+            "kv_lora_rank": hidden_size // 4,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+        }
+    return {}

@@ -6,9 +6,8 @@ Every function is deterministic: ties go to the lower item or bin number.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,36 +27,41 @@ def lower_bound(sizes: np.ndarray, cap: int) -> int:
 
 def first_fit_decreasing(sizes: Sequence[int] | np.ndarray, cap: int) -> Bins:
     """Items by decreasing size, each into the first bin with room; a new bin when there is none."""
-    sizes = np.asarray(sizes)
-    bins: Bins = []
-    room = np.full(len(sizes) + 1, cap, dtype=np.int64)
-    values, smallest, first_open = sizes.tolist(), int(sizes.min(initial=cap)), 0
-    for item in np.argsort(-sizes, kind="stable").tolist():
-        while room[first_open] < smallest:
-            first_open += 1
-        index = first_open + int((room[first_open : len(bins) + 1] >= values[item]).argmax())
-        if index == len(bins):
-            bins.append([])
-        bins[index].append(item)
-        room[index] -= values[item]
-    return bins
+    return _fit_decreasing(np.asarray(sizes), cap, lambda room, index: index)
 
 
-def best_fit_decreasing(sizes: np.ndarray, cap: int) -> Bins:
-    """Items by decreasing size, each into the fullest bin with room; a new bin when there is none."""
+def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, cap: int) -> Bins:
+    """Items by decreasing size, each into the fullest bin with room (the first of those); a new bin if none has."""
+    return _fit_decreasing(np.asarray(sizes), cap, lambda room, index: (room, index))
+
+
+def _fit_decreasing(sizes: np.ndarray, cap: int, order: Callable[[int, int], Any]) -> Bins:
+    """Items by decreasing size, each into the bin with room that comes first by order(room, index)."""
     bins: Bins = []
-    rooms: list[tuple[int, int]] = []
+    rooms: list[int] = []
+    # Bins with room for the item at hand. The others are parked, roomiest first: as items get smaller, they come back.
+    ready: list[tuple[Any, int]] = []
+    parked: list[tuple[int, int]] = []
     values = sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = values[item]
-        at = bisect_left(rooms, (size, -1))
-        if at < len(rooms):
-            room, index = rooms.pop(at)
+        while parked and -parked[0][0] >= size:
+            room, index = heapq.heappop(parked)
+            heapq.heappush(ready, (order(-room, index), index))
+        if ready:
+            index = ready[0][1]
+            bins[index].append(item)
         else:
-            room, index = cap, len(bins)
-            bins.append([])
-        bins[index].append(item)
-        insort(rooms, (room - size, index))
+            index = len(bins)
+            bins.append([item])
+            rooms.append(cap)
+            ready.append((order(cap, index), index))
+        room = rooms[index] = rooms[index] - size
+        if room >= size:
+            heapq.heapreplace(ready, (order(room, index), index))
+        else:
+            heapq.heappop(ready)
+            heapq.heappush(parked, (-room, index))
     return bins
 
 
@@ -127,18 +131,23 @@ def fewest_bins(
     Returns (what attempt gave or None, the heuristics' bins or [] when they were not needed, number of bins).
     The number never exceeds first-fit-decreasing's rounded up to `step`, but may exceed the number of items.
     """
-    lowest = _round_up(lower_bound(sizes, cap), step)
+    lowest = round_up(lower_bound(sizes, cap), step)
     found = attempt(lowest)
     if found is not None:
         return found, [], lowest
-    bins = min(first_fit_decreasing(sizes, cap), best_fit_decreasing(sizes, cap), key=len)
-    count = _round_up(len(bins), step)
+    bins = best_fit_decreasing(sizes, cap)
+    if round_up(len(bins), step) > lowest:
+        bins = min(first_fit_decreasing(sizes, cap), bins, key=len)
+    count = round_up(len(bins), step)
+    if count == lowest:
+        return None, bins, count
     while count - step > lowest and (fewer := attempt(count - step)) is not None:
         found, count = fewer, count - step
     return (attempt(count) if found is None else found), bins, count
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The smallest multiple of step that is not below value."""
     return -(-value // step) * step
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalerl.balance.packing import Bins, fewest_bins, group_evenly, least_loaded, pack, split_to
+from scalerl.balance.alignment import Alignment
+from scalerl.balance.packing import Bins, fewest_bins, group_evenly, least_loaded, lower_bound, pack, round_up, split_to
 from scalerl.balance.refine import even_out
 
 MicroBatch = tuple[int, ...]
+NO_ALIGNMENT = Alignment()
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,14 @@ class StepPlan:
     """micro_batches[dp_rank][mini_batch][micro_batch] = row indices of the step's batch, ascending.
 
     All ranks have the same number of micro-batches in a mini-batch; none is empty; every row is in exactly one.
+
+    lower_bounds: per mini-batch, micro-batches of each rank that no plan under the same rules can go below.
+    num_padded_tokens: that the layout's alignment adds to the batch in one pass, over all ranks.
     """
 
     micro_batches: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+    lower_bounds: tuple[int, ...]
+    num_padded_tokens: int = 0
 
     @property
     def dp_size(self) -> int:
@@ -64,12 +71,14 @@ def plan_step(
     workload_S: Sequence[float] | np.ndarray | None = None,
     sample_names: Sequence[str] | None = None,
     micro_batch_multiple: int = 1,
+    alignment: Alignment = NO_ALIGNMENT,
 ) -> StepPlan:
     """Packs each mini-batch into as few micro-batches as found, none over the cap, and balances the ranks' workload.
 
     num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; together every row once.
     workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
     micro_batch_multiple: micro-batches of a rank in a mini-batch are a multiple of it (virtual pipeline).
+    alignment: what the layout adds to sequences and micro-batches; it counts towards the cap.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
@@ -81,18 +90,25 @@ def plan_step(
     minis = [np.asarray(rows, dtype=np.int64).reshape(-1) for rows in mini_batches]
     names = _Names(sample_names)
     _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
-    _check_samples(num_tokens_S, workload_S, max_tokens_per_micro_batch, names)
+    cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
+    sizes_S = alignment.of_sequences(num_tokens_S)
+    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment)
     _check_partition(minis, len(num_tokens_S), names)
     multiple = dp_size * micro_batch_multiple
-    plans = []
+    plans, lower_bounds, num_computed = [], [], 0
     for number, rows in enumerate(minis):
         if len(rows) < multiple:
             raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple))
-        ranks = _plan_mini_batch(
-            num_tokens_S[rows], workload_S[rows], dp_size, micro_batch_multiple, max_tokens_per_micro_batch, number
-        )
+        sizes = sizes_S[rows]
+        ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number)
         plans.append([_ordered(bins, rows, workload_S) for bins in ranks])
-    return StepPlan(tuple(tuple(plan[rank] for plan in plans) for rank in range(dp_size)))
+        lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
+        num_computed += sum(alignment.of_micro_batch(int(sizes[items].sum())) for bins in ranks for items in bins)
+    return StepPlan(
+        tuple(tuple(plan[rank] for plan in plans) for rank in range(dp_size)),
+        tuple(lower_bounds),
+        num_computed - int(num_tokens_S.sum()),
+    )
 
 
 def _plan_mini_batch(
@@ -176,6 +192,21 @@ def seqlen_metrics(
     }
 
 
+def packing_metrics(num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan) -> dict[str, float]:
+    """What the plan costs beyond the samples' own tokens and beyond the fewest micro-batches.
+
+    packing/padding_frac: alignment tokens / computed tokens of a pass over the batch; computed is real + alignment.
+    packing/optimality_gap: micro-batches of a rank in the step / their lower bound - 1; 0 proves that no plan needs
+    fewer, more may be the bound's weakness. packing/num_micro_batches: of each rank in the step.
+    """
+    num_tokens, num_micro_batches = int(np.sum(num_tokens_S)), sum(plan.num_micro_batches)
+    return {
+        "packing/padding_frac": plan.num_padded_tokens / (num_tokens + plan.num_padded_tokens),
+        "packing/optimality_gap": num_micro_batches / sum(plan.lower_bounds) - 1.0,
+        "packing/num_micro_batches": float(num_micro_batches),
+    }
+
+
 @dataclass(frozen=True)
 class _Names:
     names: Sequence[str] | None
@@ -195,21 +226,26 @@ def _check_sizes(dp_size: int, multiple: int, cap: int, num_mini_batches: int) -
             raise ValueError(f"plan_step: {name} is {value}, must be at least 1")
 
 
-def _check_samples(num_tokens_S: np.ndarray, workload_S: np.ndarray, cap: int, names: _Names) -> None:
+def _check_samples(
+    num_tokens_S: np.ndarray, sizes_S: np.ndarray, workload_S: np.ndarray, cap: int, names: _Names, alignment: Alignment
+) -> None:
     if workload_S.shape != num_tokens_S.shape:
         raise ValueError(f"plan_step: {len(workload_S)} workloads for {len(num_tokens_S)} samples")
+    size = "{tokens} tokens" if alignment.sequence == 1 else "{tokens} tokens ({size} in this layout)"
     for rows, problem in (
         (num_tokens_S < 1, "has {tokens} tokens: a sample needs at least one"),
         (
-            num_tokens_S > cap,
-            "has {tokens} tokens, over the {cap} of one micro-batch: set actor.ppo_max_token_len_per_gpu (SFT: "
-            "data.max_token_len_per_gpu) to at least {tokens}, or shorten the data",
+            sizes_S > cap,
+            f"has {size}, over the {{cap}} of one micro-batch: set actor.ppo_max_token_len_per_gpu (SFT: "
+            "data.max_token_len_per_gpu) to at least {needed}, or shorten the data",
         ),
         (~(np.isfinite(workload_S) & (workload_S > 0)), "has workload {work}: must be positive and finite"),
     ):
         if rows.any():
             row = int(rows.argmax())
-            raise ValueError(f"{names[row]} " + problem.format(tokens=num_tokens_S[row], cap=cap, work=workload_S[row]))
+            facts = {"tokens": num_tokens_S[row], "size": sizes_S[row], "cap": cap, "work": workload_S[row]}
+            needed = alignment.of_micro_batch(int(sizes_S[row]))
+            raise ValueError(f"{names[row]} " + problem.format(**facts, needed=needed))
 
 
 def _check_partition(minis: list[np.ndarray], num_samples: int, names: _Names) -> None:

@@ -22,11 +22,18 @@ DIST_CKPT = "dist_ckpt"
 RNG = "rng"
 # First parts of the model's own keys; the optimizer's begin with `optimizer.`.
 _MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+# What of an engine a checkpoint holds.
+_STATE = ("params", "optimizer")
 # Tensors that an error names.
 _MAX_SHOWN = 8
 # Optimizer state is stored by parameter, not by rank, so that tp, pp and dp may change; one key per layer, so that
 # merge can read layer by layer.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "non_homogeneous_layers": True}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "non_homogeneous_layers": True,
+    # The optimizers of experts and of the rest write under names of their own anyway.
+    "chained_optim_avoid_prefix": True,
+}
 
 
 class CheckpointMismatchError(UserError):
@@ -36,6 +43,7 @@ class CheckpointMismatchError(UserError):
 def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """Collective. Writes directory/dist_ckpt and directory/rng/rank_*.safetensors; the caller commits the directory."""
     directory = Path(directory)
+    engine.require_on_device(*_STATE, work="saving a checkpoint")
     if dist.get_rank() == 0:
         (directory / DIST_CKPT).mkdir(parents=True)
         (directory / RNG).mkdir()
@@ -48,10 +56,12 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """Collective. Raises CheckpointMismatchError, before any weight changes, if the checkpoint is another model's."""
     directory = Path(directory)
+    engine.require_on_device(*_STATE, work="loading a checkpoint")
     _check_model(engine, directory / DIST_CKPT)
     state = _sharded_state(engine, is_loading=True)
     loaded = dist_checkpointing.load(state, str(directory / DIST_CKPT))
-    engine.model.load_state_dict(loaded["model"], strict=False)
+    for index, chunk in enumerate(engine.chunks):
+        chunk.load_state_dict(loaded["model"][_chunk(index)], strict=False)
     _keep_adam_step(engine.optimizer)
     engine.optimizer.load_state_dict(loaded["optimizer"])
     _unshare_adam_step(engine.optimizer)
@@ -63,9 +73,13 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
         _set_rng_state(load_file(rng_file))
 
 
+def _chunk(index: int) -> str:
+    return f"model{index}"
+
+
 def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
     _keep_bucket_padding(engine.optimizer)
-    model = engine.model.sharded_state_dict(metadata=_METADATA)
+    model = {_chunk(i): chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(engine.chunks)}
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     return {"model": model, "optimizer": optimizer, "num_updates": engine.num_updates}
 

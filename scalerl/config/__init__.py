@@ -5,21 +5,32 @@ from __future__ import annotations
 from scalerl.config.batch_table import batch_table
 from scalerl.config.compose import compose
 from scalerl.config.errors import ConfigError
+from scalerl.config.layout_rules import (
+    ModelSizes,
+    dp_size,
+    expert_tp_size,
+    layout_violations,
+    micro_batch_multiple,
+    world_size,
+)
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
 from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.config.validate import dp_size, layout_violations, validate_ppo, validate_sft, world_size
+from scalerl.config.validate import validate_ppo, validate_sft
 
 __all__ = [
     "ConfigError",
+    "ModelSizes",
     "PPOConfig",
     "SFTConfig",
     "batch_table",
     "compose",
     "dp_size",
+    "expert_tp_size",
     "flatten",
     "help_text",
     "layout_violations",
+    "micro_batch_multiple",
     "save_resolved",
     "validate_ppo",
     "validate_sft",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from scalerl.config.layout_rules import dp_size, world_size
 from scalerl.config.schema import PPOConfig
-from scalerl.config.validate import dp_size, world_size
 
 
 def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
@@ -21,6 +21,9 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     per_rank = mini * n / ranks
     most = math.ceil(per_rank) * longest
+    divided = [("tensor", megatron.tensor_model_parallel_size), ("pipeline", megatron.pipeline_model_parallel_size)]
+    if megatron.context_parallel_size > 1:
+        divided.insert(1, ("context", megatron.context_parallel_size))
     rows = [
         ("prompts per step", f"{prompts}", "data.train_batch_size"),
         ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
@@ -29,9 +32,8 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
         ("samples per mini-batch", f"{mini * n}", "actor_rollout_ref.actor.ppo_mini_batch_size x n"),
         (
             "data-parallel ranks",
-            f"{world_size(cfg)} / ({megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size})"
-            f" = {ranks}",
-            "devices / (tensor x pipeline_model_parallel_size)",
+            f"{world_size(cfg)} / ({' x '.join(str(size) for _, size in divided)}) = {ranks}",
+            f"devices / ({' x '.join(name for name, _ in divided)} parallel sizes)",
         ),
         ("samples per mini-batch and rank", _about(per_rank), "balanced by tokens"),
         (

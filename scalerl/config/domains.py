@@ -73,11 +73,9 @@ SERVER_ARGS = Domain(
     f"arguments by engine ({', '.join(schema.ROLLOUT_NAMES)})",
     "{sglang: {attention_backend: fa3}}",
 )
-DTYPE = Domain(
-    lambda v: v in ("float32", "bfloat16"),
-    "float32 or bfloat16 (float16 would need loss scaling, which scalerl has not)",
-    "bfloat16",
-)
+DTYPE = one_of("bfloat16", "float16", "float32")
+
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 _SAMPLING = {
     "n": at_least(1),
@@ -133,8 +131,25 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     schema.MegatronConfig: {
         "tensor_model_parallel_size": at_least(1),
         "pipeline_model_parallel_size": at_least(1),
+        "virtual_pipeline_model_parallel_size": or_null(at_least(1)),
+        "num_layers_in_first_pipeline_stage": or_null(at_least(1)),
+        "num_layers_in_last_pipeline_stage": or_null(at_least(1)),
+        "context_parallel_size": at_least(1),
+        "expert_model_parallel_size": at_least(1),
+        "expert_tensor_parallel_size": or_null(at_least(1)),
         "dtype": DTYPE,
         "seed": at_least(0),
+        "moe_aux_loss_coeff": at_least(0),
+        "moe_z_loss_coeff": at_least(0),
+        "moe_router_bias_update_rate": at_least(0),
+        "recompute_granularity": or_null(one_of("selective", "full")),
+        "recompute_method": or_null(one_of("uniform", "block")),
+        "recompute_num_layers": or_null(at_least(1)),
+        "recompute_modules": list_of(*RECOMPUTE_MODULES),
+        "max_consecutive_skipped_updates": at_least(1),
+        "initial_loss_scale": at_least(1),
+        "min_loss_scale": above(0, 1),
+        "loss_scale_window": at_least(1),
     },
     schema.PolicyLossConfig: {"loss_mode": TEXT},
     schema.ActorConfig: {

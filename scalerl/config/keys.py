@@ -119,10 +119,9 @@ VERL_KEYS: list[tuple[str, str]] = [
     (r"rollout\.mode$", "the rollout is always a server; remove it"),
     (r"actor_rollout_ref\.ref\.(megatron|log_prob|strategy)", "the reference uses the actor's layout; remove it"),
     (
-        r"megatron\.(context_parallel_size|expert_\w*parallel_size|virtual_pipeline_model_parallel_size)$",
-        "only tensor, pipeline and data parallel are there yet; remove it",
+        r"(enable_gradient_checkpointing|override_transformer_config\.recompute_\w+)$",
+        "set recompute_granularity, recompute_method, recompute_num_layers or recompute_modules of the megatron section",
     ),
-    (r"megatron\.\w+_offload$|enable_gradient_checkpointing$", "not there yet; remove it"),
     (r"^critic(\.|$)", "there is no critic yet; use an adv_estimator without one (algorithm.adv_estimator=grpo)"),
     (
         r"^algorithm\.(use_kl_in_reward|kl_ctrl|kl_penalty)\b",

@@ -83,13 +83,44 @@ class MegatronConfig:
     expert_model_parallel_size: int = 1
     # Devices that share each expert; null: tensor_model_parallel_size.
     expert_tensor_parallel_size: int | None = None
-    # Ignored (off) when tensor_model_parallel_size is 1.
+    # Ignored (off) when tensor_model_parallel_size is 1. A mixture of experts needs it.
     sequence_parallel: bool = True
+    # Weight in the loss of each sequence's imbalance between the experts (arXiv 2412.19437, eq. 17), mean over tokens.
+    moe_aux_loss_coeff: float = 0.0
+    # Weight in the loss of the squared log-sum-exp of the router's logits, mean over tokens.
+    moe_z_loss_coeff: float = 0.0
+    # Change per update of a router's balancing bias (DeepSeek-V3), against the load of each expert; 0: it stays.
+    moe_router_bias_update_rate: float = 0.0
     # Optimizer state is split over the data-parallel ranks.
     use_distributed_optimizer: bool = True
-    # Arithmetic and parameters: float32 | bfloat16. Main gradients and optimizer state are float32 either way.
+    # Arithmetic and parameters: float32 | bfloat16 | float16. Main gradients, main parameters and optimizer state are
+    # float32 in all three.
     dtype: str = "bfloat16"
     seed: int = 42
+    # What a layer keeps for backward: null: everything; selective: all but what recompute_modules compute again; full:
+    # whole layers are computed again from their input.
+    recompute_granularity: str | None = None
+    # Only with full. uniform: recompute_num_layers layers at a time, from the input of the first; block: the first
+    # recompute_num_layers layers of each model chunk, the others keep everything.
+    recompute_method: str | None = None
+    # Only with full.
+    recompute_num_layers: int | None = None
+    # Only with selective: any of core_attn, layernorm, mlp (dense layers), moe, moe_act, shared_experts, mla_up_proj.
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    # Keep parameters in host memory while this model does not compute.
+    param_offload: bool = False
+    # Release the gradient buffers while this model does not compute; they come back as zeros, as an update starts.
+    grad_offload: bool = False
+    # Keep Adam's moments and the float32 main parameters in host memory except during updates and checkpoints.
+    optimizer_offload: bool = False
+    # An update whose gradient is not finite is skipped on all ranks; this many in a row end the run.
+    max_consecutive_skipped_updates: int = 10
+    # float16 only: the loss is multiplied by a scale that halves on overflow (such an update is skipped, and counts
+    # for max_consecutive_skipped_updates only at min_loss_scale) and doubles after loss_scale_window updates without.
+    initial_loss_scale: float = 65536.0
+    min_loss_scale: float = 1.0
+    # Updates.
+    loss_scale_window: int = 1000
 
 
 @dataclass

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl.config.domains import domain_violations
+from scalerl.config.domains import domain_violations, show
+from scalerl.config.layout_rules import ACTOR, ROLLOUT, devices_per_model, divisors, dp_size, world_size
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 # Estimators whose baseline is the other samples of the same prompt.
 GROUP_ESTIMATORS = ("grpo", "rloo")
-
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
@@ -31,57 +29,6 @@ def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
 def validate_sft(cfg: SFTConfig, *, device: str | None = None) -> list[str]:
     """As `validate_ppo`, for `scalerl sft`."""
     return _validate(cfg, SFT_RULES, device)
-
-
-def layout_violations(
-    *,
-    num_attention_heads: int,
-    num_kv_heads: int,
-    num_layers: int,
-    ffn_hidden_size: int,
-    megatron: MegatronConfig,
-    world_size: int,
-    rollout_tp: int | None = None,
-    prefix: str = f"{ACTOR}.megatron",
-) -> list[str]:
-    """What of a layout the model does not allow. Sizes are those of the whole model; world_size counts devices.
-
-    Args:
-        rollout_tp: devices of one rollout replica; None where nothing is generated.
-        prefix: key of the MegatronConfig, for the messages.
-    """
-    tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    tp_key, pp_key = f"{prefix}.tensor_model_parallel_size", f"{prefix}.pipeline_model_parallel_size"
-    widths = {
-        "attention heads": num_attention_heads,
-        "key/value heads": num_kv_heads,
-        "feed-forward size": ffn_hidden_size,
-    }
-    found = list(_indivisible(tp_key, tp_size, widths))
-    found += _indivisible(pp_key, pp_size, {"layers": num_layers})
-    if world_size % (tp_size * pp_size):
-        found.append(
-            f"{tp_key} x {pp_key} = {tp_size} x {pp_size} = {tp_size * pp_size}: must divide the {world_size} devices; "
-            f"set sizes whose product is one of {_divisors_text(world_size)}"
-        )
-    if rollout_tp is not None:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
-        # The server repeats key/value heads when there are fewer than devices.
-        split = {name: size for name, size in widths.items() if name != "key/value heads"}
-        found += _indivisible(key, rollout_tp, split)
-        if num_kv_heads % rollout_tp and rollout_tp % num_kv_heads:
-            found.append(
-                f"{key} = {rollout_tp}: must divide the model's {num_kv_heads} key/value heads or be a multiple of "
-                f"them; set one of {_divisors_text(num_kv_heads)}"
-            )
-    return found
-
-
-def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
-    allowed = functools.reduce(math.gcd, sizes.values())
-    wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
-    if wrong:
-        yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {_divisors_text(allowed)}"
 
 
 @dataclass(frozen=True)
@@ -111,26 +58,6 @@ def _value(cfg: Any, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), cfg)
 
 
-def world_size(cfg: PPOConfig | SFTConfig) -> int:
-    """Devices of the trainer; on CPU, processes."""
-    return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-
-
-def dp_size(cfg: PPOConfig | SFTConfig) -> int:
-    """Data-parallel ranks; the layout must fit the world size."""
-    megatron = cfg.megatron if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.actor.megatron
-    return world_size(cfg) // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def _divisors_text(number: int) -> str:
-    return ", ".join(map(str, _divisors(number)))
-
-
 def _nearest(value: int, candidates: list[int]) -> str:
     """The closest candidates below and above."""
     below = [c for c in candidates if c <= value]
@@ -147,20 +74,23 @@ def _nearest_multiples(value: int, unit: int) -> str:
 
 
 def _world_rule(megatron: str) -> Rule:
-    tp_key, pp_key = f"{megatron}.tensor_model_parallel_size", f"{megatron}.pipeline_model_parallel_size"
+    sizes = tuple(
+        f"{megatron}.{name}"
+        for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    )
 
     def check(cfg: Any) -> Iterator[str]:
-        world, model = world_size(cfg), _value(cfg, tp_key) * _value(cfg, pp_key)
+        world, model = world_size(cfg), devices_per_model(_value(cfg, megatron))
         if world % model:
             # With several nodes, the devices per node that work are the multiples of this.
             unit = model // math.gcd(model, cfg.trainer.nnodes)
             yield (
                 f"trainer.nnodes x trainer.n_gpus_per_node = {cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node} = "
-                f"{world}: must be a multiple of {tp_key} x {pp_key} = {model}; set trainer.n_gpus_per_node="
+                f"{world}: must be a multiple of {' x '.join(sizes)} = {model}; set trainer.n_gpus_per_node="
                 f"{_nearest_multiples(cfg.trainer.n_gpus_per_node, unit)}, or sizes whose product divides {world}"
             )
 
-    return Rule((tp_key, pp_key, "trainer.nnodes", "trainer.n_gpus_per_node"), check)
+    return Rule((*sizes, "trainer.nnodes", "trainer.n_gpus_per_node"), check)
 
 
 def _lr_rules(optim: str) -> list[Rule]:
@@ -200,6 +130,50 @@ def _lr_rules(optim: str) -> list[Rule]:
     ]
 
 
+def _megatron_rules(megatron: str) -> list[Rule]:
+    """What megatron-core allows together, whatever the model."""
+    granularity, method = f"{megatron}.recompute_granularity", f"{megatron}.recompute_method"
+    num_layers, modules = f"{megatron}.recompute_num_layers", f"{megatron}.recompute_modules"
+    initial, lowest = f"{megatron}.initial_loss_scale", f"{megatron}.min_loss_scale"
+
+    def recompute(cfg: Any) -> Iterator[str]:
+        kind = _value(cfg, granularity)
+        if kind == "full":
+            if _value(cfg, method) is None:
+                yield f"{method} = null: needed when {granularity} = full; set {method}=uniform or block"
+            if _value(cfg, num_layers) is None:
+                yield (
+                    f"{num_layers} = null: needed when {granularity} = full; set {num_layers}=1, which saves most, or "
+                    "more"
+                )
+        else:
+            for key in (method, num_layers):
+                if _value(cfg, key) is not None:
+                    yield (
+                        f"{key} = {_value(cfg, key)}: only for {granularity} = full, which is {show(kind)}; set "
+                        f"{granularity}=full, or {key}=null"
+                    )
+        if kind == "selective" and not _value(cfg, modules):
+            yield f"{modules} = []: {granularity} = selective needs one at least; set for example {modules}=[core_attn]"
+        if kind != "selective" and _value(cfg, modules) != MegatronConfig().recompute_modules:
+            yield (
+                f"{modules} = {show(_value(cfg, modules))}: has no effect when {granularity} = {show(kind)}; set "
+                f"{granularity}=selective, or leave {modules} out"
+            )
+
+    def loss_scale(cfg: Any) -> Iterator[str]:
+        if _value(cfg, lowest) > _value(cfg, initial):
+            yield (
+                f"{lowest} = {_value(cfg, lowest):g}: must be at most {initial} = {_value(cfg, initial):g}; set "
+                f"{lowest}={_value(cfg, initial):g} or less"
+            )
+
+    return [
+        Rule((granularity, method, num_layers, modules), recompute),
+        Rule((initial, lowest), loss_scale),
+    ]
+
+
 def _resume(cfg: Any) -> Iterator[str]:
     mode, path = cfg.trainer.resume_mode, cfg.trainer.resume_from_path
     if mode == "resume_path" and path is None:
@@ -233,7 +207,7 @@ def _mini_batches(cfg: PPOConfig) -> Iterator[str]:
     if prompts % mini:
         yield (
             f"{ACTOR}.ppo_mini_batch_size = {mini}: must divide data.train_batch_size = {prompts}; set "
-            f"{ACTOR}.ppo_mini_batch_size={_nearest(mini, _divisors(prompts))}, or "
+            f"{ACTOR}.ppo_mini_batch_size={_nearest(mini, divisors(prompts))}, or "
             f"data.train_batch_size={_nearest_multiples(prompts, mini)}"
         )
 
@@ -292,7 +266,7 @@ def _replicas_on_cuda(cfg: PPOConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.tensor_model_parallel_size = {tp_size}: a replica lives on one node, so it must divide "
             f"trainer.n_gpus_per_node = {per_node}; set {ROLLOUT}.tensor_model_parallel_size="
-            f"{_nearest(tp_size, _divisors(per_node))}"
+            f"{_nearest(tp_size, divisors(per_node))}"
         )
     elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
         yield (
@@ -321,6 +295,7 @@ PPO_RULES = [
         _token_budget,
     ),
     *_lr_rules(f"{ACTOR}.optim"),
+    *_megatron_rules(f"{ACTOR}.megatron"),
     Rule((f"{ROLLOUT}.n", "algorithm.adv_estimator"), _group_baseline),
     Rule((f"{ROLLOUT}.val_kwargs.n",), _greedy_repeats),
     Rule(("actor_rollout_ref.ref.model_path",), _reference_used),
@@ -363,5 +338,6 @@ SFT_RULES = [
     Rule(("data.max_length", "data.max_token_len_per_gpu"), _sft_token_budget),
     Rule(("trainer.test_freq", "data.val_files"), _sft_validation),
     *_lr_rules("optim"),
+    *_megatron_rules("megatron"),
     RESUME,
 ]

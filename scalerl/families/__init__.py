@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.families.registry import FAMILIES, family_of
-from scalerl.families.shape import ModelShape, read_config
+from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
 from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, padded_vocab_size
 from scalerl.families.weights import HFWeights
 
@@ -12,9 +12,11 @@ __all__ = [
     "FAMILIES",
     "Family",
     "HFWeights",
+    "Head",
     "ModelShape",
     "Param",
     "family_of",
     "padded_vocab_size",
     "read_config",
+    "value_model_config",
 ]

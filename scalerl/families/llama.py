@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scalerl.families.table import dense_family
+from scalerl.families.table import decoder_family
 
-FAMILY = dense_family("llama", qk_norm=False, qkv_bias=False, refused=("attention_bias", "mlp_bias"))
+FAMILY = decoder_family("llama", refused=("attention_bias", "mlp_bias"))

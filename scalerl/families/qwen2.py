@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scalerl.families.table import dense_family
+from scalerl.families.table import decoder_family
 
-FAMILY = dense_family("qwen2", qk_norm=False, qkv_bias=True, refused=("use_sliding_window",))
+FAMILY = decoder_family("qwen2", qkv_bias=True, refused=("use_sliding_window",))

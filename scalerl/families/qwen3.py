@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from scalerl.families.table import dense_family
+from scalerl.families.table import decoder_family
 
-FAMILY = dense_family(
-    "qwen3",
-    qk_norm=True,
-    qkv_bias=False,
-    default_head_dim=128,
-    refused=("attention_bias", "use_sliding_window"),
-)
+FAMILY = decoder_family("qwen3", qk_norm=True, default_head_dim=128, refused=("attention_bias", "use_sliding_window"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scalerl.families import llama, qwen2, qwen3
+from scalerl.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from scalerl.families.table import Family
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (qwen3.FAMILY, qwen2.FAMILY, llama.FAMILY)}
+_MODULES = (qwen3, qwen2, llama, mistral, qwen3_moe, mixtral, deepseek_v3)
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 
 
 def family_of(hf_config: Any) -> Family:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scalerl.families.registry import family_of
 from scalerl.families.table import Family
@@ -19,18 +19,37 @@ REQUIRED_KEYS = {
     "ffn_hidden_size": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-ROPE_TYPES = ("default", "llama3")
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+YARN_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Rope types with the keys that each must have.
+ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS}
+LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DTYPES = ("float32", "bfloat16", "float16")
+Head = Literal["lm", "value"]
+LM_ARCHITECTURE = "ForCausalLM"
+VALUE_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture of a dense decoder.
+    """Architecture of a decoder: dense, or a mixture of experts in some or all layers.
 
     rope_scaling: None, or {"rope_type": "llama3", factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings}. dtype: of the stored weights: float32, bfloat16 or float16.
+    original_max_position_embeddings}, or with latent attention {"rope_type": "yarn", factor,
+    original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim}.
+    dtype: of the stored weights: float32, bfloat16 or float16.
     eos_token_ids: of config.json and generation_config.json, ascending.
+    num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
+    shared_expert_ffn_hidden_size: of all shared experts together (0: none).
+    moe_layers: for each layer whether it is a mixture (empty: none is).
+    router_score: of a logit, softmax or sigmoid. router_normalizes: the weights of the chosen experts sum to 1, before
+    router_scale. router_has_bias: a bias that counts for the choice alone.
+    router_groups, router_top_groups: experts are chosen inside the best router_top_groups of router_groups groups.
+    num_prediction_layers: layers after the last that predict further tokens; stored with the model, not used.
+    q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
+    head: lm (a word for every token), or value (a number for every token: critics and reward models; never tied).
     """
 
     model_type: str
@@ -50,6 +69,24 @@ class ModelShape:
     qkv_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    moe_layers: tuple[bool, ...] = ()
+    router_score: str = "softmax"
+    router_normalizes: bool = True
+    router_has_bias: bool = False
+    router_groups: int = 1
+    router_top_groups: int = 1
+    router_scale: float = 1.0
+    num_prediction_layers: int = 0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    head: Head = "lm"
 
     @classmethod
     def from_hf(cls, model_dir: str | Path) -> ModelShape:
@@ -71,10 +108,14 @@ class ModelShape:
         problems = _missing_or_bad(config)
         if problems:
             raise ValueError("; ".join(problems))
-        rope_theta, rope_scaling, problems = _rope(config)
+        rope_theta, rope_scaling, problems = _rope(config, LATENT_ROPE_TYPES if family.latent else ROPE_TYPES)
         problems += _unsupported(config, family)
+        mixture, found = family.mixture.fields(config) if family.mixture else ({}, [])
+        problems += found
+        latent, found = _latent(config) if family.latent else ({}, [])
+        problems += found
         heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
+        kv_heads = (None if family.latent else config.get("num_key_value_heads")) or heads
         if heads % kv_heads:
             problems.append(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -86,34 +127,55 @@ class ModelShape:
             model_type=family.model_type,
             **{field: config[key] for field, key in REQUIRED_KEYS.items()},
             num_kv_heads=kv_heads,
-            head_dim=config.get("head_dim") or family.default_head_dim or config["hidden_size"] // heads,
+            head_dim=latent.pop("head_dim", None)
+            or config.get("head_dim")
+            or family.default_head_dim
+            or config["hidden_size"] // heads,
             max_position_embeddings=config.get("max_position_embeddings") or 32768,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=config.get("rms_norm_eps", 1e-6),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")) and not _is_value_model(config),
+            head="value" if _is_value_model(config) else "lm",
             qk_norm=family.qk_norm,
             qkv_bias=family.qkv_bias,
             dtype=dtype,
             eos_token_ids=_eos_token_ids(config, generation or {}),
+            num_prediction_layers=config.get("num_nextn_predict_layers") or 0,
+            **mixture,
+            **latent,
         )
 
-    def parallel_errors(self, tp_size: int, pp_size: int) -> list[str]:
-        """One sentence for every size that the layout does not divide; empty when it fits."""
-        by_tp = {
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "intermediate_size": self.ffn_hidden_size,
-        }
-        errors = [
-            f"{key} {size} is not divisible by tensor_model_parallel_size {tp_size}"
-            for key, size in by_tp.items()
-            if size % tp_size
-        ]
-        if self.num_layers % pp_size:
-            errors.append(
-                f"num_hidden_layers {self.num_layers} is not divisible by pipeline_model_parallel_size {pp_size}"
+    def with_head(self, head: Head) -> ModelShape:
+        """The same model with this head. Raises ValueError when words are wanted of a value model."""
+        if head == self.head:
+            return self
+        if head == "lm":
+            raise ValueError(
+                "config.json's architectures name a value model (one number for every token), which predicts no words; "
+                "give a causal language model"
             )
+        return replace(self, head="value", tie_word_embeddings=False)
+
+    def parallel_errors(self, tp_size: int, pp_size: int, ep_size: int = 1, etp_size: int | None = None) -> list[str]:
+        """One sentence for every size that the layout does not divide; empty when it fits. etp_size None: tp_size."""
+        tp, etp = "tensor_model_parallel_size", "expert_tensor_parallel_size"
+        etp_size = tp_size if etp_size is None else etp_size
+        has_dense_mlp = not all(self.moe_layers) or not self.moe_layers
+        parts = [
+            ("num_attention_heads", self.num_attention_heads, tp, tp_size),
+            ("num_key_value_heads", self.num_kv_heads, tp, tp_size),
+            ("intermediate_size", self.ffn_hidden_size if has_dense_mlp else 0, tp, tp_size),
+            ("width of the shared experts", self.shared_expert_ffn_hidden_size, tp, tp_size),
+            ("width of an expert", self.moe_ffn_hidden_size, etp, etp_size if self.num_experts else 1),
+            ("number of experts", self.num_experts, "expert_model_parallel_size", ep_size),
+            ("num_hidden_layers", self.num_layers, "pipeline_model_parallel_size", pp_size),
+        ]
+        errors = [
+            f"{what} {size} is not divisible by {key} {count}" for what, size, key, count in parts if size % count
+        ]
+        if not self.num_experts and ep_size > 1:
+            errors.append(f"expert_model_parallel_size {ep_size}: model_type {self.model_type} has no experts")
         return errors
 
 
@@ -123,6 +185,25 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; give a local Hugging Face model directory")
     return _read_json(model_dir / "config.json", required=True)
+
+
+def value_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a language model -> of a value model that starts from it, as transformers reads it."""
+    if _is_value_model(config):
+        return dict(config)
+    names = config.get("architectures") or []
+    return dict(config) | {
+        "architectures": [name.removesuffix(LM_ARCHITECTURE) + VALUE_ARCHITECTURES[0] for name in names],
+        # transformers writes num_labels as these two.
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        # A tied language model's embedding has nothing to be tied to.
+        "tie_word_embeddings": False,
+    }
+
+
+def _is_value_model(config: Mapping[str, Any]) -> bool:
+    return any(str(name).endswith(VALUE_ARCHITECTURES) for name in config.get("architectures") or ())
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
@@ -148,27 +229,52 @@ def _missing_or_bad(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None, list[str]]:
+def _rope(
+    config: Mapping[str, Any], supported: Mapping[str, tuple[str, ...]]
+) -> tuple[float, dict[str, Any] | None, list[str]]:
     # transformers 5: rope_parameters {rope_theta, rope_type}; 4: rope_theta beside rope_scaling {rope_type or type}.
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    if rope_type not in ROPE_TYPES:
-        problem = f"rope type {rope_type!r} is not supported (one of {', '.join(ROPE_TYPES)})"
-        return float(theta), None, [problem]
+    if rope_type not in supported:
+        return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
+    # Latent attention names its rotary part by its size.
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    problems = [] if partial == 1.0 else [f"partial_rotary_factor {partial} is not supported (only 1.0)"]
+    is_partial = partial != 1.0 and "yarn" not in supported
+    problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
     if rope_type == "default":
-        return float(theta), None, problems
-    problems += [f"rope type llama3 needs {key}" for key in LLAMA3_ROPE_KEYS if rope.get(key) is None]
-    return float(theta), {"rope_type": "llama3"} | {k: rope.get(k) for k in LLAMA3_ROPE_KEYS}, problems
+        return theta, None, problems
+    if rope_type == "yarn":
+        rope = YARN_DEFAULTS | {key: value for key, value in rope.items() if value is not None}
+    problems += [f"rope type {rope_type} needs {key}" for key in supported[rope_type] if rope.get(key) is None]
+    return theta, {"rope_type": rope_type} | {key: rope.get(key) for key in supported[rope_type]}, problems
+
+
+def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Sizes of latent attention; head_dim: of queries and keys."""
+    sizes = {key: config.get(key) for key in LATENT_KEYS}
+    bad = [key for key, size in sizes.items() if not isinstance(size, int) or size < 1]
+    if bad:
+        return {}, [f"{key} is {sizes[key]!r}, not a positive integer" for key in bad]
+    head_dim = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"]
+    return sizes | {"q_lora_rank": config.get("q_lora_rank"), "head_dim": head_dim}, []
 
 
 def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     problems = [f"{key} {config[key]!r} is not supported" for key in family.refused if config.get(key)]
+    window, positions = config.get(family.window), config.get("max_position_embeddings") or 32768
+    if window and window < positions:
+        problems.append(
+            f"{family.window} {window} is not supported with max_position_embeddings {positions}: set it to null, or "
+            f"max_position_embeddings to {window} at most"
+        )
     layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
     if layer_types:
         problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
+    # transformers writes two labels as none.
+    labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
+    if _is_value_model(config) and labels != 1:
+        problems.append(f"a value model with {labels} labels is not supported (id2label must name one)")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown method")
         problems.append(f"quantization_config ({method}): quantized weights are not supported; use the original model")

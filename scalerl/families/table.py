@@ -5,6 +5,7 @@ Megatron-Core layouts (local layer spec), `tp` tensor-parallel ranks:
   gate_up  per rank [gate rows; up rows]; joined over ranks [all gate rows; all up rows]
   vocab    rows, zero padded to `padded_vocab_size`
   column   split over rows (dim 0); row: split over columns (dim 1); replicated: whole on every rank
+A tensor of an expert is split over the expert-tensor-parallel ranks instead, and one expert-parallel rank holds it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from scalerl.families.mixture import Mixture
+
 if TYPE_CHECKING:
     from scalerl.families.shape import ModelShape
 
 Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
 StagePart = Literal["first", "layer", "last"]
+Where = Literal["every", "dense", "mixture"]
 
 # Every model tensor of a distributed checkpoint: this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
@@ -47,13 +51,28 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 def dim_sizes(shape: ModelShape) -> dict[str, int]:
     """Sizes of the named dimensions that rules are written in."""
-    return {
+    sizes = {
         "hidden": shape.hidden_size,
         "ffn": shape.ffn_hidden_size,
         "vocab": shape.vocab_size,
         "q": shape.num_attention_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "head_dim": shape.head_dim,
+        "experts": shape.num_experts,
+        "expert_ffn": shape.moe_ffn_hidden_size,
+        "shared_ffn": shape.shared_expert_ffn_hidden_size,
+        "value": 1,
+    }
+    if shape.kv_lora_rank is None:
+        return sizes
+    heads = shape.num_attention_heads
+    return sizes | {
+        "q_lora": shape.q_lora_rank or 0,
+        "kv_lora": shape.kv_lora_rank,
+        "kv_lora_rope": shape.kv_lora_rank + shape.qk_rope_head_dim,
+        "q_latent": heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim),
+        "kv_latent": heads * (shape.qk_nope_head_dim + shape.v_head_dim),
+        "v_latent": heads * shape.v_head_dim,
     }
 
 
@@ -61,10 +80,13 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
 class Param:
     """One Megatron-Core tensor and the Hugging Face tensors it is made of.
 
-    name: key in the model (local layer spec) and in the distributed checkpoint, with the global layer index.
-    dims: named dimensions of each tensor in `hf` (see dim_sizes).
+    name: key in the model (local layer spec) and in the distributed checkpoint, with the global indices of layer and
+    expert. dims: named dimensions of each tensor in `hf` (see dim_sizes).
     layer: global index, None outside the layers.
     stage_part: which pipeline stage owns it: first (embedding), last (final norm, head) or the one with the layer.
+    expert: global index of the expert that it belongs to, else None. An expert's `tp_rank` and `tp_size` below are the
+    ones of expert-tensor parallelism.
+    keeps_float32: stored, kept and exported as float32 whatever the dtype of the model.
     """
 
     name: str
@@ -73,6 +95,8 @@ class Param:
     dims: tuple[tuple[str, ...], ...]
     layer: int | None
     stage_part: StagePart
+    expert: int | None = None
+    keeps_float32: bool = False
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """Shape of each Hugging Face tensor."""
@@ -172,13 +196,14 @@ class Param:
     def _check_divides(self, shape: ModelShape, tp_size: int) -> None:
         sizes = {
             "qkv": {"num_attention_heads": shape.num_attention_heads, "num_key_value_heads": shape.num_kv_heads},
-            "gate_up": {"intermediate_size": shape.ffn_hidden_size},
+            "gate_up": {"intermediate_size": dim_sizes(shape)[self.dims[0][0]]},
             "column": {"rows": self.joined_shape(shape)[0]},
             "row": {"columns": self.joined_shape(shape)[-1]},
         }
+        over = "tp_size" if self.expert is None else "etp_size"
         for what, size in sizes.get(self.kind, {}).items():
             if size % tp_size:
-                raise ValueError(f"{self.name}: {what} {size} is not divisible by tp_size {tp_size}")
+                raise ValueError(f"{self.name}: {what} {size} is not divisible by {over} {tp_size}")
 
     def _check_sources(self, sources: Sequence[LazyTensor], shape: ModelShape) -> None:
         wrong = [
@@ -209,18 +234,37 @@ def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int)
 
 @dataclass(frozen=True)
 class Rule:
-    """A Param before its layer index is filled in: `{i}` in name and hf stands for the layer."""
+    """A Param before its indices are filled in: `{i}` in name and hf stands for the layer, `{e}` for the expert.
+
+    where: in every layer, or only in those with a dense MLP, or only in those with a mixture of experts.
+    given, absent: fields of ModelShape of which the first must be set, the second not, for the tensor to exist.
+    """
 
     name: str
     hf: tuple[str, ...]
     kind: Kind
     dims: tuple[tuple[str, ...], ...]
+    where: Where = "every"
+    given: str = ""
+    absent: str = ""
+    keeps_float32: bool = False
 
-    def param(self, layer: int | None, stage_part: StagePart) -> Param:
+    @property
+    def of_expert(self) -> bool:
+        return "{e}" in self.name
+
+    def exists(self, shape: ModelShape, layer: int) -> bool:
+        is_mixture = bool(shape.moe_layers) and shape.moe_layers[layer]
+        if self.where != "every" and is_mixture != (self.where == "mixture"):
+            return False
+        return bool(not self.given or getattr(shape, self.given)) and not (self.absent and getattr(shape, self.absent))
+
+    def param(self, layer: int | None, stage_part: StagePart, expert: int | None = None) -> Param:
         def fill(text: str) -> str:
-            return text.replace("{i}", str(layer))
+            return text.replace("{i}", str(layer)).replace("{e}", str(expert))
 
-        return Param(fill(self.name), tuple(fill(h) for h in self.hf), self.kind, self.dims, layer, stage_part)
+        hf = tuple(fill(name) for name in self.hf)
+        return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, self.keeps_float32)
 
 
 @dataclass(frozen=True)
@@ -229,6 +273,9 @@ class Family:
 
     default_head_dim: head_dim when config.json has none (None: hidden_size / num_attention_heads).
     refused: config.json keys that must be absent, null or false.
+    window: config.json key of a sliding window that is in force wherever it is set ("": none).
+    mixture: how config.json describes the experts (None: dense).
+    latent: multi-head latent attention.
     """
 
     model_type: str
@@ -240,16 +287,26 @@ class Family:
     qkv_bias: bool
     default_head_dim: int | None = None
     refused: tuple[str, ...] = ()
+    window: str = ""
+    mixture: Mixture | None = None
+    latent: bool = False
 
     def params(self, shape: ModelShape) -> list[Param]:
         """All parameters in the static export order: embedding, layers 0.., final norm, head.
 
-        Tied embeddings: no head of its own (Hugging Face stores none).
+        Tied embeddings: no head of its own (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
         """
         params = [rule.param(None, "first") for rule in self.first]
-        params += [rule.param(i, "layer") for i in range(shape.num_layers) for rule in self.layer]
+        for i in range(shape.num_layers):
+            rules = [rule for rule in self.layer if rule.exists(shape, i)]
+            params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]
+            of_expert = [rule for rule in rules if rule.of_expert]
+            if of_expert:
+                params += [rule.param(i, "layer", e) for e in range(shape.num_experts) for rule in of_expert]
         params += [rule.param(None, "last") for rule in self.last]
-        if not shape.tie_word_embeddings:
+        if shape.head == "value":
+            params.append(VALUE_HEAD.param(None, "last"))
+        elif not shape.tie_word_embeddings:
             params.append(self.head.param(None, "last"))
         return params
 
@@ -263,6 +320,8 @@ class Family:
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),))
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
 HEAD = Rule("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
+# Of critics and reward models: transformers' *ForSequenceClassification with one label.
+VALUE_HEAD = Rule("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
 
 def _qkv(suffix: str, tail: tuple[str, ...]) -> Rule:
@@ -290,37 +349,72 @@ PROJ = Rule(
     (("hidden", "q"),),
 )
 MLP_NORM = _norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden")
-GATE_UP = Rule(
-    "decoder.layers.{i}.mlp.linear_fc1.weight",
-    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"),
-    "gate_up",
-    (("ffn", "hidden"), ("ffn", "hidden")),
-)
-DOWN = Rule(
-    "decoder.layers.{i}.mlp.linear_fc2.weight", ("model.layers.{i}.mlp.down_proj.weight",), "row", (("hidden", "ffn"),)
-)
 
 
-def dense_family(
+def mlp(
+    name: str,
+    hf: str,
+    width: str,
+    *,
+    where: Where,
+    parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    given: str = "",
+) -> tuple[Rule, Rule]:
+    """SwiGLU: gate and up in one matrix, then down. name, hf: path inside the layer; parts: gate, up, down."""
+    gate, up, down = (f"model.layers.{{i}}.{hf}.{part}.weight" for part in parts)
+    path = f"decoder.layers.{{i}}.{name}"
+    return (
+        Rule(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
+        Rule(f"{path}.linear_fc2.weight", (down,), "row", (("hidden", width),), where, given),
+    )
+
+
+DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
+
+
+def router(hf: str) -> Rule:
+    """hf: path inside the layer."""
+    return Rule(
+        "decoder.layers.{i}.mlp.router.weight",
+        (f"model.layers.{{i}}.{hf}.weight",),
+        "replicated",
+        (("experts", "hidden"),),
+        "mixture",
+    )
+
+
+def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, Rule]:
+    """hf: path inside the layer, with `{e}`."""
+    return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
+
+
+def decoder_family(
     model_type: str,
     *,
-    qk_norm: bool,
-    qkv_bias: bool,
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
     default_head_dim: int | None = None,
     refused: Iterable[str] = (),
+    window: str = "",
+    mixture: Mixture | None = None,
+    mixture_rules: Iterable[Rule] = (),
+    attention: Iterable[Rule] | None = None,
 ) -> Family:
-    """A pre-norm decoder with grouped-query attention, SwiGLU and RMSNorm."""
-    attention = [INPUT_NORM, QKV_WEIGHT]
-    attention += [QKV_BIAS] if qkv_bias else []
-    attention += [Q_NORM, K_NORM] if qk_norm else []
+    """A pre-norm decoder with SwiGLU and RMSNorm. attention: rules instead of those of grouped-query attention."""
+    latent = attention is not None
+    if attention is None:
+        attention = [QKV_WEIGHT, *([QKV_BIAS] if qkv_bias else []), *([Q_NORM, K_NORM] if qk_norm else []), PROJ]
     return Family(
         model_type=model_type,
         first=(EMBEDDING,),
-        layer=(*attention, PROJ, MLP_NORM, GATE_UP, DOWN),
+        layer=(INPUT_NORM, *attention, MLP_NORM, *DENSE_MLP, *mixture_rules),
         last=(FINAL_NORM,),
         head=HEAD,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         default_head_dim=default_head_dim,
         refused=tuple(refused),
+        window=window,
+        mixture=mixture,
+        latent=latent,
     )

@@ -89,7 +89,12 @@ class HFWeights:
         """Raises one ValueError that lists all missing, extra and wrongly shaped tensors. Reads headers only."""
         expected = family.hf_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
-        extra = [n for n in self.names() if n not in expected and n not in tied_head and not HARMLESS.search(n)]
+        unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
+        extra = [
+            n
+            for n in self.names()
+            if n not in expected and n not in tied_head and not HARMLESS.search(n) and not n.startswith(unused)
+        ]
         problems = [f"missing {n}" for n in expected if n not in self._file_of]
         problems += [f"unexpected {n}" for n in extra]
         for name, size in expected.items():

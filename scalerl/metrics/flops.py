@@ -1,7 +1,7 @@
-"""Floating-point operations that a dense transformer needs, and how much of the hardware's peak that is.
+"""Floating-point operations that a transformer needs, and how much of the hardware's peak that is.
 
 Matrix products alone (a multiply-add is 2), each counted once and only where its result is needed: attention over the
-tokens that a causal mask leaves, no embedding lookup, no padding, no recomputation.
+tokens that a causal mask leaves, the experts that a token goes to, no embedding lookup, no padding, no recomputation.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,15 @@ _warned: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class FlopsShape:
-    """Sizes of a dense decoder. ffn_hidden_size: width between the MLP's matrices; gated: three of them, else two."""
+    """Sizes of a decoder, as far as its matrix products depend on them.
+
+    ffn_hidden_size: width between the matrices of a dense layer's MLP; gated: three of them, else two (experts too).
+    vocab_size: width of the head; a value head has 1 (`as_critic`).
+    num_moe_layers: layers whose MLP is a mixture: a router over num_experts, num_experts_per_token of them for every
+    token, each moe_ffn_hidden_size wide, and shared experts of shared_expert_ffn_hidden_size together.
+    kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
+    qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim do not count then.
+    """
 
     num_layers: int
     hidden_size: int
@@ -60,21 +71,62 @@ class FlopsShape:
     ffn_hidden_size: int
     vocab_size: int
     gated: bool = True
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    def as_critic(self) -> FlopsShape:
+        """The same model with a value head, hidden -> 1, in place of the vocabulary."""
+        return replace(self, vocab_size=1)
 
     @property
     def matmul_params(self) -> int:
-        """Weights that every token is multiplied with: attention projections, MLP, vocabulary head."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = self.hidden_size * self.ffn_hidden_size * (3 if self.gated else 2)
-        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        """Weights that one token is multiplied with: attention projections, MLP or its experts, head."""
+        mlp = self._mlp(self.ffn_hidden_size) * (self.num_layers - self.num_moe_layers)
+        mixture = self.num_moe_layers * (
+            self.hidden_size * self.num_experts
+            + self.num_experts_per_token * self._mlp(self.moe_ffn_hidden_size)
+            + self._mlp(self.shared_expert_ffn_hidden_size)
+        )
+        return self.num_layers * self._attention_params + mlp + mixture + self.hidden_size * self.vocab_size
+
+    def _mlp(self, width: int) -> int:
+        return self.hidden_size * width * (3 if self.gated else 2)
+
+    @property
+    def _attention_params(self) -> int:
+        heads, hidden = self.num_heads, self.hidden_size
+        if self.kv_lora_rank is None:
+            return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
+        qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        query = hidden * heads * qk_dim if self.q_lora_rank is None else self.q_lora_rank * (hidden + heads * qk_dim)
+        key_value = hidden * (self.kv_lora_rank + self.qk_rope_head_dim)
+        key_value += self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return query + key_value + heads * self.v_head_dim * hidden
+
+    @property
+    def _flops_per_pair(self) -> int:
+        """Of a (query, key) pair in all layers: a dot product for its score and an axpy for its value, in each head."""
+        mla = self.kv_lora_rank is not None
+        qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
+        return 2 * self.num_layers * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
+
+    def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
+        """[S] FLOPs of a forward pass over each of the sequences (tokens), logits of every token included."""
+        lengths = np.asarray(seq_lens, dtype=np.int64)
+        # A causal mask leaves s * (s + 1) / 2 pairs.
+        return (2 * self.matmul_params * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
 
     def forward(self, seq_lens: Iterable[int]) -> float:
         """FLOPs of one forward pass over sequences of these lengths (tokens), logits of every token included."""
-        # s * (s + 1) / 2 (query, key) pairs; each costs a dot product for its score and an axpy for its value.
-        lengths = [int(s) for s in seq_lens]
-        num_pairs = sum(s * (s + 1) // 2 for s in lengths)
-        attention = 4 * self.num_layers * self.num_heads * self.head_dim * num_pairs
-        return float(2 * self.matmul_params * sum(lengths) + attention)
+        return float(self.forward_each(list(seq_lens)).sum())
 
     def backward(self, seq_lens: Iterable[int]) -> float:
         """Two products (gradient of the input, of the weight) for each one of the forward pass."""

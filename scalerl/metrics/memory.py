@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -20,13 +20,51 @@ R = TypeVar("R")
 _GIB = 1024**3
 
 
+# Largest (allocated, reserved) since memory_metrics, as far as a phase has reset the counters since; and by phase the
+# largest peak and the latest size at its end. Bytes.
+_peaks = (0, 0)
+_phases: dict[str, tuple[int, int]] = {}
+
+
 def memory_metrics() -> dict[str, Metric]:
-    """perf/max_memory_allocated_gb, perf/max_memory_reserved_gb, perf/cpu_memory_used_gb; all reduce by max.
+    """perf/max_memory_allocated_gb, perf/max_memory_reserved_gb, perf/cpu_memory_used_gb, and for each `memory_phase`
+    since the previous call perf/memory_peak_gb/{phase} and perf/memory_current_gb/{phase}; all reduce by max.
 
     With cuda: peaks of this process' allocator. Without: both are the peak resident size of this process. Peaks are
     since the previous call; where the kernel refuses to reset the resident peak, since the process started.
-    cpu_memory_used_gb: used on this node, by all processes.
+    memory_current_gb: at the end of the phase. cpu_memory_used_gb: used on this node, by all processes.
     """
+    global _peaks
+    _pop_peaks()
+    (allocated, reserved), _peaks = _peaks, (0, 0)
+    found = {
+        "perf/max_memory_allocated_gb": allocated,
+        "perf/max_memory_reserved_gb": reserved,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used,
+    }
+    for name, (peak, current) in _phases.items():
+        found |= {f"perf/memory_peak_gb/{name}": peak, f"perf/memory_current_gb/{name}": current}
+    _phases.clear()
+    return {key: Metric(num_bytes / _GIB, "max") for key, num_bytes in found.items()}
+
+
+@contextlib.contextmanager
+def memory_phase(name: str) -> Iterator[None]:
+    """Measures what runs inside for the next `memory_metrics`: its peak, and what is left at its end.
+
+    With cuda: bytes allocated by this process. Without: its resident size. Phases do not nest.
+    """
+    _pop_peaks()
+    try:
+        yield
+    finally:
+        peak = _pop_peaks()
+        _phases[name] = max(peak, _phases.get(name, (0, 0))[0]), _current_bytes()
+
+
+def _pop_peaks() -> int:
+    """Peak of the allocated bytes since the previous call; kept for memory_metrics too."""
+    global _peaks
     if _has_cuda():
         import torch
 
@@ -34,11 +72,16 @@ def memory_metrics() -> dict[str, Metric]:
         torch.cuda.reset_peak_memory_stats()
     else:
         allocated = reserved = _pop_peak_rss_bytes()
-    return {
-        "perf/max_memory_allocated_gb": Metric(allocated / _GIB, "max"),
-        "perf/max_memory_reserved_gb": Metric(reserved / _GIB, "max"),
-        "perf/cpu_memory_used_gb": Metric(psutil.virtual_memory().used / _GIB, "max"),
-    }
+    _peaks = max(_peaks[0], allocated), max(_peaks[1], reserved)
+    return allocated
+
+
+def _current_bytes() -> int:
+    if _has_cuda():
+        import torch
+
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def log_gpu_memory_usage(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from scalerl.parallel.packing import Packing
+from scalerl.parallel.rotary import rotate
+from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -18,6 +21,11 @@ except ImportError:
 
 # torch 2.12 and newer; 2.11 wants as many key as query heads.
 _VARLEN_HAS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@lru_cache(maxsize=1)
+def _compiled_rotate() -> Any:
+    return torch.compile(rotate, dynamic=True)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -29,16 +37,28 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each sequence of a packed (THD) micro-batch.
+    """Rotary embedding and causal attention inside each sequence of a packed (THD) micro-batch.
 
     On CUDA one variable-length flash call for the whole micro-batch; on CPU one scaled_dot_product_attention call
-    for each sequence length. Neither computes padding.
+    for each sequence length. Neither computes padding. With context parallelism tokens are swapped for heads before
+    and back after (`ulysses`).
     """
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        cp_group: Any = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism needs its own core attention; set context_parallel_size=1")
+        self.softmax_scale = softmax_scale
+        self.cp_group = cp_group
+        if config.context_parallel_size > 1 and cp_group is None:
+            raise ValueError("context parallelism needs the cp group: ModuleSpec(PackedAttention, {'cp_group': ...})")
 
     def forward(
         self,
@@ -47,54 +67,75 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: Any,
+        packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """query [T, heads/tp, d], key and value [T, kv_heads/tp, d] -> [T, heads/tp * d]."""
-        cu_seqlens = packed_seq_params.cu_seqlens_q
+        """query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
+
+        t: this cp rank's tokens, P / cp.
+        """
+        packing = packed_seq_params
+        if packing.cos_sin is not None:
+            # On CUDA one kernel instead of five.
+            turn = _compiled_rotate() if query.is_cuda else rotate
+            query, key = (turn(x, packing.cos_sin) for x in (query, key))
+        if packing.order is not None:
+            query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
         if query.is_cuda and varlen_attn is not None and query.dtype in (torch.bfloat16, torch.float16):
-            out = _flash(query, key, value, cu_seqlens, packed_seq_params.max_seqlen_q)
+            out = _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
         else:
-            out = _per_length(query, key, value, cu_seqlens)
+            out = _per_length(query, key, value, packing.lengths, self.softmax_scale)
+        if packing.order is not None:
+            out = tokens_to_heads(out, packing.order, self.cp_group)
         return out.reshape(out.shape[0], -1)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """[T, heads/tp, d]. CUDA, bfloat16 or float16."""
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None
+) -> Tensor:
+    """[P, heads, dv]. CUDA, bfloat16 or float16."""
     # (-1, 0): everything to the left, nothing to the right. torch 2.10's argument is_causal is gone since 2.11.
     options: dict[str, Any] = {"window_size": (-1, 0)}
+    if scale is not None:
+        options["scale"] = scale
     group = query.shape[1] // key.shape[1]
     if group > 1 and _VARLEN_HAS_GQA:
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    # The kernel wants one head size; zeros after a narrower value stay apart in the output.
+    narrower = query.shape[2] - value.shape[2]
+    if narrower:
+        value = F.pad(value, (0, narrower))
+    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    return out[..., :-narrower] if narrower else out
 
 
-def _per_length(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None) -> Tensor:
     """One scaled_dot_product_attention call for all sequences of one length: on short ones a call each is overhead."""
-    rows_by_length = _rows_by_length(tuple(cu_seqlens.tolist()), str(query.device))
+    rows_by_length, natural_P = _rows_by_length(lengths, str(query.device))
     outputs = []
     for rows_NL in rows_by_length:
         # [N sequences, heads, L, d]
         q, k, v = (x[rows_NL].transpose(1, 2) for x in (query, key, value))
-        outputs.append(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
-        )
-    order = torch.cat([rows_NL.flatten() for rows_NL in rows_by_length])
-    return torch.cat(outputs)[order.argsort()]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[natural_P]
 
 
 @lru_cache(maxsize=8)
-def _rows_by_length(bounds: tuple[int, ...], device: str) -> tuple[Tensor, ...]:
-    """For each length L that occurs, [N, L] int64: the packed tokens of the N sequences of that length.
+def _rows_by_length(lengths: tuple[int, ...], device: str) -> tuple[tuple[Tensor, ...], Tensor]:
+    """For each length L that occurs, [N, L] int64: the packed tokens of the N sequences of that length; and the [P]
+    order that puts their outputs, end to end, back into packed order.
 
     Cached because every layer of a micro-batch asks for the same.
     """
     starts: dict[int, list[int]] = {}
-    for start, end in pairwise(bounds):
-        if end > start:
-            starts.setdefault(end - start, []).append(start)
-    return tuple(
-        (torch.tensor(found)[:, None] + torch.arange(length)).to(device) for length, found in sorted(starts.items())
-    )
+    start = 0
+    for length in lengths:
+        if length:
+            starts.setdefault(length, []).append(start)
+        start += length
+    rows = [torch.tensor(found)[:, None] + torch.arange(length) for length, found in sorted(starts.items())]
+    natural_P = torch.cat([rows_NL.flatten() for rows_NL in rows]).argsort()
+    return tuple(rows_NL.to(device) for rows_NL in rows), natural_P.to(device)

@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from scalerl.families import ModelShape, family_of
+from scalerl.balance import Alignment
+from scalerl.families import Head, ModelShape, family_of
 from scalerl.parallel import platform
+from scalerl.parallel.experts import named_gradients
 from scalerl.parallel.export import export_buckets
 from scalerl.parallel.layout import Groups
-from scalerl.parallel.loading import load_hf_weights
-from scalerl.parallel.logprobs import next_token_to_token, vocab_parallel_logprobs
+from scalerl.parallel.loading import load_hf_weights, local_params
+from scalerl.parallel.logprobs import linear_logprobs
 from scalerl.parallel.model import build_model, transformer_config
-from scalerl.parallel.optimizer import build_optimizer, build_schedule, clip_gradients
+from scalerl.parallel.nonfinite import Gradient, SkippedUpdates
+from scalerl.parallel.offload import GRADS, OPTIMIZER, PARAMS, PARTS, Offload
+from scalerl.parallel.optimizer import (
+    agreed_finite,
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    loss_scale,
+    prepare_gradients,
+    update_loss_scale,
+)
+from scalerl.parallel.output import output_weight, whole_hidden
 from scalerl.parallel.packing import MicroBatch, pack, unpack
+from scalerl.parallel.pipeline import run_schedule
+from scalerl.parallel.rotary import Rotary
+from scalerl.parallel.routing import ROUTED_EXPERTS, add_routing, recorded_experts
+from scalerl.parallel.ulysses import gather_replicated
 from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
 
 # (logprobs_T, entropy_T, columns of the micro-batch, cu_seqlens among them) -> (loss, metrics); both add up over
-# micro-batches and dp ranks.
-Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+# micro-batches and dp ranks. Of a value head: (values_T, columns).
+Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 Rows = Sequence[int]
 
 logger = logging.getLogger(__name__)
 
 
 class MegatronEngine:
-    """The trainable model (optim given) or a frozen one (optim None). Every method is collective over all ranks."""
+    """The trainable model (optim given) or a frozen one (optim None). Every method is collective over all ranks.
+
+    head: lm (policies), or value (critics and reward models), which a trainable model may put in the place of a
+    language model's. Raises ValueError where model_path has not the head that is asked for.
+    """
 
     def __init__(
         self,
@@ -46,86 +66,195 @@ class MegatronEngine:
         groups: Groups,
         *,
         optim: OptimConfig | None,
+        head: Head = "lm",
         trust_remote_code: bool = False,
     ) -> None:
         self.groups = groups
-        self.shape = ModelShape.from_hf(model_path)
+        self.shape = _shape_with_head(model_path, head, trainable=optim is not None)
         self.family = family_of(self.shape)
         self.device = platform.device_type()
         self.config = transformer_config(self.shape, config, groups, on_cpu=self.device == "cpu")
-        self.model = build_model(self.shape, self.config, groups)
+        # One model per chunk of this stage's layers: several with an interleaved pipeline.
+        self.chunks = build_model(self.shape, self.config, groups)
         if self.device == "cuda":
-            self.model.cuda()
-        load_hf_weights(self.model, model_path, self.family, self.shape, groups)
+            for chunk in self.chunks:
+                chunk.cuda()
+        load_hf_weights(self.chunks, model_path, self.family, self.shape, groups)
+        # Latent attention turns its own part of the heads.
+        self.rotary = None if self.config.multi_latent_attention else Rotary(self.shape, self.device)
         self.num_updates = 0
         self.optimizer = self.schedule = None
         if optim is None:
-            self.model.requires_grad_(False)
-            self._forward_model: torch.nn.Module = self.model
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
+            self._forward_chunks: list[torch.nn.Module] = list(self.chunks)
         else:
-            self._forward_model = DistributedDataParallel(
-                self.config,
-                DistributedDataParallelConfig(
-                    use_distributed_optimizer=config.use_distributed_optimizer,
-                    grad_reduce_in_fp32=True,
-                    # That check ends the ranks that see it and leaves the others waiting; _step asks the norm of all.
-                    check_for_nan_in_grad=False,
-                ),
-                self.model,
+            ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=config.use_distributed_optimizer,
+                grad_reduce_in_fp32=True,
+                # That check ends the ranks that see it and leaves the others waiting; _step asks the norm of all.
+                check_for_nan_in_grad=False,
             )
-            self.optimizer = build_optimizer(self._forward_model, optim, config, self.config.params_dtype)
+            self._forward_chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
+            self.optimizer = build_optimizer(self._forward_chunks, optim, config, self.config.params_dtype)
             self.schedule = build_schedule(self.optimizer, optim)
+            if loss_scale(self.optimizer) is not None:
+                self.config.grad_scale_func = self.optimizer.scale_loss
+        self._skips = SkippedUpdates(config.max_consecutive_skipped_updates)
+        self._offload = Offload(self.chunks, self._forward_chunks if optim is not None else (), self.optimizer)
+        offloaded = {PARAMS: config.param_offload, GRADS: config.grad_offload, OPTIMIZER: config.optimizer_offload}
+        self._leaves = {part: True for part, leaves in offloaded.items() if leaves}
 
-    # Sequence parallelism splits the packed tokens over tp ranks.
-    @property
-    def _align(self) -> int:
-        return self.groups.layout.tp_size if self.config.sequence_parallel else 1
+    def to_host(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        """Frees the device memory of what is named; the model then refuses work that needs it (OffloadedError)."""
+        self._offload.to_host(params=params, grads=grads, optimizer=optimizer)
+
+    def to_device(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
+        """Undoes to_host, bit by bit, for what is named; gradients come back as zeros."""
+        self._offload.to_device(params=params, grads=grads, optimizer=optimizer)
+
+    def leave_device(self) -> None:
+        """Sends to the host what param_offload, grad_offload and optimizer_offload name."""
+        self._offload.to_host(**self._leaves)
+
+    @contextmanager
+    def on_device(self, *parts: str) -> Iterator[None]:
+        """Has the parts (offload.PARTS; none given: all) on the device inside the block; then as `leave_device`."""
+        self._offload.to_device(**dict.fromkeys(parts or PARTS, True))
+        try:
+            yield
+        finally:
+            self.leave_device()
+
+    def require_on_device(self, *parts: str, work: str) -> None:
+        """Raises OffloadedError unless the parts are there."""
+        self._offload.require(*parts, work=work)
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes of device memory by part: params, grads, optimizer."""
+        return self._offload.device_bytes()
+
+    def _pack(
+        self, shard: DataProto, micro_batches: Sequence[Rows], *, record_routing: bool = False
+    ) -> list[MicroBatch]:
+        layout = self.groups.layout
+        alignment = Alignment.of_layout(
+            tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
+        )
+        place = {"cp_size": layout.cp_size, "cp_rank": self.groups.at.cp_rank}
+        packed = [pack(shard, rows, device=self.device, alignment=alignment, **place) for rows in micro_batches]
+        if self.shape.num_experts:
+            add_routing(packed, self.groups, record=record_routing, with_losses=torch.is_grad_enabled())
+        return packed
 
     @torch.no_grad()
-    def logprobs(self, shard: DataProto, micro_batches: Sequence[Rows], *, temperature: float) -> dict[str, Jagged]:
+    def logprobs(
+        self,
+        shard: DataProto,
+        micro_batches: Sequence[Rows],
+        *,
+        temperature: float,
+        record_routing: bool = False,
+    ) -> dict[str, Jagged]:
         """{"logprobs", "entropy"} of every row of the shard, on the last stage; {} on the others.
 
-        micro_batches: indices into the shard's rows; together each row once.
+        micro_batches: indices into the shard's rows; together each row once. record_routing: "routed_experts" too, on
+        every stage about its own layers; as a column of the shard, here and in `update`, it is what routers follow.
         """
-        self._forward_model.eval()
-        packed = [pack(shard, rows, align=self._align, device=self.device) for rows in micro_batches]
-        outputs = self._run(packed, partial(_keep_outputs, {}), temperature=temperature, forward_only=True)
+        self.require_on_device(PARAMS, work="logprobs")
+        for chunk in self._forward_chunks:
+            chunk.eval()
+        packed = self._pack(shard, micro_batches, record_routing=record_routing)
+        names = ("logprobs", "entropy")
+        outputs = self._run(packed, self._reader(temperature), partial(_keep_outputs, names), forward_only=True)
+        routed = {}
+        if record_routing:
+            routed[ROUTED_EXPERTS] = recorded_experts(
+                len(shard), packed, self.shape, self.groups, sequence_parallel=self.config.sequence_parallel
+            )
         if not self.groups.is_last_stage:
-            return {}
-        return {
-            name: unpack(len(shard), packed, [output[name] for output in outputs]) for name in ("logprobs", "entropy")
-        }
+            return routed
+        return routed | {name: unpack(len(shard), packed, [output[name] for output in outputs]) for name in names}
 
-    def update(
-        self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float
-    ) -> dict[str, float]:
-        """One optimizer update. Returns the objective's metrics over all dp ranks (last stage), grad_norm and lr.
+    def values(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Jagged]:
+        """{"values"} of every row of the shard, on the last stage of a value model; {} on the others.
 
-        Raises FloatingPointError, before any weight changes, if the gradient is not finite.
+        Aligned as log-probs are: a token holds the value of the state in which it was chosen, predicted from the tokens
+        before it; the first token of a sequence holds 0. So GAE's delta_t is rewards_t + gamma * values_t+1 - values_t.
         """
-        self._forward_model.train()
-        self._forward_model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        packed = [pack(shard, rows, align=self._align, device=self.device) for rows in micro_batches]
-        outputs = self._run(packed, partial(_apply_objective, objective), temperature=temperature, forward_only=False)
-        lr = self.optimizer.param_groups[0]["lr"]
-        grad_norm = self._step()
-        self.schedule.step(increment=1)
-        self.num_updates += 1
-        return {"grad_norm": grad_norm, "lr": lr} | self._sum_over_dp(outputs)
+        found = self._values(self._read_values, shard, micro_batches)
+        return {} if found is None else {"values": found}
+
+    def scores(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Tensor]:
+        """{"scores"}: [rows] float32, what a reward model says after the last token of each, as `values`."""
+        found = self._values(self._read_own_values, shard, micro_batches)
+        return {} if found is None else {"scores": found.values[found.cu_seqlens[1:] - 1]}
 
     @torch.no_grad()
-    def _step(self) -> float:
-        """megatron's optimizer.step() with the check in the middle. Returns the gradient norm before clipping."""
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"update {self.num_updates}: the gradient norm is {grad_norm}; no weight was changed"
-            )
-        clip_gradients(self.optimizer, grad_norm)
-        self.optimizer.step_with_ready_grads()
-        return grad_norm
+    def _values(self, read: Callable, shard: DataProto, micro_batches: Sequence[Rows]) -> Jagged | None:
+        assert self.shape.head == "value", "a language model has no values"
+        self.require_on_device(PARAMS, work="values")
+        for chunk in self._forward_chunks:
+            chunk.eval()
+        packed = self._pack(shard, micro_batches)
+        outputs = self._run(packed, read, partial(_keep_outputs, ("values",)), forward_only=True)
+        if not self.groups.is_last_stage:
+            return None
+        return unpack(len(shard), packed, [output["values"] for output in outputs])
+
+    def update(
+        self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float | None = None
+    ) -> dict[str, float]:
+        """One optimizer update. Returns the objective's metrics over all dp ranks (last stage), lr, skipped_updates,
+        grad_norm (unless skipped) and loss_scale (float16).
+
+        temperature: of the log-probs; None with a value head, whose objective is called with (values_T, columns).
+
+        A gradient that is not finite skips the update on all ranks: nothing changes, the learning rate's schedule
+        included. Raises NonFiniteGradientError after max_consecutive_skipped_updates of them.
+        """
+        self.require_on_device(*PARTS, work="an update")
+        for chunk in self._forward_chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        packed = self._pack(shard, micro_batches)
+        outputs = self._run(packed, self._reader(temperature), objective, forward_only=False)
+        return self._step() | self._sum_over_dp(outputs)
+
+    @torch.no_grad()
+    def _step(self) -> dict[str, float]:
+        """megatron's optimizer.step() with the check in the middle. grad_norm: before clipping."""
+        # Read before the step, which may change both.
+        found = {"lr": self.optimizer.param_groups[0]["lr"]}
+        scale = loss_scale(self.optimizer)
+        if scale is not None:
+            found["loss_scale"] = scale[0]
+        grad_norm = prepare_gradients(self.optimizer)
+        finite = agreed_finite(grad_norm)
+        update_loss_scale(self.optimizer, overflowed=not finite)
+        if finite:
+            clip_gradients(self.optimizer, grad_norm)
+            self.optimizer.step_with_ready_grads()
+            # As megatron's training loop: a skipped update does not move the schedule.
+            self.schedule.step(increment=1)
+            self.num_updates += 1
+            self._skips.applied()
+            return found | {"grad_norm": grad_norm, "skipped_updates": 0.0}
+        if scale is not None and scale[0] > scale[1]:
+            self._skips.overflowed(self.num_updates, scale[0], loss_scale(self.optimizer)[0])
+        else:
+            self._skips.skipped(self.num_updates, grad_norm, self._main_gradients())
+        return found | {"skipped_updates": 1.0}
+
+    def _main_gradients(self) -> Iterator[Gradient]:
+        """This rank's, each with its parameter's position in the family's table and its name over all stages."""
+        positions = {param.name: position for position, param in enumerate(self.family.params(self.shape))}
+        gradients = [named_gradients(chunk) for chunk in self.chunks]
+        for param, chunk, name in local_params(self.family, self.shape, self.groups):
+            # The bias of a router has none.
+            if name in gradients[chunk]:
+                yield positions[param.name], param.name, gradients[chunk][name]
 
     def _sum_over_dp(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
         if not self.groups.is_last_stage:
@@ -136,54 +265,75 @@ class MegatronEngine:
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _run(
-        self, packed: list[MicroBatch], finish: Callable, *, temperature: float, forward_only: bool
+        self, packed: list[MicroBatch], read: Callable, finish: Callable, *, forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        """megatron's schedule over the micro-batches; the dicts that `finish` returned, on the last stage."""
+        """megatron's schedule over the micro-batches; the dicts that `finish` returned, on the last stage.
+
+        read(micro-batch, model output) -> columns [T].  finish(*columns, micro-batch's columns) -> (loss, dict).
+        """
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             batch = next(batches)
-            output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
-            return output, partial(self._loss, batch, finish, temperature)
+            if self.rotary is not None:
+                batch.packing.cos_sin = self.rotary.tables(batch.position_ids[0])
+            output = model(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.packing)
+            return output, partial(_loss, batch, read, finish)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(packed),
-            model=[self._forward_model],
-            num_microbatches=len(packed),
-            # With variable sequence lengths megatron ignores these two.
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        return run_schedule(forward_step, self._forward_chunks, packed, forward_only=forward_only)
 
-    def _loss(
-        self, batch: MicroBatch, finish: Callable, temperature: float, logits: Tensor
-    ) -> tuple[Tensor, Tensor, dict]:
-        logits_TV = logits.squeeze(1) if logits.shape[1] == 1 else logits.squeeze(0)
-        labels = torch.roll(batch.input_ids[0], -1)
-        logprobs, entropy = vocab_parallel_logprobs(
-            logits_TV,
-            labels,
+    def _reader(self, temperature: float | None) -> Callable:
+        if self.shape.head == "value":
+            return self._read_values
+        assert temperature is not None, "log-probs need a temperature"
+        return partial(self._read_logprobs, temperature)
+
+    def _read_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
+        """values: [1, P / cp, 1] of a ValueHead."""
+        return (batch.about_token(gather_replicated(values.flatten(), self.groups.cp)),)
+
+    def _read_own_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
+        return (batch.of_token(gather_replicated(values.flatten(), self.groups.cp)),)
+
+    def _read_logprobs(self, temperature: float, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden: [1, P / cp, H], its tokens split over tp ranks with sequence parallelism."""
+        logprobs, entropy = linear_logprobs(
+            whole_hidden(hidden[0], sequence_parallel=self.config.sequence_parallel),
+            output_weight(self.chunks[-1]),
+            batch.labels,
             vocab_size=self.shape.vocab_size,
             temperature=temperature,
             tp_rank=self.groups.at.tp_rank,
             tp_group=self.groups.tp,
         )
-        logprobs_T, entropy_T = (next_token_to_token(x, batch.cu_seqlens) for x in (logprobs, entropy))
-        loss, kept = finish(logprobs_T, entropy_T, batch.columns | {"cu_seqlens": batch.cu_seqlens})
-        num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=logprobs_T.device)
-        return loss, num_tokens, kept
+        # Whole sequences on every cp rank: an objective never sees how they were split.
+        gathered_P2 = gather_replicated(torch.stack([logprobs, entropy], dim=-1), self.groups.cp)
+        return tuple(batch.about_token(x) for x in gathered_P2.unbind(-1))
 
     def export_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors in the family table's order, the same on every rank; all ranks must consume all buckets."""
-        return export_buckets(self.model, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes)
+        self.require_on_device(PARAMS, work="export_buckets")
+        return export_buckets(self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes)
 
 
-def _keep_outputs(_: dict, logprobs_T: Tensor, entropy_T: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, dict]:
-    return logprobs_T.sum() * 0.0, {"logprobs": logprobs_T, "entropy": entropy_T}
+def _shape_with_head(model_path: str, head: Head, *, trainable: bool) -> ModelShape:
+    stored = ModelShape.from_hf(model_path)
+    if stored.head != head and head == "value" and not trainable:
+        raise ValueError(
+            f"{model_path} is a language model: it has no value head, and a random one that never trains says nothing; "
+            "give a reward model (architectures *ForSequenceClassification, one label)"
+        )
+    try:
+        return stored.with_head(head)
+    except ValueError as error:
+        raise ValueError(f"{model_path}: {error}") from None
 
 
-def _apply_objective(
-    objective: Objective, logprobs_T: Tensor, entropy_T: Tensor, columns: dict[str, Tensor]
-) -> tuple[Tensor, dict]:
-    return objective(logprobs_T, entropy_T, columns)
+def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -> tuple[Tensor, Tensor, dict]:
+    loss, kept = finish(*read(batch, output), batch.columns | {"cu_seqlens": batch.cu_seqlens})
+    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
+    return loss, num_tokens, kept
+
+
+def _keep_outputs(names: Sequence[str], *outputs: Tensor | dict) -> tuple[Tensor, dict]:
+    tensors = dict(zip(names, outputs[:-1], strict=True))
+    return tensors[names[0]].sum() * 0.0, tensors

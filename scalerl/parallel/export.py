@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from scalerl.families import Family, ModelShape, Param, padded_vocab_size
+from scalerl.parallel.experts import named_tensors
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import local_params
-from scalerl.parallel.model import layers_of_stage
 
 
 def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
@@ -31,41 +31,54 @@ def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes:
 
 @torch.no_grad()
 def export_buckets(
-    model: torch.nn.Module, family: Family, shape: ModelShape, groups: Groups, *, bucket_bytes: int
+    chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups, *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collective over tp and pp: every rank must consume all buckets. Yields lists of (HF name, full tensor)."""
-    parameters = dict(model.named_parameters())
-    names = {param.name: name for param, name in local_params(family, shape, groups)}
-    example = next(iter(parameters.values()))
+    """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor)."""
+    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
+    held: dict[str, Tensor] = {}
+    for param, chunk, name in local_params(family, shape, groups):
+        held.setdefault(param.name, tensors[chunk, name].detach())
+    example = next(chunks[0].parameters())
     for bucket in plan_buckets(family, shape, example.element_size(), bucket_bytes):
-        tensors: list[tuple[str, Tensor]] = []
+        exported: list[tuple[str, Tensor]] = []
         for param in bucket:
-            full = _gather(param, parameters.get(names.get(param.name, "")), example, shape, groups)
-            tensors.extend(param.to_hf(full, shape).items())
-        yield tensors
+            full = _gather(param, held.get(param.name), example, shape, groups)
+            exported.extend(param.to_hf(full, shape).items())
+        yield exported
 
 
 def _gather(param: Param, local: Tensor | None, example: Tensor, shape: ModelShape, groups: Groups) -> Tensor:
-    """The joined tensor on every rank: all-gather over tp on the stage that owns it, then broadcast over pp."""
-    owner = _owner_stage(param, shape, groups)
-    tp_size, pp_size = groups.layout.tp_size, groups.layout.pp_size
-    if groups.at.pp_rank == owner:
-        assert local is not None, f"{param.name} is not on stage {owner}"
-        shards = [local.detach()]
-        if tp_size > 1 and param.kind != "replicated":
-            shards = [torch.empty_like(local) for _ in range(tp_size)]
-            dist.all_gather(shards, local.detach().contiguous(), group=groups.tp)
-        elif param.kind == "replicated":
-            shards = [local.detach()] * tp_size
-        full = param.join(shards, shape).contiguous()
+    """The joined tensor on every rank: all-gather over the ranks that split it, then broadcast to the others."""
+    layout, at = groups.layout, groups.at
+    owner_stage = _owner_stage(param, shape, groups)
+    is_of_expert = param.expert is not None
+    owner_ep = param.expert // len(layout.experts(shape.num_experts, 0)) if is_of_expert else at.ep_rank
+    group, size = (groups.etp, layout.etp_size) if is_of_expert else (groups.tp, layout.tp_size)
+    if at.pp_rank == owner_stage and at.ep_rank == owner_ep:
+        assert local is not None, f"{param.name} is not on stage {owner_stage}, expert rank {owner_ep}"
+        full = param.join(_shards(param, local, group, size), shape).contiguous()
     else:
-        full = example.new_empty(param.joined_shape(shape, padded_vocab_size(shape.vocab_size, tp_size)))
-    if pp_size > 1:
-        dist.broadcast(full, src=dist.get_global_rank(groups.pp, owner), group=groups.pp)
+        full = torch.empty(
+            param.joined_shape(shape, padded_vocab_size(shape.vocab_size, layout.tp_size)),
+            dtype=torch.float32 if param.keeps_float32 else example.dtype,
+            device=example.device,
+        )
+    if is_of_expert and layout.ep_size > 1 and at.pp_rank == owner_stage:
+        dist.broadcast(full, src=dist.get_global_rank(groups.ep, owner_ep), group=groups.ep)
+    if layout.pp_size > 1:
+        dist.broadcast(full, src=dist.get_global_rank(groups.pp, owner_stage), group=groups.pp)
     return full
+
+
+def _shards(param: Param, local: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    if size == 1 or param.kind == "replicated":
+        return [local] * size
+    shards = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(shards, local.contiguous(), group=group)
+    return shards
 
 
 def _owner_stage(param: Param, shape: ModelShape, groups: Groups) -> int:
     if param.layer is not None:
-        return param.layer // len(layers_of_stage(shape.num_layers, groups))
+        return groups.layout.owner_of_layer(shape.num_layers, param.layer)[0]
     return 0 if param.stage_part == "first" else groups.layout.pp_size - 1

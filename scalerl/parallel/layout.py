@@ -8,6 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from scalerl.config import expert_tp_size
+from scalerl.config.schema import MegatronConfig
+
 
 @dataclass(frozen=True)
 class Coordinates:
@@ -54,6 +57,20 @@ class Layout:
                 f"{self.etp_size} * {self.ep_size}"
             )
 
+    @classmethod
+    def of(cls, megatron: MegatronConfig, world_size: int) -> Layout:
+        return cls(
+            world_size,
+            tp_size=megatron.tensor_model_parallel_size,
+            pp_size=megatron.pipeline_model_parallel_size,
+            cp_size=megatron.context_parallel_size,
+            ep_size=megatron.expert_model_parallel_size,
+            etp_size=expert_tp_size(megatron),
+            vpp_size=megatron.virtual_pipeline_model_parallel_size or 1,
+            first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
+            last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
+        )
+
     @property
     def _ranks_per_stage(self) -> int:
         return self.world_size // self.pp_size
@@ -84,8 +101,8 @@ class Layout:
 
     def stage_sizes(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage. Raises ValueError with the rule that num_layers breaks."""
-        ends = {0: self.first_stage_layers, self.pp_size - 1: self.last_stage_layers}
-        given = {stage: size for stage, size in ends.items() if size is not None}
+        ends = ((0, self.first_stage_layers), (self.pp_size - 1, self.last_stage_layers))
+        given = {stage: size for stage, size in ends if size is not None}
         if given and self.pp_size == 1:
             raise ValueError("layers of the first or last pipeline stage are given, but there is one stage only")
         left, stages_left = num_layers - sum(given.values()), self.pp_size - len(given)
@@ -98,8 +115,8 @@ class Layout:
         sizes = [given.get(stage, left // max(stages_left, 1)) for stage in range(self.pp_size)]
         if any(size % self.vpp_size for size in sizes):
             raise ValueError(
-                f"the stages have {sizes} layers; each must be a multiple of the {self.vpp_size} model chunks of a stage "
-                "(virtual_pipeline_model_parallel_size)"
+                f"the stages have {sizes} layers; each must be a multiple of the {self.vpp_size} model chunks of a "
+                "stage (virtual_pipeline_model_parallel_size)"
             )
         return sizes
 

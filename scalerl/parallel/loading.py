@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from scalerl.families import Family, HFWeights, ModelShape, Param
+from scalerl.parallel.experts import named_tensors
 from scalerl.parallel.layout import Groups
-from scalerl.parallel.model import layers_of_stage
 
 
-def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, str]]:
-    """The table's parameters that live on this rank's stage, each with its name inside the stage's model."""
-    layers = layers_of_stage(shape.num_layers, groups)
+def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
+    """The table's parameters that live on this rank, each with its model chunk and its name inside that chunk."""
+    chunks = groups.layout.layers(shape.num_layers, groups.at.pp_rank)
+    last = len(chunks) - 1
+    experts = groups.layout.experts(shape.num_experts, groups.at.ep_rank)
     for param in family.params(shape):
         if param.layer is not None:
-            if param.layer in layers:
-                yield param, param.name.replace(f"layers.{param.layer}.", f"layers.{param.layer - layers.start}.", 1)
+            for chunk, layers in enumerate(chunks):
+                if param.layer in layers:
+                    local = param.layer - layers.start
+                    name = param.name.replace(f"layers.{param.layer}.", f"layers.{local}.", 1)
+                    if param.expert is None:
+                        yield param, chunk, name
+                    elif param.expert in experts:
+                        held = f"local_experts.{param.expert - experts.start}."
+                        yield param, chunk, name.replace(f"local_experts.{param.expert}.", held, 1)
         elif param.stage_part == "first":
             if groups.is_first_stage:
-                yield param, param.name
-            elif groups.is_last_stage and shape.tie_word_embeddings:
-                # Tied weights on more than one stage: megatron keeps a copy of the embedding as the output layer.
-                yield param, "output_layer.weight"
+                yield param, 0, param.name
+            if groups.is_last_stage and shape.tie_word_embeddings and (groups.layout.pp_size > 1 or last > 0):
+                # Tied weights in more than one chunk: megatron keeps a copy of the embedding as the output layer.
+                yield param, last, "output_layer.weight"
         elif groups.is_last_stage:
-            yield param, param.name
+            yield param, last, param.name
 
 
 @torch.no_grad()
-def load_hf_weights(model: torch.nn.Module, model_path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
-    """model: this stage's GPTModel. Raises ValueError listing every missing, extra or wrongly shaped tensor."""
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module], model_path: str, family: Family, shape: ModelShape, groups: Groups
+) -> None:
+    """chunks: this stage's models. Raises ValueError listing every missing, extra or wrongly shaped tensor.
+
+    A value model may start from a language model, whose head is left out: its own keeps what it was built with.
+    """
     weights = HFWeights(model_path)
-    weights.check(family, shape)
-    parameters = dict(model.named_parameters())
-    for param, name in local_params(family, shape, groups):
-        shard = param.shard(weights.read, shape, groups.at.tp_rank, groups.layout.tp_size)
-        target = parameters.pop(name)
+    stored = ModelShape.from_hf(model_path)
+    weights.check(family, stored)
+    names = family.hf_shapes(stored)
+    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
+    at, layout = groups.at, groups.layout
+    for param, chunk, name in local_params(family, shape, groups):
+        target = tensors.pop((chunk, name))
+        if param.hf[0] not in names:
+            continue
+        rank, size = (at.tp_rank, layout.tp_size) if param.expert is None else (at.etp_rank, layout.etp_size)
+        shard = param.shard(weights.read, shape, rank, size)
         assert target.shape == shard.shape, f"{name}: model {tuple(target.shape)}, table {tuple(shard.shape)}"
         target.copy_(shard)
-        if param.kind != "replicated":
+        if param.kind != "replicated" and param.expert is None:
             # megatron marks split parameters only while it initialises them, which we skip; without the mark the
             # gradient norm counts one tp rank's part alone.
             target.tensor_model_parallel = True
             target.partition_dim = 1 if param.kind == "row" else 0
             target.partition_stride = 1
-    assert not parameters, f"parameters that no table entry fills: {sorted(parameters)}"
+    assert not tensors, f"parameters that no table entry fills: {sorted(tensors)}"

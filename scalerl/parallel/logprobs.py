@@ -1,84 +1,245 @@
-"""Log-probabilities and entropy from logits that are split over the vocabulary.
+"""Log-probabilities and entropy from hidden states, without the logits: linear layer and softmax fused.
 
-Dims: T packed tokens, V this rank's part of the vocabulary.
+The vocabulary may be split over tensor-parallel ranks. Logits exist for a chunk of tokens at a time, in the forward
+pass and, computed again, in the backward pass.
+Dims: T packed tokens, C tokens of a chunk, H hidden size, V rows of this rank's part of the output weight, W of them
+that are words, not padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Float32 logits of one chunk; two buffers of this size live during a pass. On a GPU a chunk must have enough tokens to
+# keep the matrix multiplication from waiting for the weight.
+CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+# Rows of the weight whose gradient is one temporary, when weight and gradient differ in dtype.
+_GRADIENT_BLOCK_ROWS = 16384
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits_TV, labels_T, vocab_start, num_words, temperature, tp_group):
-        """log softmax(logits / temperature)[label] and its entropy; only the first num_words columns are words."""
-        ctx.set_materialize_grads(False)
-        scaled_TV = logits_TV[:, :num_words].float() / temperature
-        num_tokens = scaled_TV.shape[0]
-        lowest = torch.finfo(torch.float32).min
-        max_T = scaled_TV.amax(-1) if num_words else scaled_TV.new_full((num_tokens,), lowest)
-        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp_group)
-        scaled_TV -= max_T[:, None]
-        local_T = labels_T - vocab_start
-        is_local_T = (local_T >= 0) & (local_T < num_words)
-        local_T = local_T.clamp(0, max(num_words - 1, 0))
-        picked_T = scaled_TV.gather(1, local_T[:, None])[:, 0] if num_words else torch.zeros_like(max_T)
-        exp_TV = scaled_TV.exp()
-        sums = torch.stack([exp_TV.sum(-1), picked_T * is_local_T, (exp_TV * scaled_TV).sum(-1)])
-        dist.all_reduce(sums, group=tp_group)
-        sum_T, label_T, weighted_T = sums
-        log_sum_T = sum_T.log()
-        entropy_T = log_sum_T - weighted_T / sum_T
-        probs_TV = exp_TV.div_(sum_T[:, None])
-        ctx.save_for_backward(probs_TV, local_T, is_local_T, entropy_T)
-        ctx.temperature, ctx.num_columns, ctx.dtype = temperature, logits_TV.shape[1], logits_TV.dtype
-        return label_T - log_sum_T, entropy_T
-
-    @staticmethod
-    def backward(ctx, grad_logprobs_T, grad_entropy_T):
-        probs_TV, local_T, is_local_T, entropy_T = ctx.saved_tensors
-        grad_TV = torch.zeros_like(probs_TV)
-        if grad_logprobs_T is not None:
-            grad_TV -= probs_TV * grad_logprobs_T[:, None]
-            if probs_TV.shape[1]:
-                grad_TV.scatter_add_(1, local_T[:, None], (grad_logprobs_T * is_local_T)[:, None])
-        if grad_entropy_T is not None:
-            # dH/dz_j = -p_j (log p_j + H)
-            grad_TV -= grad_entropy_T[:, None] * (torch.xlogy(probs_TV, probs_TV) + probs_TV * entropy_T[:, None])
-        padding = ctx.num_columns - probs_TV.shape[1]
-        grad_TV = torch.nn.functional.pad(grad_TV / ctx.temperature, (0, padding))
-        return grad_TV.to(ctx.dtype), None, None, None, None, None
-
-
-def vocab_parallel_logprobs(
-    logits_TV: Tensor,
+def linear_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
     labels_T: Tensor,
     *,
     vocab_size: int,
-    temperature: float,
-    tp_rank: int,
-    tp_group: dist.ProcessGroup,
+    temperature: float = 1.0,
+    tp_rank: int = 0,
+    tp_group: dist.ProcessGroup | None = None,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of softmax(logits / temperature): log-probability of each label, entropy in nats; both [T] float32, with grad.
+    """Of softmax(hidden @ weight^T / temperature): log-probability of each label, entropy in nats.
 
-    logits_TV: [T, padded_vocab / tp].  labels_T: [T] int64.  vocab_size: words; columns beyond are padding and take no
-    probability.
+    hidden_TH: [T, H], the same on all ranks of tp_group.  weight_VH: [V, H], rows tp_rank * V ... of the padded
+    vocabulary.  Both float32, bfloat16 or float16; logits are float32 after the matrix multiplication.
+    labels_T: [T] int64 in [0, vocab_size).  vocab_size: rows from here on are padding and take no probability.
+    tp_group: None for a vocabulary that is not split.  chunk_tokens: None takes what CHUNK_BYTES holds.
+    Returns two [T] float32, the same on all ranks, with gradients for hidden and weight.
+
+    The gradient of hidden is this rank's share, of its part of the vocabulary: the region that hands hidden over must
+    sum it over tp_group (megatron's copy_to_tensor_model_parallel_region, or gather_from_sequence_parallel_region with
+    tensor_parallel_output_grad=True). The gradient of weight is whole: nothing is to be summed over tp_group.
+    A weight with `main_grad` (megatron's DDP) gets its gradient added there, in main_grad's dtype, and says so with
+    `grad_added_to_main_grad`, as megatron's own fused layers do.
+
+    Raises ValueError for a label outside the vocabulary on the CPU; on a GPU the check would have to wait for it.
     """
-    num_columns = logits_TV.shape[1]
-    start = tp_rank * num_columns
-    num_words = min(max(vocab_size - start, 0), num_columns)
-    return _VocabParallelLogprobs.apply(logits_TV, labels_T, start, num_words, temperature, tp_group)
+    num_rows = weight_VH.shape[0]
+    start = tp_rank * num_rows
+    words = _Words(start, min(max(vocab_size - start, 0), num_rows))
+    if chunk_tokens is None:
+        chunk_tokens = max(1, CHUNK_BYTES[hidden_TH.device.type] // (4 * max(1, words.count)))
+    _check_labels(labels_T, vocab_size)
+    return _LinearLogprobs.apply(hidden_TH, weight_VH, labels_T, words, temperature, tp_group, chunk_tokens)
 
 
-def next_token_to_token(values_P: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Values that position t holds about token t + 1 -> values that token t holds; 0 for the first token of a sequence.
+def _check_labels(labels_T: Tensor, vocab_size: int) -> None:
+    if labels_T.device.type != "cpu" or not labels_T.numel():
+        return
+    bad = ((labels_T < 0) | (labels_T >= vocab_size)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(f"token {token}: id {int(labels_T[token])} is outside the vocabulary of {vocab_size} words")
 
-    values_P: [P], P >= T.  cu_seqlens: [S + 1], its last value T.  Returns [T].
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of the vocabulary that this rank's rows stand for: [start, start + count)."""
+
+    start: int
+    count: int
+
+    def find(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(row of each label, clamped to a valid one, whether it is of this rank)."""
+        rows_T = labels_T - self.start
+        return rows_T.clamp(0, max(self.count - 1, 0)), (rows_T >= 0) & (rows_T < self.count)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
+        words: _Words,
+        temperature: float,
+        tp_group: dist.ProcessGroup | None,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        local = _local_sums(hidden_TH, weight_VH, labels_T, words, temperature, chunk_tokens)
+        max_T, sum_T, label_T, weighted_T = _sum_over_ranks(local, words.find(labels_T)[1], tp_group)
+        log_sum_T = sum_T.log()
+        entropy_T = log_sum_T - weighted_T / sum_T
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, max_T, log_sum_T, entropy_T)
+        ctx.words, ctx.temperature, ctx.chunk_tokens = words, temperature, chunk_tokens
+        return label_T - log_sum_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_TH, weight_VH, labels_T, max_T, log_sum_T, entropy_T = ctx.saved_tensors
+        words, temperature = ctx.words, ctx.temperature
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_TH = torch.zeros_like(hidden_TH) if needs_hidden else None
+        grad_weight = _WeightGradient(weight_VH) if needs_weight else None
+        if words.count and not (grad_logprobs_T is None and grad_entropy_T is None):
+            label_T, constant_T, slope_T = _coefficients(
+                grad_logprobs_T, grad_entropy_T, log_sum_T, entropy_T, temperature
+            )
+            rows_T, is_mine_T = words.find(labels_T)
+            label_T = label_T * is_mine_T
+            for part, z_CW, exp_CW in _chunks(hidden_TH, weight_VH, words, temperature, ctx.chunk_tokens):
+                z_CW.sub_(max_T[part, None])
+                if slope_T is None:
+                    grad_CW = z_CW.exp_().mul_(constant_T[part, None])
+                else:
+                    torch.exp(z_CW, out=exp_CW)
+                    grad_CW = z_CW.mul_(slope_T[part, None]).add_(constant_T[part, None]).mul_(exp_CW)
+                grad_CW.scatter_add_(1, rows_T[part, None], label_T[part, None])
+                grad_CW = grad_CW.to(hidden_TH.dtype)
+                if grad_hidden_TH is not None:
+                    torch.mm(grad_CW, weight_VH[: words.count], out=grad_hidden_TH[part])
+                if grad_weight is not None:
+                    grad_weight.add(grad_CW, hidden_TH[part])
+        return grad_hidden_TH, grad_weight.finish() if grad_weight else None, None, None, None, None, None
+
+
+def _coefficients(
+    grad_logprobs_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+    log_sum_T: Tensor,
+    entropy_T: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(label, constant, slope) that make the gradient of logit j: label * 1{j = label} + exp(z_j) * (constant + slope
+    * z_j), with z = logit / temperature - max; slope None is 0.
+
+    d logprob / d z_j = 1{j = label} - p_j;  d entropy / d z_j = -p_j * (log p_j + entropy);  p_j = exp(z_j) / sum.
     """
-    num_tokens = int(cu_seqlens[-1])
-    shifted_T = torch.nn.functional.pad(values_P, (1, 0))[:num_tokens]
-    is_first_T = torch.zeros(num_tokens, dtype=torch.bool, device=values_P.device)
-    is_first_T[cu_seqlens[:-1]] = True
-    return shifted_T.masked_fill(is_first_T, 0.0)
+    inverse_sum_T = torch.exp(-log_sum_T)
+    label_T = torch.zeros_like(log_sum_T) if grad_logprobs_T is None else grad_logprobs_T / temperature
+    if grad_entropy_T is None:
+        return label_T, -label_T * inverse_sum_T, None
+    slope_T = -grad_entropy_T / temperature
+    constant_T = slope_T * (entropy_T - log_sum_T) - label_T
+    return label_T, constant_T * inverse_sum_T, slope_T * inverse_sum_T
+
+
+def _chunks(
+    hidden_TH: Tensor, weight_VH: Tensor, words: _Words, temperature: float, chunk_tokens: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(tokens, logits / temperature [C, W] float32, scratch of that shape); both are overwritten for the next chunk."""
+    num_tokens = hidden_TH.shape[0]
+    # Equal chunks: a last one of a few tokens would read the whole weight for little.
+    size = -(-num_tokens // max(1, -(-num_tokens // chunk_tokens)))
+    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+    logits, scratch = (torch.empty(size, words.count, dtype=dtype, device=hidden_TH.device) for _ in range(2))
+    weight_HW = weight_VH[: words.count].t()
+    for start in range(0, num_tokens, max(size, 1)):
+        part = slice(start, min(start + size, num_tokens))
+        length = part.stop - part.start
+        out_CW = logits[:length]
+        if hidden_TH.dtype == dtype:
+            torch.addmm(out_CW, hidden_TH[part], weight_HW, beta=0, alpha=1 / temperature, out=out_CW)
+        else:
+            out_CW.copy_(torch.mm(hidden_TH[part], weight_HW)).div_(temperature)
+        yield part, out_CW, scratch[:length]
+
+
+def _local_sums(
+    hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, words: _Words, temperature: float, chunk_tokens: int
+) -> Tensor:
+    """[4, T], over this rank's words, with z = logit / temperature: max z, sum exp(z - max), z_label - max (of any word
+    where the label is another rank's), sum exp(z - max) * (z - max)."""
+    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+    found = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
+    max_T, sum_T, label_T, weighted_T = found
+    if not words.count:
+        # No infinity: its difference from another one is no number.
+        max_T.fill_(torch.finfo(dtype).min)
+        return found
+    rows_T, _ = words.find(labels_T)
+    for part, z_CW, exp_CW in _chunks(hidden_TH, weight_VH, words, temperature, chunk_tokens):
+        torch.amax(z_CW, -1, out=max_T[part])
+        z_CW.sub_(max_T[part, None])
+        label_T[part] = z_CW.gather(1, rows_T[part, None])[:, 0]
+        torch.exp(z_CW, out=exp_CW)
+        torch.sum(exp_CW, -1, out=sum_T[part])
+        torch.sum(exp_CW.mul_(z_CW), -1, out=weighted_T[part])
+    return found
+
+
+def _sum_over_ranks(
+    local: Tensor, is_mine_T: Tensor, tp_group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_local_sums` of every rank -> the same four of the whole vocabulary: one max and one sum for all tokens."""
+    max_T, sum_T, label_T, weighted_T = local
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return max_T, sum_T, label_T, weighted_T
+    global_max_T = max_T.clone()
+    dist.all_reduce(global_max_T, op=dist.ReduceOp.MAX, group=tp_group)
+    shift_T = max_T - global_max_T
+    scale_T = shift_T.exp()
+    sums = torch.stack([sum_T * scale_T, (label_T + shift_T) * is_mine_T, (weighted_T + shift_T * sum_T) * scale_T])
+    dist.all_reduce(sums, group=tp_group)
+    return global_max_T, *sums
+
+
+class _WeightGradient:
+    """Sum over chunks, in float32, of the gradient of the output weight; in main_grad where megatron's DDP has one."""
+
+    def __init__(self, weight_VH: Tensor) -> None:
+        self.weight = weight_VH
+        dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        main_grad = getattr(weight_VH, "main_grad", None)
+        self.in_main_grad = (
+            main_grad is not None and main_grad.dtype == dtype and hasattr(weight_VH, "grad_added_to_main_grad")
+        )
+        self.total = main_grad if self.in_main_grad else torch.zeros_like(weight_VH, dtype=dtype)
+
+    def add(self, grad_CW: Tensor, hidden_CH: Tensor) -> None:
+        count = grad_CW.shape[1]
+        if self.total.dtype == hidden_CH.dtype:
+            self.total[:count].addmm_(grad_CW.t(), hidden_CH)
+            return
+        for start in range(0, count, _GRADIENT_BLOCK_ROWS):
+            rows = slice(start, min(start + _GRADIENT_BLOCK_ROWS, count))
+            self.total[rows].add_(torch.mm(grad_CW[:, rows].t(), hidden_CH))
+
+    def finish(self) -> Tensor | None:
+        """What autograd is told."""
+        if not self.in_main_grad:
+            return self.total.to(self.weight.dtype)
+        self.weight.grad_added_to_main_grad = True
+        # DDP drops this one unread. A weight that is the embedding too is the exception (megatron marks it so): there
+        # autograd brings the embedding's gradient and DDP adds it.
+        return None if getattr(self.weight, "zero_out_wgrad", False) else torch.empty_like(self.weight)

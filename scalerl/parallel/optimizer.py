@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 _NO_DECAY_STEPS = 10**12
 
 
-def build_optimizer(ddp_model: Any, optim: OptimConfig, megatron: MegatronConfig, dtype: torch.dtype) -> Any:
+def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConfig, dtype: torch.dtype) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -26,13 +28,64 @@ def build_optimizer(ddp_model: Any, optim: OptimConfig, megatron: MegatronConfig
         adam_beta2=optim.betas[1],
         clip_grad=optim.clip_grad,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=megatron.initial_loss_scale,
+        min_loss_scale=megatron.min_loss_scale,
+        loss_scale_window=megatron.loss_scale_window,
         params_dtype=dtype,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, [ddp_model], use_gloo_process_groups=False)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False)
+    parts = optimizer_parts(optimizer)
+    for part in parts:
         _allocate_adam_state(part.optimizer)
+        if dtype == torch.float16:
+            # megatron gives experts a scale of their own, but multiplies the loss with the first one's alone.
+            part.grad_scaler = parts[0].grad_scaler
     return optimizer
+
+
+def optimizer_parts(optimizer: Any) -> list[Any]:
+    """megatron's optimizers of dense and of expert parameters."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+@torch.no_grad()
+def prepare_gradients(optimizer: Any) -> float:
+    """Brings main gradients, without the loss scale, to where the inner optimizer finds them. Returns their norm.
+
+    The norm is that of the whole gradient, over all ranks. megatron's prepare_grads would also change the loss scale,
+    once for dense and once for expert parameters, each by what it saw itself; `update_loss_scale` does so once, by what
+    all ranks agreed on.
+    """
+    for part in optimizer_parts(optimizer):
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is None:
+            part.prepare_grads()
+        elif not part.is_stub_optimizer:
+            part._copy_model_grads_to_main_grads()
+            torch._foreach_mul_(part._collect_main_grad_data_for_unscaling(), scaler.inv_scale[0])
+    return float(optimizer.get_grad_norm())
+
+
+def agreed_finite(value: float) -> bool:
+    """Collective over all ranks: whether it is finite on each of them."""
+    flag = torch.tensor(float(math.isfinite(value)), device=torch.cuda.current_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def loss_scale(optimizer: Any) -> tuple[float, float] | None:
+    """(now, the lowest it may become); None without float16."""
+    scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
+    return None if scaler is None else (float(scaler.scale), float(scaler.min_scale))
+
+
+def update_loss_scale(optimizer: Any, *, overflowed: bool) -> None:
+    """After each update, skipped or not."""
+    scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
+    if scaler is not None:
+        scaler.update(overflowed)
 
 
 def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +102,7 @@ def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
 
 def clip_gradients(optimizer: Any, grad_norm: float) -> None:
     """Scales the gradients so that their norm is at most clip_grad. grad_norm: over all parameters of all ranks."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         parameters = part.get_parameters()
         if part.config.clip_grad > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)

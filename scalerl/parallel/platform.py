@@ -43,6 +43,8 @@ def install(device: str) -> None:
     _installed = True
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # What an all-to-all between experts receives.
+    torch.Tensor.new_empty = _on_cpu(torch.Tensor.new_empty)
     # DDP buffers, batch moves and the optimizer's scalars.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.to = _to_on_cpu(torch.Tensor.to)
@@ -65,6 +67,9 @@ def install(device: str) -> None:
     cuda.default_generators = (torch.default_generator,)
     # _set_cuda_rng_state goes through torch.cuda's lazy initialisation, which must not look for a driver.
     cuda.is_initialized = lambda: True
+    # Experts that are split over etp ranks exchange as many tokens as each rank happens to have; gloo wants equal parts.
+    torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
 
 
 class _Stream:
@@ -96,6 +101,8 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        # Host memory that no device copies from.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return wrapped
@@ -121,3 +128,33 @@ def _type_as_cuda(original: Callable) -> Callable:
         return original(self).replace("torch.", "torch.cuda.")
 
     return type_
+
+
+def _all_gather_uneven(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({output.shape for output in outputs}) == 1:
+            return original(outputs, tensor, group=group, async_op=async_op)
+        mine = torch.distributed.get_rank(group)
+        for rank, output in enumerate(outputs):
+            if rank == mine:
+                output.copy_(tensor)
+            if output.numel():
+                torch.distributed.broadcast(output, group=group, group_src=rank)
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter_uneven(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], *args: Any, group: Any = None) -> Any:
+        if len({tensor.shape for tensor in inputs}) == 1:
+            return original(output, inputs, *args, group=group)
+        whole = torch.cat(inputs)
+        if whole.numel():
+            torch.distributed.all_reduce(whole, *args, group=group)
+        output.copy_(whole.split([len(tensor) for tensor in inputs])[torch.distributed.get_rank(group)])
+        return None
+
+    return reduce_scatter

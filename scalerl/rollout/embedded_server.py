@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-model-len", type=int, required=True, help="tokens of prompt + response")
     parser.add_argument("--max-batch-size", type=int, required=True)

@@ -115,7 +115,7 @@ def start_pool(
         timeout_s=cfg.trainer.timeout_s,
     )
     stack.callback(pool.release)
-    return pool, Layout(world, megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size)
+    return pool, Layout.of(megatron, world)
 
 
 def start_workers(
@@ -148,4 +148,14 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         head_dim=shape.head_dim,
         ffn_hidden_size=shape.ffn_hidden_size,
         vocab_size=shape.vocab_size,
+        num_moe_layers=sum(shape.moe_layers),
+        num_experts=shape.num_experts,
+        num_experts_per_token=shape.num_experts_per_token,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
+        q_lora_rank=shape.q_lora_rank,
+        kv_lora_rank=shape.kv_lora_rank,
+        qk_nope_head_dim=shape.qk_nope_head_dim or 0,
+        qk_rope_head_dim=shape.qk_rope_head_dim or 0,
+        v_head_dim=shape.v_head_dim or 0,
     )

@@ -17,6 +17,7 @@ from scalerl.controller.trainer_roles import MegatronActor, MegatronReference
 from scalerl.data import PromptCursor
 from scalerl.metrics import Timers, Tracking, validation_metrics
 from scalerl.trainer import checkpoints
+from scalerl.trainer.packing_rules import packing_rules
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
 from scalerl.trainer.stop import StopRequest
 
@@ -110,8 +111,9 @@ def plan_samples(run: Run, samples: BatchRef) -> StepPlan:
         dp_size=run.dp_size,
         mini_batches=[rows[start : start + rows_per_update] for start in range(0, len(samples), rows_per_update)],
         max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
-        workload_S=[run.yardstick.flops.forward([num_tokens]) for num_tokens in samples.num_tokens_S.tolist()],
+        workload_S=run.yardstick.flops.forward_each(samples.num_tokens_S),
         sample_names=[f"prompt {uid}" for uid in samples.samples["prompt_uid"]],
+        **packing_rules(actor.megatron),
     )
 
 

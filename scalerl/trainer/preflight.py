@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, layout_violations, validate_ppo, validate_sft, world_size
+from scalerl.config import (
+    ConfigError,
+    ModelSizes,
+    PPOConfig,
+    SFTConfig,
+    layout_violations,
+    validate_ppo,
+    validate_sft,
+    world_size,
+)
 from scalerl.config.schema import DataConfig, MegatronConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import HFWeights, ModelShape, family_of
 from scalerl.trainer import checkpoints
@@ -152,13 +161,13 @@ def _check_model(path: str) -> ModelShape:
 def _layout(
     shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
 ) -> list[str]:
-    return layout_violations(
+    sizes = ModelSizes(
         num_attention_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_kv_heads,
         num_layers=shape.num_layers,
         ffn_hidden_size=shape.ffn_hidden_size,
-        megatron=megatron,
-        world_size=world,
-        rollout_tp=rollout_tp,
-        prefix=prefix,
+        num_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
     )
+    return layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from scalerl.balance import plan_step
+from scalerl.balance import packing_metrics, plan_step
 from scalerl.config import SFTConfig
 from scalerl.controller.batch import ShardedBatch
 from scalerl.controller.worker_group import WorkerGroup
@@ -18,6 +18,7 @@ from scalerl.data import PromptCursor, SFTDataset
 from scalerl.metrics import Timers, Tracking, mfu, to_floats
 from scalerl.trainer import checkpoints
 from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers
+from scalerl.trainer.packing_rules import packing_rules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import Yardstick
 from scalerl.trainer.stop import StopRequest
@@ -70,8 +71,9 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         dp_size=run.dp_size,
         mini_batches=[range(len(picked))],
         max_tokens_per_micro_batch=run.config.data.max_token_len_per_gpu,
-        workload_S=[run.yardstick.flops.forward([num_tokens]) for num_tokens in num_tokens_S.tolist()],
+        workload_S=run.yardstick.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
+        **packing_rules(run.config.megatron),
     )
     samples = {
         "row": np.array(rows),
@@ -89,6 +91,7 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
         "perf/total_num_tokens": num_tokens,
         "perf/throughput": num_tokens / (timing_s["step"] * yardstick.num_devices),
     }
+    metrics |= packing_metrics(batch.samples["num_tokens"], batch.plan)
     train_flops = yardstick.flops.train(batch.samples["num_tokens"].tolist())
     utilization = mfu(train_flops, timing_s["update"], yardstick.num_devices, yardstick.peak)
     return metrics | ({} if utilization is None else {"perf/mfu/actor": utilization})

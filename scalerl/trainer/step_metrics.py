@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalerl.balance import StepPlan, seqlen_metrics
+from scalerl.balance import StepPlan, packing_metrics, seqlen_metrics
 from scalerl.config import PPOConfig
 from scalerl.metrics import (
     FlopsShape,
@@ -58,7 +58,7 @@ def step_metrics(
         samples, samples["advantages"], config.data.max_prompt_length, config.data.max_response_length
     )
     metrics |= reward_extra_means(samples["reward_extra"])
-    metrics |= seqlen_metrics(num_tokens_S, outcome.plan)
+    metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
     metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()))
     metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], yardstick.num_devices)
     update_flops = yardstick.flops.train(num_tokens_S.tolist()) * config.actor_rollout_ref.actor.ppo_epochs

@@ -219,7 +219,8 @@ def poisoned(
     from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(world_size, tp_size, pp_size), backend="gloo", timeout_s=60, seed=1)
-    engine = MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=OptimConfig(lr=1e-3))
+    config = MegatronConfig(dtype="float32", max_consecutive_skipped_updates=1)
+    engine = MegatronEngine(model, config, groups, optim=OptimConfig(lr=1e-3))
     shard = DataProto({"input_ids": Jagged.from_list(batch()[:2], torch.int64)})
     factor = torch.ones(())
 
@@ -227,7 +228,7 @@ def poisoned(
         loss = logprobs_T.mean() * factor
         return loss, {"loss": loss.detach()}
 
-    state = [*engine.model.parameters()]
+    state = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     state += [
         value
         for part in engine.optimizer.chained_optimizers
@@ -247,9 +248,9 @@ def poisoned(
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 4), (1, 2, 2)], ids=["one", "tp2_dp2", "pp2"])
 def test_a_gradient_that_is_no_number(models: dict[str, str], layout: tuple[int, int, int], poison: float) -> None:
-    """Every rank stops before any weight or optimizer state changes, also where only one rank's part is poisoned."""
+    """No rank changes a weight or optimizer state, also where only one rank's part is poisoned; at the limit all stop."""
     for message, unchanged, following in run_ranks(layout[2], poisoned, models["qwen3"], *layout, poison):
-        assert "update 0: the gradient norm is nan" in message or "update 0: the gradient norm is inf" in message
+        assert message.startswith("update 0 skipped on all ranks, no weight was changed: the gradient norm is ")
         assert unchanged
         assert math.isfinite(following["grad_norm"]) and following["grad_norm"] > 0
 

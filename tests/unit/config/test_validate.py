@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.config import compose, layout_violations, validate_ppo, validate_sft
+from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
 from scalerl.config.domains import DOMAINS, domain_violations
 from scalerl.config.keys import leaves
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
@@ -70,7 +70,24 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "clip_grad": ([-1.0], [0.0]),
     "tensor_model_parallel_size": ([0], [1]),
     "pipeline_model_parallel_size": ([0], [1]),
-    "dtype": (["float16", "fp32"], ["float32", "bfloat16"]),
+    "virtual_pipeline_model_parallel_size": ([0], [None, 1]),
+    "num_layers_in_first_pipeline_stage": ([0], [None, 1]),
+    "num_layers_in_last_pipeline_stage": ([0], [None, 1]),
+    "context_parallel_size": ([0], [1]),
+    "expert_model_parallel_size": ([0], [1]),
+    "expert_tensor_parallel_size": ([0], [None, 1]),
+    "moe_aux_loss_coeff": ([-0.1], [0.0, 0.01]),
+    "moe_z_loss_coeff": ([-0.1], [0.0, 0.001]),
+    "moe_router_bias_update_rate": ([-0.1], [0.0, 0.001]),
+    "dtype": (["fp32", "int8"], ["float32", "bfloat16", "float16"]),
+    "recompute_granularity": (["partial"], [None, "selective"]),
+    "recompute_method": (["all"], [None]),
+    "recompute_num_layers": ([0], [None]),
+    "recompute_modules": ([["attention"], ["mlp", "mlp"]], [["core_attn"]]),
+    "max_consecutive_skipped_updates": ([0], [1]),
+    "initial_loss_scale": ([0.5], [1.0, 65536.0]),
+    "min_loss_scale": ([0.0], [0.5, 1.0]),
+    "loss_scale_window": ([0], [1]),
     "loss_mode": ([""], ["vanilla"]),
     "ppo_mini_batch_size": ([0], [1]),
     "ppo_max_token_len_per_gpu": ([0], [1024]),
@@ -253,7 +270,7 @@ def test_all_violations_come_together():
                 f"{ROLLOUT}.temperature": 0.0,
                 f"{ROLLOUT}.n": 1,
                 "data.train_batch_size": 1000,
-                f"{ACTOR}.megatron.dtype": "float16",
+                f"{ACTOR}.megatron.dtype": "fp32",
             },
         )
     )
@@ -292,7 +309,9 @@ MODEL = {"num_attention_heads": 16, "num_kv_heads": 8, "num_layers": 28, "ffn_hi
 
 def layout(tp: int, pp: int, world: int, rollout_tp: int | None = None, **model: int) -> list[str]:
     megatron = MegatronConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    return layout_violations(**{**MODEL, **model}, megatron=megatron, world_size=world, rollout_tp=rollout_tp)
+    return layout_violations(
+        ModelSizes(**{**MODEL, **model}), megatron=megatron, world_size=world, rollout_tp=rollout_tp
+    )
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (8, 1, 8, 8), (2, 2, 8, 2), (4, 7, 28, None), (1, 1, 1, 16)])
@@ -316,6 +335,80 @@ def test_layouts_that_the_model_does_not_allow(sizes, model, texts):
     found = layout(*sizes, **model)
     for text in texts:
         assert any(text in violation for violation in found), found
+
+
+MIXTURE = {"num_experts": 8, "moe_ffn_hidden_size": 768}
+
+
+@pytest.mark.parametrize(
+    ("world", "megatron", "model"),
+    [
+        (8, {"context_parallel_size": 8}, {}),
+        (8, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 7}, {}),
+        (2, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 13}, {}),
+        (4, {"pipeline_model_parallel_size": 4, "num_layers_in_last_pipeline_stage": 4}, {}),
+        (8, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}, MIXTURE),
+        (
+            8,
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1},
+            MIXTURE,
+        ),
+    ],
+)
+def test_deeper_layouts_that_the_model_allows(world: int, megatron: dict[str, Any], model: dict[str, int]) -> None:
+    sizes = ModelSizes(**{**MODEL, **model})
+    assert layout_violations(sizes, megatron=MegatronConfig(**megatron), world_size=world) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "megatron", "model", "text"),
+    [
+        (3, {"context_parallel_size": 3}, {}, "context_parallel_size = 3: must divide the 16 attention heads of a"),
+        (
+            16,
+            {"tensor_model_parallel_size": 8, "context_parallel_size": 4},
+            {"num_kv_heads": 16},
+            "the 2 attention heads",
+        ),
+        (2, {"context_parallel_size": 4}, {}, "context_parallel_size = 4: must divide the 2 devices"),
+        (
+            2,
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+            {},
+            "must divide the 14 layers",
+        ),
+        (1, {"virtual_pipeline_model_parallel_size": 2}, {}, "needs"),
+        (1, {"num_layers_in_first_pipeline_stage": 2}, {}, "needs"),
+        (
+            4,
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 5},
+            {},
+            "leave 23 of the model's 28",
+        ),
+        (
+            2,
+            {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 28},
+            {},
+            "leave 0 of the model's 28",
+        ),
+        (2, {"expert_model_parallel_size": 2}, {}, "expert_model_parallel_size = 2: the model has no experts"),
+        (
+            3,
+            {"expert_model_parallel_size": 3},
+            MIXTURE,
+            "expert_model_parallel_size = 3: must divide the model's 8 experts",
+        ),
+        (2, {"expert_model_parallel_size": 4}, MIXTURE, "= 4 x 1 = 4: must divide the 2 devices of a pipeline stage"),
+        (5, {"expert_tensor_parallel_size": 5}, MIXTURE, "must divide the model's 768 width of an expert"),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": False}, MIXTURE, "sequence_parallel = false"),
+    ],
+)
+def test_deeper_layouts_that_the_model_does_not_allow(
+    world: int, megatron: dict[str, Any], model: dict[str, int], text: str
+) -> None:
+    sizes = ModelSizes(**{**MODEL, **model})
+    (violation,) = layout_violations(sizes, megatron=MegatronConfig(**megatron), world_size=world)
+    assert text in violation
 
 
 def test_layout_violations_come_together():

@@ -1,53 +1,139 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from scalerl.families import ModelShape
 from scalerl.metrics import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
+from scalerl.trainer.build import flops_shape
 
 SHAPE = FlopsShape(
     num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, vocab_size=71
 )
+COMMON = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 71,
+}
+GQA = COMMON | {"num_key_value_heads": 2, "head_dim": 16}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LATENT = COMMON | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+}
+# name: (transformers' prefix, config)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", GQA | {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {**GQA, "head_dim": 8}),
+    "llama": ("Llama", GQA),
+    "qwen3_moe": ("Qwen3Moe", GQA | MIXTURE),
+    "qwen3_moe_sparse": ("Qwen3Moe", GQA | MIXTURE | {"decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", GQA | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "deepseek_v3_full_queries": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
+}
 
 
-def hf_model(kind: str) -> torch.nn.Module:
-    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = classes[kind]
-    config = config_class(
-        num_hidden_layers=SHAPE.num_layers,
-        hidden_size=SHAPE.hidden_size,
-        num_attention_heads=SHAPE.num_heads,
-        num_key_value_heads=SHAPE.num_kv_heads,
-        head_dim=SHAPE.head_dim,
-        intermediate_size=SHAPE.ffn_hidden_size,
-        vocab_size=SHAPE.vocab_size,
-        tie_word_embeddings=True,
-        attn_implementation="eager",
-    )
-    return model_class(config)
+def hf_model(name: str, head: str) -> torch.nn.Module:
+    prefix, fields = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**fields, num_labels=1, attn_implementation="eager")
+    model = getattr(transformers, f"{prefix}For{head}")(config)
+    if hasattr(config, "_experts_implementation"):
+        # The counter does not know grouped products.
+        model.set_experts_implementation("eager")
+    for parameter in model.parameters():
+        # Some experts are created empty.
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize("seq_len", [1, 7, 24])
-def test_flops_are_those_that_torch_counts(kind, seq_len):
-    model = hf_model(kind)
+def counted(model: torch.nn.Module, seq_len: int) -> tuple[int, int]:
+    """FLOPs of forward and of backward that torch's counter sees."""
     with FlopCounterMode(display=False) as counter:
         logits = model(torch.arange(seq_len)[None] % SHAPE.vocab_size).logits
         forward = counter.get_total_flops()
         logits.sum().backward()
-    backward = counter.get_total_flops() - forward
-    # The counter sees the whole score matrix, s * s pairs, where a causal kernel needs s * (s + 1) / 2.
-    masked_pairs = seq_len**2 - seq_len * (seq_len + 1) // 2
-    masked = 4 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim * masked_pairs
-    # transformers computes the rotary angles, [head_dim / 2, 1] x [1, s], as a matrix product; it has no gradient.
-    rotary = 2 * (SHAPE.head_dim // 2) * seq_len
-    assert forward - masked - rotary == SHAPE.forward([seq_len])
-    assert backward - 2 * masked == SHAPE.backward([seq_len])
-    assert SHAPE.train([seq_len]) == SHAPE.forward([seq_len]) + SHAPE.backward([seq_len])
+    return forward, counter.get_total_flops() - forward
+
+
+def shape_of(name: str) -> FlopsShape:
+    prefix, fields = MODELS[name]
+    return flops_shape(ModelShape.from_config(getattr(transformers, f"{prefix}Config")(**fields).to_dict()))
+
+
+def not_ours(shape: FlopsShape, seq_len: int) -> tuple[int, int]:
+    """(masked, rotary) FLOPs of eager attention in transformers' forward that are not the model's.
+
+    The counter sees the whole score matrix, s * s pairs, where a causal kernel needs s * (s + 1) / 2. And transformers
+    computes the rotary angles, [rotary_dim / 2, 1] x [1, s], as a matrix product; it has no gradient.
+    """
+    latent = shape.kv_lora_rank is not None
+    dims = shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim if latent else 2 * shape.head_dim
+    pairs = seq_len**2 - seq_len * (seq_len + 1) // 2
+    rotary_dim = shape.qk_rope_head_dim if latent else shape.head_dim
+    return 2 * shape.num_layers * shape.num_heads * dims * pairs, 2 * (rotary_dim // 2) * seq_len
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seq_len", [1, 7, 24])
+def test_flops_are_those_that_torch_counts(name, seq_len):
+    shape = shape_of(name)
+    forward, backward = counted(hf_model(name, "CausalLM"), seq_len)
+    masked, rotary = not_ours(shape, seq_len)
+    assert forward - masked - rotary == shape.forward([seq_len])
+    assert backward - 2 * masked == shape.backward([seq_len])
+    assert shape.train([seq_len]) == shape.forward([seq_len]) + shape.backward([seq_len])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_critic_has_a_value_head_in_place_of_the_vocabulary(name):
+    shape = shape_of(name).as_critic()
+    forward, backward = counted(hf_model(name, "TokenClassification"), 7)
+    masked, rotary = not_ours(shape, 7)
+    assert forward - masked - rotary == shape.forward([7])
+    assert backward - 2 * masked == shape.backward([7])
+
+
+def test_a_token_pays_for_its_own_experts_only():
+    """By hand: all experts would cost 6 / 2 times the two that a token goes to; the router always sees all six."""
+    shape = shape_of("qwen3_moe")
+    dense = FlopsShape(**{**shape.__dict__, "num_moe_layers": 0, "ffn_hidden_size": 2 * 20})
+    assert shape.forward([5]) - dense.forward([5]) == 2 * 5 * 3 * 32 * 6
+
+
+def test_each_sequence_alone_and_their_sum():
+    lengths = np.array([5, 9, 131072])
+    assert SHAPE.forward_each(lengths).tolist() == [SHAPE.forward([length]) for length in lengths]
+    assert SHAPE.forward(lengths) == SHAPE.forward_each(lengths).sum()
+    assert SHAPE.forward([]) == 0.0
+    # 1 TB of weights and a million tokens: no overflow.
+    giant = FlopsShape(
+        num_layers=100, hidden_size=20480, num_heads=160, num_kv_heads=16, head_dim=128, ffn_hidden_size=81920,
+        vocab_size=256000,
+    )  # fmt: skip
+    assert giant.forward([2**20]) == pytest.approx(
+        2.0 * giant.matmul_params * 2**20 + 4.0 * 100 * 160 * 128 * (2.0**20 * (2**20 + 1) / 2)
+    )
 
 
 def test_sequences_do_not_attend_to_each_other():

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.packing import Packing
 
 
 class Calls(TorchDispatchMode):
@@ -37,7 +38,7 @@ def test_one_causal_flash_call_for_the_whole_micro_batch(num_kv_heads: int) -> N
         query = torch.empty(10, 4, 16, device="cuda", dtype=torch.bfloat16)
         key, value = (torch.empty(10, num_kv_heads, 16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)
-        packing = SimpleNamespace(cu_seqlens_q=cu_seqlens, max_seqlen_q=6)
+        packing = Packing(cu_seqlens_q=cu_seqlens, max_seqlen_q=6, lengths=(4, 6))
         out = attention(query, key, value, packed_seq_params=packing)
         assert (out.shape, out.device.type, out.dtype) == ((10, 64), "cuda", torch.bfloat16)
     (call,) = calls.seen

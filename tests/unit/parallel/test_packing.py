@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.parallel.logprobs import next_token_to_token
-from scalerl.parallel.packing import pack, unpack
+from scalerl.balance import Alignment
+from scalerl.parallel.packing import MicroBatch, pack, unpack
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -27,21 +29,32 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 @st.composite
-def packed_case(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int]:
-    """Lengths, a partition of the rows into micro-batches in any order, and the alignment."""
+def packed_case(draw: st.DrawFn) -> tuple[list[int], list[list[int]], int, int]:
+    """Lengths, a partition of the rows into micro-batches in any order, tp size, cp size."""
     lengths = draw(LENGTHS)
     order = draw(st.permutations(range(len(lengths))))
     cuts = sorted(draw(st.sets(st.integers(1, len(lengths)), max_size=3)) | {len(lengths)})
     starts = [0, *cuts[:-1]]
-    return lengths, [list(order[start:end]) for start, end in zip(starts, cuts, strict=True)], draw(st.integers(1, 8))
+    parts = [list(order[start:end]) for start, end in zip(starts, cuts, strict=True)]
+    return lengths, parts, draw(st.integers(1, 8)), draw(st.sampled_from([1, 2, 3, 4]))
+
+
+Case = tuple[list[int], list[list[int]], int, int]
+
+
+def packed_on_every_rank(batch: DataProto, rows: list[int], tp_size: int, cp_size: int) -> list[MicroBatch]:
+    alignment = Alignment.of_layout(tp_size=tp_size, cp_size=cp_size, sequence_parallel=True)
+    return [
+        pack(batch, rows, device="cpu", alignment=alignment, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)
+    ]
 
 
 @settings(deadline=None)
 @given(packed_case())
-def test_unpack_undoes_pack(case: tuple[list[int], list[list[int]], int]) -> None:
-    lengths, micro_batches, align = case
+def test_unpack_undoes_pack(case: Case) -> None:
+    lengths, micro_batches, tp_size, cp_size = case
     batch = batch_of(lengths)
-    packed = [pack(batch, rows, align=align, device="cpu") for rows in micro_batches]
+    packed = [packed_on_every_rank(batch, rows, tp_size, cp_size)[0] for rows in micro_batches]
     for name, column in batch.tokens.items():
         back = unpack(len(batch), packed, [micro_batch.columns[name] for micro_batch in packed])
         assert torch.equal(back.values, column.values) and torch.equal(back.cu_seqlens, column.cu_seqlens)
@@ -49,50 +62,75 @@ def test_unpack_undoes_pack(case: tuple[list[int], list[list[int]], int]) -> Non
 
 @settings(deadline=None)
 @given(packed_case())
-def test_padding_is_a_sequence_of_its_own(case: tuple[list[int], list[list[int]], int]) -> None:
-    lengths, micro_batches, align = case
+def test_every_token_is_on_one_rank_and_padding_after_its_sequence(case: Case) -> None:
+    lengths, micro_batches, tp_size, cp_size = case
     batch = batch_of(lengths)
     for rows in micro_batches:
-        packed = pack(batch, rows, align=align, device="cpu")
-        num_tokens = sum(lengths[row] for row in rows)
-        assert packed.num_tokens == num_tokens
-        assert 0 <= packed.num_padded_tokens < align
-        assert packed.input_ids.shape == packed.position_ids.shape == (1, num_tokens + packed.num_padded_tokens)
-        assert packed.input_ids.shape[1] % align == 0
-        assert (packed.input_ids[0, :num_tokens] > 0).all() and (packed.input_ids[0, num_tokens:] == 0).all()
-        # Positions start again at 0 in every sequence, the padding included.
-        spans = [lengths[row] for row in rows] + ([packed.num_padded_tokens] if packed.num_padded_tokens else [])
-        assert packed.position_ids[0].tolist() == [place for span in spans for place in range(span)]
-        params = packed.packed_seq_params
-        assert params.qkv_format == "thd"
+        ranks = packed_on_every_rank(batch, rows, tp_size, cp_size)
+        first = ranks[0]
+        padded = list(first.packing.lengths)
+        assert first.num_tokens == sum(lengths[row] for row in rows)
+        assert sum(padded) == first.num_tokens + first.num_padded_tokens
+        for micro_batch in ranks:
+            assert micro_batch.input_ids.shape == micro_batch.position_ids.shape == (1, sum(padded) // cp_size)
+            assert micro_batch.input_ids.shape[1] % tp_size == 0
+        # What all ranks hold, back in packed order.
+        order = first.packing.order if cp_size > 1 else torch.arange(sum(padded))
+        ids, positions, labels = (torch.empty(sum(padded), dtype=torch.int64) for _ in range(3))
+        ids[order] = torch.cat([micro_batch.input_ids[0] for micro_batch in ranks])
+        positions[order] = torch.cat([micro_batch.position_ids[0] for micro_batch in ranks])
+        labels[order] = torch.cat([micro_batch.labels for micro_batch in ranks])
+        sequences = ids.split(padded)
+        for row, sequence in zip(rows, sequences, strict=False):
+            assert sequence[: lengths[row]].tolist() == batch.tokens["input_ids"].select([row]).values.tolist()
+            assert (sequence[lengths[row] :] == 0).all()
+        assert all((sequence == 0).all() for sequence in sequences[len(rows) :])
+        assert positions.tolist() == [place for span in padded for place in range(span)]
+        assert torch.equal(labels[:-1], ids[1:])
+        params = first.packing
+        assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == max(padded)
         for cu_seqlens in (params.cu_seqlens_q, params.cu_seqlens_kv):
-            assert cu_seqlens.dtype == torch.int32 and cu_seqlens.diff().tolist() == spans
-        assert params.max_seqlen_q == params.max_seqlen_kv == max(spans)
+            assert cu_seqlens.dtype == torch.int32 and cu_seqlens.diff().tolist() == padded
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2, 4]))
+def test_padding_is_what_the_layout_forces(lengths: list[int], tp_size: int, cp_size: int) -> None:
+    padded = packed_on_every_rank(batch_of(lengths), list(range(len(lengths))), tp_size, cp_size)[0].packing.lengths
+    piece = 2 * cp_size if cp_size > 1 else 1
+    assert all(0 <= after - before < piece for before, after in zip(lengths, padded, strict=False))
+    assert len(padded) <= len(lengths) + 1
+    assert sum(padded) % (cp_size * tp_size) == 0
+    assert sum(padded[len(lengths) :]) < math.lcm(piece, cp_size * tp_size)
 
 
 def test_a_row_in_no_micro_batch() -> None:
     batch = batch_of([2, 3])
-    packed = [pack(batch, [1], align=1, device="cpu")]
+    packed = [pack(batch, [1], device="cpu")]
     with pytest.raises(AssertionError, match=r"rows \[0\] are in no micro-batch"):
         unpack(2, packed, [packed[0].columns["advantages"]])
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(0, 5))
-def test_next_token_to_token(lengths: list[int], padding: int) -> None:
-    """Against a loop over sequences and places."""
-    total = sum(lengths)
-    values = torch.arange(1.0, total + padding + 1)
-    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    expected = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        expected += [0.0] + [float(values[place - 1]) for place in range(start + 1, end)]
-    assert next_token_to_token(values, cu_seqlens).tolist() == expected
+@given(packed_case())
+def test_results_find_their_token(case: Case) -> None:
+    """A result that every place makes about itself or about the next token ends at that token, on any layout."""
+    lengths, micro_batches, tp_size, cp_size = case
+    batch = batch_of(lengths)
+    for rows in micro_batches:
+        ranks = packed_on_every_rank(batch, rows, tp_size, cp_size)
+        ids = batch.tokens["input_ids"].select(rows).values
+        own = torch.cat([micro_batch.input_ids[0] for micro_batch in ranks])
+        about_next = torch.cat([micro_batch.labels for micro_batch in ranks])
+        for micro_batch in ranks:
+            assert torch.equal(micro_batch.of_token(own), ids)
+            about = micro_batch.about_token(about_next.float())
+            assert torch.equal(about, ids.float().masked_fill(micro_batch.is_first, 0.0))
 
 
-def test_next_token_to_token_passes_the_gradient() -> None:
-    """Each value gets its token's weight; the last of a sequence is about no token and gets none."""
-    values = torch.arange(6.0, requires_grad=True)
-    shifted = next_token_to_token(values, torch.tensor([0, 2, 5]))
-    (shifted * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
-    assert values.grad.tolist() == [2.0, 0.0, 4.0, 5.0, 0.0, 0.0]
+def test_results_about_tokens_pass_the_gradient() -> None:
+    """Each result gets its token's weight; the last of a sequence is about no token and gets none."""
+    packed = pack(batch_of([2, 3]), [0, 1], device="cpu")
+    values = torch.arange(5.0, requires_grad=True)
+    (packed.about_token(values) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
+    assert values.grad.tolist() == [2.0, 0.0, 4.0, 5.0, 0.0]

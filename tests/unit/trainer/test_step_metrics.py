@@ -44,7 +44,7 @@ def outcome() -> StepOutcome:
         "finish_reason": column("stop", "length", "stop", "stop"),
         "reward_extra": column({"acc": True, "note": "x"}, {"acc": False}, {}, {"acc": True, "len": 7}),
     }
-    plan = StepPlan(((((0, 1),),), (((2, 3),),)))
+    plan = StepPlan(((((0, 1),),), (((2, 3),),)), lower_bounds=(1,), num_padded_tokens=3)
     metrics = {
         "actor/pg_loss": Metric(-0.125, "mean"),
         "actor/grad_norm": Metric(1.5, "mean"),
@@ -109,6 +109,9 @@ EXPECTED = {
     "global_seqlen/balanced_min": 8.0,
     "global_seqlen/balanced_max": 14.0,
     "global_seqlen/mean": 11.0,
+    "packing/num_micro_batches": 1.0,
+    "packing/optimality_gap": 0.0,
+    "packing/padding_frac": 3 / 25,
     **{f"timing_s/{name}": seconds for name, seconds in TIMING_S.items()},
     # ms per response token (10) and per token (22)
     "timing_per_token_ms/gen": 300.0,

@@ -1,0 +1,197 @@
+"""How the sizes of a layout must fit each other, the devices and the model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What of a model a layout divides; sizes of the whole model. num_experts 0: a dense model."""
+
+    num_attention_heads: int
+    num_kv_heads: int
+    num_layers: int
+    ffn_hidden_size: int
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+
+
+def world_size(cfg: PPOConfig | SFTConfig) -> int:
+    """Devices of the trainer; on CPU, processes."""
+    return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+
+
+def megatron_of(cfg: PPOConfig | SFTConfig) -> MegatronConfig:
+    """The trained model's."""
+    return cfg.megatron if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.actor.megatron
+
+
+def devices_per_model(megatron: MegatronConfig) -> int:
+    """Devices of one data-parallel copy."""
+    return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
+
+
+def dp_size(cfg: PPOConfig | SFTConfig) -> int:
+    """Data-parallel ranks; the layout must fit the world size."""
+    return world_size(cfg) // devices_per_model(megatron_of(cfg))
+
+
+def expert_tp_size(megatron: MegatronConfig) -> int:
+    """expert_tensor_parallel_size with its default filled in."""
+    return megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
+
+
+def micro_batch_multiple(megatron: MegatronConfig) -> int:
+    """Of a rank in a mini-batch: an interleaved pipeline works in rounds of as many micro-batches as it has stages."""
+    return megatron.pipeline_model_parallel_size if (megatron.virtual_pipeline_model_parallel_size or 1) > 1 else 1
+
+
+def layout_violations(
+    sizes: ModelSizes,
+    *,
+    megatron: MegatronConfig,
+    world_size: int,
+    rollout_tp: int | None = None,
+    prefix: str = f"{ACTOR}.megatron",
+) -> list[str]:
+    """What of a layout the model does not allow. world_size counts devices.
+
+    Args:
+        rollout_tp: devices of one rollout replica; None where nothing is generated.
+        prefix: key of the MegatronConfig, for the messages.
+    """
+    tp_size = megatron.tensor_model_parallel_size
+    widths = {
+        "attention heads": sizes.num_attention_heads,
+        "key/value heads": sizes.num_kv_heads,
+        "feed-forward size": sizes.ffn_hidden_size,
+    }
+    if sizes.shared_expert_ffn_hidden_size:
+        widths["width of the shared experts"] = sizes.shared_expert_ffn_hidden_size
+    found = list(_indivisible(f"{prefix}.tensor_model_parallel_size", tp_size, widths))
+    found += world_violations(megatron, world_size, prefix)
+    found += _context(sizes, megatron, prefix)
+    found += _pipeline(sizes.num_layers, megatron, prefix)
+    found += _experts(sizes, megatron, prefix)
+    if rollout_tp is not None:
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        # The server repeats key/value heads when there are fewer than devices.
+        split = {name: size for name, size in widths.items() if name != "key/value heads"}
+        found += _indivisible(key, rollout_tp, split)
+        if sizes.num_kv_heads % rollout_tp and rollout_tp % sizes.num_kv_heads:
+            found.append(
+                f"{key} = {rollout_tp}: must divide the model's {sizes.num_kv_heads} key/value heads or be a multiple "
+                f"of them; set one of {divisors_text(sizes.num_kv_heads)}"
+            )
+    return found
+
+
+def world_violations(megatron: MegatronConfig, world_size: int, prefix: str) -> Iterator[str]:
+    """The devices against the sizes, whatever the model."""
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    used = [name for name in names if getattr(megatron, name) > 1] or [names[0]]
+    model = devices_per_model(megatron)
+    if world_size % model:
+        yield (
+            f"{' x '.join(f'{prefix}.{name}' for name in used)} = "
+            f"{' x '.join(str(getattr(megatron, name)) for name in used)} = {model}: must divide the {world_size} "
+            f"devices; set sizes whose product is one of {divisors_text(world_size)}"
+        )
+        return
+    stage = world_size // megatron.pipeline_model_parallel_size
+    experts = megatron.expert_model_parallel_size * expert_tp_size(megatron)
+    if stage % experts:
+        yield (
+            f"{prefix}.expert_model_parallel_size x expert_tensor_parallel_size = "
+            f"{megatron.expert_model_parallel_size} x {expert_tp_size(megatron)} = {experts}: must divide the {stage} "
+            f"devices of a pipeline stage; set sizes whose product is one of {divisors_text(stage)}"
+        )
+
+
+def _context(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
+    if sizes.num_attention_heads % tp_size == 0 and sizes.num_attention_heads // tp_size % cp_size:
+        heads = sizes.num_attention_heads // tp_size
+        yield (
+            f"{prefix}.context_parallel_size = {cp_size}: must divide the {heads} attention heads of a tensor-parallel "
+            f"rank, which it shares out inside attention; set one of {divisors_text(heads)}"
+        )
+
+
+def _pipeline(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    pp_size, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    key = f"{prefix}.pipeline_model_parallel_size"
+    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+    fixed = [size for size in (first, last) if size is not None]
+    if pp_size == 1:
+        yield from (
+            f"{prefix}.{name} = {value}: needs {key} above 1; set {prefix}.{name}=null"
+            for name, value in (
+                ("num_layers_in_first_pipeline_stage", first),
+                ("num_layers_in_last_pipeline_stage", last),
+                ("virtual_pipeline_model_parallel_size", chunks if chunks > 1 else None),
+            )
+            if value is not None
+        )
+        return
+    left, stages = num_layers - sum(fixed), pp_size - len(fixed)
+    if not fixed:
+        yield from _indivisible(key, pp_size, {"layers": num_layers})
+    elif left < 0 or (left and not stages) or (stages and (left % stages or not left)):
+        yield (
+            f"{prefix}.num_layers_in_first_pipeline_stage = {first}, num_layers_in_last_pipeline_stage = {last}: leave "
+            f"{left} of the model's {num_layers} layers to {stages} stages; the rest must be the same number for each"
+        )
+        return
+    per_stage = {*fixed, *([left // stages] if stages else [])}
+    wrong = sorted(size for size in per_stage if size % chunks)
+    if wrong and not (not fixed and num_layers % pp_size):
+        common = functools.reduce(math.gcd, per_stage)
+        yield (
+            f"{prefix}.virtual_pipeline_model_parallel_size = {chunks}: must divide the {', '.join(map(str, wrong))} "
+            f"layers of a stage; set one of {divisors_text(common)} (1 is null)"
+        )
+
+
+def _experts(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    ep_size, etp_size = megatron.expert_model_parallel_size, expert_tp_size(megatron)
+    if not sizes.num_experts:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (getattr(megatron, name) or 1) > 1:
+                yield f"{prefix}.{name} = {getattr(megatron, name)}: the model has no experts; leave it out"
+        return
+    yield from _indivisible(f"{prefix}.expert_model_parallel_size", ep_size, {"experts": sizes.num_experts})
+    yield from _indivisible(
+        f"{prefix}.expert_tensor_parallel_size", etp_size, {"width of an expert": sizes.moe_ffn_hidden_size}
+    )
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        yield (
+            f"{prefix}.sequence_parallel = false: a mixture of experts with {prefix}.tensor_model_parallel_size = "
+            f"{megatron.tensor_model_parallel_size} needs it (each rank routes its own tokens); set it to true"
+        )
+
+
+def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
+    allowed = functools.reduce(math.gcd, sizes.values())
+    wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
+    if wrong:
+        yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {divisors_text(allowed)}"
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def divisors_text(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))

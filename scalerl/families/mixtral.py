@@ -1,0 +1,17 @@
+"""Mixtral: Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from scalerl.families.mixture import Mixture
+from scalerl.families.table import decoder_family, experts, router
+
+FAMILY = decoder_family(
+    "mixtral",
+    window="sliding_window",
+    mixture=Mixture(experts=("num_local_experts",), expert_ffn="intermediate_size"),
+    mixture_rules=(
+        router("block_sparse_moe.gate"),
+        # w1 gate, w3 up, w2 down.
+        *experts("block_sparse_moe.experts.{e}", parts=("w1", "w3", "w2")),
+    ),
+)

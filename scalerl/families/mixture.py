@@ -1,0 +1,85 @@
+"""How a config.json describes its mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Keys of config.json, several for one value where transformers renamed it; and what a family leaves unsaid.
+
+    experts, expert_ffn: number and inner width of the routed experts. shared: number of shared experts ("": none).
+    layers: (config, layer index) -> whether that layer is a mixture.
+    score: of a router logit. normalize: key that says whether the chosen experts' weights sum to 1 ("": they do).
+    bias: the router has a bias that counts for the choice alone. groups, top_groups, scale: keys ("": 1).
+    refused: key -> the only value that is supported.
+    """
+
+    experts: tuple[str, ...]
+    expert_ffn: str
+    layers: Callable[[Mapping[str, Any], int], bool] = lambda config, layer: True
+    shared: str = ""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: str = ""
+    normalize_default: bool = False
+    bias: bool = False
+    groups: str = ""
+    top_groups: str = ""
+    scale: str = ""
+    refused: tuple[tuple[str, Any], ...] = ()
+
+    def fields(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Fields of ModelShape, and one sentence for each thing that is wrong."""
+        problems: list[str] = []
+
+        def integer(*keys: str) -> int:
+            value = next((config[key] for key in keys if config.get(key) is not None), None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+            problems.append(
+                f"{keys[0]} is missing" if value is None else f"{keys[0]} is {value!r}, not a positive integer"
+            )
+            return 1
+
+        num_experts, top_k = integer(*self.experts), integer("num_experts_per_tok")
+        ffn = integer(self.expert_ffn)
+        groups, top_groups = (
+            integer(key) if key and config.get(key) is not None else 1 for key in (self.groups, self.top_groups)
+        )
+        if not problems:
+            problems += _sizes_that_do_not_fit(num_experts, top_k, groups, top_groups)
+        problems += [
+            f"{key} {config[key]!r} is not supported (only {only!r})"
+            for key, only in self.refused
+            if config.get(key) is not None and config[key] != only
+        ]
+        normalize = config.get(self.normalize) if self.normalize else True
+        num_layers = config["num_hidden_layers"]
+        return {
+            "num_experts": num_experts,
+            "num_experts_per_token": top_k,
+            "moe_ffn_hidden_size": ffn,
+            "shared_expert_ffn_hidden_size": ffn * (config.get(self.shared) or 0) if self.shared else 0,
+            "moe_layers": tuple(self.layers(config, layer) for layer in range(num_layers)),
+            "router_score": self.score,
+            "router_normalizes": self.normalize_default if normalize is None else bool(normalize),
+            "router_has_bias": self.bias,
+            "router_groups": groups,
+            "router_top_groups": top_groups,
+            "router_scale": float(config.get(self.scale) or 1.0) if self.scale else 1.0,
+        }, problems
+
+
+def _sizes_that_do_not_fit(num_experts: int, top_k: int, groups: int, top_groups: int) -> list[str]:
+    if top_k > num_experts:
+        return [f"num_experts_per_tok {top_k} exceeds the {num_experts} experts"]
+    if groups == 1:
+        return []
+    if num_experts % groups or top_groups > groups:
+        return [f"{num_experts} experts cannot be chosen from {top_groups} of {groups} groups"]
+    if num_experts // groups < 2 or top_k > top_groups * (num_experts // groups):
+        return [f"{groups} groups of {num_experts // groups} experts are too small to choose {top_k} experts from"]
+    return []

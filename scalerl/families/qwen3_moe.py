@@ -1,0 +1,30 @@
+"""Qwen3-MoE: Qwen3 whose layers, all or every decoder_sparse_step-th, have experts for an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scalerl.families.mixture import Mixture
+from scalerl.families.table import decoder_family, experts, router
+
+
+def _is_mixture(config: Mapping[str, Any], layer: int) -> bool:
+    return (
+        layer not in (config.get("mlp_only_layers") or ())
+        and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    )
+
+
+FAMILY = decoder_family(
+    "qwen3_moe",
+    qk_norm=True,
+    refused=("attention_bias", "use_sliding_window"),
+    mixture=Mixture(
+        experts=("num_experts", "num_local_experts"),
+        expert_ffn="moe_intermediate_size",
+        layers=_is_mixture,
+        normalize="norm_topk_prob",
+    ),
+    mixture_rules=(router("mlp.gate"), *experts("mlp.experts.{e}")),
+)

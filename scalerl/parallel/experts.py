@@ -1,0 +1,327 @@
+"""Mixture of experts for megatron: its configuration, layer, router and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from scalerl.families import ModelShape
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import MegatronConfig
+    from scalerl.parallel.packing import Packing
+    from scalerl.parallel.routing import Routing
+
+# torch's grouped matrix product wants rows of a multiple of this many bytes.
+_GROUPED_ALIGN_BYTES = 16
+
+
+def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
+    """Arguments of TransformerConfig; none for a dense model."""
+    if not shape.num_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_layer_freq": [int(is_mixture) for is_mixture in shape.moe_layers],
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
+        "moe_router_topk": shape.num_experts_per_token,
+        "moe_router_score_function": shape.router_score,
+        # Softmax over the chosen experts sums to 1; over all of them, before the choice, it does not.
+        "moe_router_pre_softmax": shape.router_score == "softmax" and not shape.router_normalizes,
+        "moe_router_enable_expert_bias": shape.router_has_bias,
+        "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
+        "moe_router_num_groups": shape.router_groups if shape.router_groups > 1 else None,
+        "moe_router_group_topk": shape.router_top_groups if shape.router_groups > 1 else None,
+        "moe_router_topk_scaling_factor": shape.router_scale if shape.router_scale != 1.0 else None,
+        "moe_router_dtype": "fp32",
+        # Router below computes both losses itself.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": config.moe_z_loss_coeff,
+    }
+
+
+def mixture_layer_spec(dense_layer: ModuleSpec) -> ModuleSpec:
+    """The layer with experts in the place of its MLP."""
+    _repair_megatron()
+    submodules = replace(dense_layer.submodules, mlp=Mixture)
+    return ModuleSpec(module=MixtureLayer, submodules=submodules, params=dense_layer.params)
+
+
+def _repair_megatron() -> None:
+    """megatron-core 0.16.1 reads a name of transformer-engine where that is absent, and hands the sizes of its
+    all-to-all over as numpy only if they had to be copied from a GPU."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if token_dispatcher.maybe_move_tensor_to_cpu is not _on_host:
+        token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    moved = moe_utils.maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)
+    return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+
+class MixtureLayer(TransformerLayer):
+    """Tells its router which micro-batch it sees; so also when the layer is computed again for the backward pass."""
+
+    def forward(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
+        self.mlp.router.micro_batch = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class Mixture(MoELayer):
+    """megatron's layer; computed again for the backward pass, its router sees the micro-batch of that pass."""
+
+    def __init__(self, config: Any) -> None:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        super().__init__(
+            config,
+            MoESubmodules(
+                experts=ModuleSpec(module=Experts),
+                shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
+                router=Router,
+            ),
+        )
+        self.is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (self.is_recomputed and self.training):
+            return super().forward(hidden_states, *args, **kwargs)
+        micro_batch = self.router.micro_batch
+
+        def run(hidden: Tensor) -> Tensor:
+            self.router.micro_batch = micro_batch
+            return super(Mixture, self).forward(hidden, *args, **kwargs)[0]
+
+        return checkpoint(run, False, hidden_states), None
+
+
+class Router(TopKRouter):
+    """megatron's choice of experts, with losses that no layout and no packing changes, and with replay.
+
+    The load-balancing loss is that of each sequence (DeepSeek-V3, arXiv 2412.19437, eq. 17-20), the z-loss that of each
+    token (ST-MoE, arXiv 2202.08906). Both are means over all real tokens of the update, however they are split.
+    """
+
+    micro_batch: Routing | None = None
+
+    def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """logits [t, 1, experts] -> weights [t, experts], 0 where not chosen, and chosen [t, experts] bool."""
+        logits_TE = logits.flatten(0, 1)
+        weights_TE, chosen_TE = topk_routing_with_score_function(
+            logits_TE,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            router_replay=self,
+        )
+        if self.training and torch.is_grad_enabled():
+            loss = self._losses(logits_TE, chosen_TE)
+            if loss is not None:
+                weights_TE = MoEAuxLossAutoScaler.apply(weights_TE, loss)
+            self._count(chosen_TE)
+        return weights_TE, chosen_TE
+
+    def get_replay_topk(
+        self, scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable
+    ) -> tuple[Tensor, Tensor]:
+        """megatron's seam: the scores and indices [t, topk] of the chosen experts."""
+        top_TK, experts_TK = choose(scores_TE, topk, num_groups, group_topk)
+        known, layer = self.micro_batch, self.layer_number - 1
+        if known is not None and known.replayed is not None:
+            given_TK = self._own_tokens(known.replayed)[:, layer]
+            experts_TK = torch.where(given_TK[:, :1] < 0, experts_TK, given_TK)
+            top_TK = scores_TE.gather(1, experts_TK)
+        if known is not None and known.recorded is not None:
+            known.recorded[layer] = experts_TK
+        return top_TK, experts_TK
+
+    def _losses(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor | None:
+        """Both losses of this rank's tokens, divided by the number of tokens of the update; None without any."""
+        balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
+        if not balance and not z:
+            return None
+        rows_T = self._own_tokens(self.micro_batch.rows)
+        is_real_T = rows_T >= 0
+        loss = logits_TE.new_zeros(())
+        if z:
+            loss = loss + z * (logits_TE.logsumexp(-1).square() * is_real_T).sum()
+        if balance:
+            loss = loss + balance * self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
+        return loss / self.micro_batch.num_update_tokens
+
+    @torch.no_grad()
+    def _count(self, chosen_TE: Tensor) -> None:
+        """Tokens of each expert since the last update, which moves the router's bias."""
+        if self.enable_expert_bias:
+            is_real_T = self._own_tokens(self.micro_batch.rows) >= 0
+            self.local_tokens_per_expert += (chosen_TE & is_real_T[:, None]).sum(0)
+
+    def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, rows_T: Tensor, is_real_T: Tensor) -> Tensor:
+        """Sum over the tokens of E * sum_e f_e p_te, f_e: share of the sequence's choices that fell on expert e."""
+        scores_TE = logits_TE.softmax(-1)
+        if self.score_function == "sigmoid":
+            scores_TE = logits_TE.sigmoid()
+            scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        counts_SE = logits_TE.new_zeros(self.micro_batch.num_rows, self.num_experts)
+        counts_SE.index_add_(0, rows_T, (chosen_TE & is_real_T[:, None]).to(counts_SE.dtype))
+        torch.distributed.all_reduce(counts_SE, group=self.tp_cp_group)
+        share_SE = counts_SE / counts_SE.sum(-1, keepdim=True).clamp_min(1)
+        return self.num_experts * (share_SE[rows_T] * scores_TE * is_real_T[:, None]).sum()
+
+    def _own_tokens(self, values_T: Tensor) -> Tensor:
+        """A cp rank's tokens -> the part of them that this tp rank routes."""
+        if not self.config.sequence_parallel:
+            return values_T
+        return values_T.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+
+class _Stacked(torch.nn.Module):
+    """One weight of all experts of a rank: [experts, rows, columns]."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
+        # Its copies are the expert data-parallel group's, whichever ranks share the rest of the layer.
+        self.weight.allreduce = False
+        # Every rank outside that group holds another part: the gradient norm counts all of them.
+        self.weight.tensor_model_parallel = True
+        self.weight.partition_dim = 0
+        self.weight.partition_stride = 1
+
+
+class Experts(MegatronModule):
+    """SwiGLU experts of this rank: on CUDA in bfloat16 two grouped matrix products, elsewhere one after the other.
+
+    linear_fc1.weight [experts, 2 * ffn / etp, hidden], gate rows then up rows.
+    linear_fc2.weight [experts, hidden, ffn / etp].
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config)
+        self.num_local_experts = num_local_experts
+        self.groups = pg_collection
+        ffn, dtype = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.params_dtype
+        self.linear_fc1 = _Stacked((num_local_experts, 2 * ffn, config.hidden_size), dtype)
+        self.linear_fc2 = _Stacked((num_local_experts, config.hidden_size, ffn), dtype)
+
+    def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
+        """tokens_NH: sorted by expert; weights_N: of each. Returns [N, hidden] (etp: part of the sum), and no bias."""
+        if self._can_group(tokens_NH):
+            ends = tokens_per_expert.cumsum(0).to(tokens_NH.device, torch.int32)
+            inner = _swiglu(_grouped(tokens_NH, self.linear_fc1.weight, ends), weights_N)
+            return _grouped(inner, self.linear_fc2.weight, ends), None
+        sizes = tokens_per_expert.tolist()
+        parts = zip(
+            tokens_NH.split(sizes),
+            weights_N.split(sizes),
+            # unbind, because an index for each expert would make each a gradient of the whole weight.
+            self.linear_fc1.weight.unbind(),
+            self.linear_fc2.weight.unbind(),
+            strict=True,
+        )
+        return torch.cat([F.linear(_swiglu(F.linear(x, fc1), w), fc2) for x, w, fc1, fc2 in parts]), None
+
+    def _can_group(self, tokens_NH: Tensor) -> bool:
+        if not (tokens_NH.is_cuda and tokens_NH.dtype == torch.bfloat16 and len(tokens_NH) and _grouped_mm):
+            return False
+        return all(size * tokens_NH.itemsize % _GROUPED_ALIGN_BYTES == 0 for size in self.linear_fc2.weight.shape[1:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """A key for each expert, `...local_experts.<global index>...`, as families/ names them."""
+        # Fragments of a tensor with their dimension: gate and up are two parts of one, each split over etp.
+        return {
+            f"{prefix}{name}.weight": self._factory(
+                f"{prefix}{name}.weight", getattr(self, name).weight, sharded_offsets
+            )
+            for name in ("linear_fc1", "linear_fc2")
+        }
+
+    def _factory(self, key: str, weight: Tensor, sharded_offsets: tuple) -> ShardedTensorFactory:
+        etp, etp_rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
+        first = self.groups.ep.rank() * self.num_local_experts
+        is_gate_up = "linear_fc1" in key
+
+        def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+            shards = []
+            for local, tensor in enumerate(data):
+                of_expert = key.replace(".experts.", f".experts.local_experts.{first + local}.", 1)
+                parts = [(0, etp_rank, 2 * etp), (0, etp + etp_rank, 2 * etp)] if is_gate_up else [(1, etp_rank, etp)]
+                for part, offset in zip(tensor.chunk(len(parts)), parts, strict=True):
+                    shards.append(
+                        ShardedTensor.from_rank_offsets(
+                            of_expert,
+                            part,
+                            *sharded_offsets,
+                            offset,
+                            replica_id=replica_id,
+                            prepend_axis_num=len(sharded_offsets),
+                        )
+                    )
+            return shards
+
+        def merge(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts).view(weight.shape) if is_gate_up else torch.stack(parts)
+
+        return ShardedTensorFactory(key, weight, build, merge, (0, 0, self.groups.expt_dp.rank()))
+
+
+# torch 2.10 made it public.
+_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+def _grouped(tokens_NK: Tensor, weight_EMK: Tensor, ends: Tensor) -> Tensor:
+    return _grouped_mm(tokens_NK, weight_EMK.transpose(1, 2), offs=ends)
+
+
+def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) * up * weights_N[:, None]).to(gate_up.dtype)
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Every tensor that the family tables name, by its name in this model; of stacked experts the view of each one."""
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
+    return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | biases
+
+
+def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Likewise the gradients that megatron's data parallelism has gathered."""
+    return _unstacked((name, parameter.main_grad) for name, parameter in model.named_parameters())
+
+
+def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if ".experts." in name:
+            for local, view in enumerate(tensor.detach()):
+                found[name.replace(".experts.", f".experts.local_experts.{local}.")] = view
+        else:
+            found[name] = tensor
+    return found

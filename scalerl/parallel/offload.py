@@ -1,0 +1,246 @@
+"""Parameters, gradients and optimizer state of one engine: on the device, or in host memory while others use it.
+
+Parameters and optimizer state travel as flat copies. Gradients are not copied: an update zeroes them before it starts,
+so megatron's own `offload_grad_buffers` releases their memory and gives it back as zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerl.parallel.optimizer import optimizer_parts
+
+PARAMS, GRADS, OPTIMIZER = "params", "grads", "optimizer"
+PARTS = (PARAMS, GRADS, OPTIMIZER)
+
+# Tensors start at multiples of this many bytes in a flat copy: what any vectorised kernel wants.
+_ALIGN_BYTES = 256
+# Pinned memory comes in powers of two; pieces of a buffer waste at most this share of it.
+_PINNED_WASTE = 1 / 16
+
+
+class OffloadedError(RuntimeError):
+    """A part is in host memory and the work asked for needs it on the device."""
+
+
+class Offload:
+    """Where the parts of one model are. A part that is away has storages of size 0: touching it would read nothing."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], ddp_chunks: Sequence[Any], optimizer: Any | None) -> None:
+        """chunks: this stage's models; ddp_chunks: the same wrapped by megatron's DDP, empty for a frozen model."""
+        self._chunks, self._ddp_chunks, self._optimizer = list(chunks), list(ddp_chunks), optimizer
+        self._flat: dict[str, list[_FlatTensors]] = {}
+        self.away: frozenset[str] = frozenset()
+
+    def to_host(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
+        """Frees the device memory of the named parts; nothing happens to those that are away already."""
+        leaving = self._named(params=params, grads=grads, optimizer=optimizer) - self.away
+        if not leaving:
+            return
+        for part in sorted(leaving - {GRADS}):
+            groups = self._flat.setdefault(part, [])
+            for group, tensors in itertools.zip_longest(groups, self._tensors(part)):
+                if group is None:
+                    groups.append(group := _FlatTensors())
+                group.leave(tensors)
+        if GRADS in leaving:
+            for ddp in self._ddp_chunks:
+                ddp.offload_grad_buffers(empty_cache=False)
+        self.away |= leaving
+        # What torch keeps for reuse is not there for the other processes on the device.
+        torch.cuda.empty_cache()
+
+    def to_device(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
+        """Brings the named parts back, each view of them as it was; gradients as zeros."""
+        coming = self._named(params=params, grads=grads, optimizer=optimizer) & self.away
+        for part in sorted(coming - {GRADS}):
+            for group in self._flat[part]:
+                group.come_back()
+        if GRADS in coming:
+            for ddp in self._ddp_chunks:
+                ddp.restore_grad_buffers(synchronize=False)
+        if coming:
+            torch.cuda.synchronize()
+        self.away -= coming
+
+    def require(self, *parts: str, work: str) -> None:
+        """Raises OffloadedError unless the parts are on the device. work: what needs them, to begin the message."""
+        missing = [part for part in parts if part in self.away]
+        if missing:
+            asked = ", ".join(f"{part}=True" for part in missing)
+            raise OffloadedError(
+                f"{work} needs on the device what is in host memory: {', '.join(missing)}; "
+                f"call to_device({asked}) first"
+            )
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes that each part holds on the device now; 0 for a part that is away or that the model does not have."""
+        found = {part: _total_bytes(itertools.chain(*self._tensors(part))) for part in (PARAMS, OPTIMIZER)}
+        return found | {GRADS: _total_bytes(buffer.grad_data for buffer in self._buffers())}
+
+    def _named(self, **wanted: bool) -> frozenset[str]:
+        has = {PARAMS: True, GRADS: bool(self._ddp_chunks), OPTIMIZER: self._optimizer is not None}
+        return frozenset(part for part, asked in wanted.items() if asked and has[part])
+
+    def _buffers(self) -> Iterator[Any]:
+        for ddp in self._ddp_chunks:
+            yield from [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+    def _tensors(self, part: str) -> list[list[Tensor]]:
+        """The tensors of a part in groups that travel together, the same groups at each call."""
+        return self._param_tensors() if part == PARAMS else self._optimizer_tensors()
+
+    def _param_tensors(self) -> list[list[Tensor]]:
+        """Each flat parameter buffer of DDP (the distributed optimizer has them) by itself, then what is in none."""
+        flat = [buffer.param_data for buffer in self._buffers() if buffer.param_data is not None]
+        held = {_storage_id(tensor) for tensor in flat}
+        loose = [
+            parameter
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+            if _storage_id(parameter) not in held
+        ]
+        return [[tensor] for tensor in flat] + _by_dtype(loose)
+
+    def _optimizer_tensors(self) -> list[list[Tensor]]:
+        """Main parameters and Adam's moments; not the model's own parameters, which an fp32 optimizer updates."""
+        held = {_storage_id(tensor) for tensor in itertools.chain(*self._param_tensors())}
+        found: list[Tensor] = []
+        for part in optimizer_parts(self._optimizer) if self._optimizer is not None else []:
+            if part.is_stub_optimizer:
+                continue
+            found += [p for group in part.optimizer.param_groups for p in group["params"] if _storage_id(p) not in held]
+            # A count of steps is one number, and torch's Adam wants it on the host.
+            found += [
+                value
+                for state in part.optimizer.state.values()
+                for value in state.values()
+                if torch.is_tensor(value) and value.dim() > 0
+            ]
+        return _by_dtype(found)
+
+
+class _FlatTensors:
+    """Tensors of one dtype that leave as one flat copy, and come back into the storages that they left.
+
+    The first time each may have a storage of its own; they then come back into a common one, so that from the second
+    time on each direction is one large copy and no second set of them is ever on the device.
+    """
+
+    def __init__(self) -> None:
+        self._host: _HostBuffer | None = None
+        self._tensors: list[Tensor] = []
+        self._storages: list[torch.UntypedStorage] = []
+        self._sizes: list[int] = []
+
+    @property
+    def _offsets(self) -> list[int]:
+        """Bytes: where each storage begins in the flat copy, and its end."""
+        return [0, *itertools.accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in self._sizes)]
+
+    def leave(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._storages = _storages(tensors)
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        num_bytes = self._offsets[-1]
+        if self._host is None or self._host.num_bytes != num_bytes:
+            self._host = _HostBuffer(num_bytes, pin=any(tensor.is_cuda for tensor in tensors))
+        for offset, storage in zip(self._offsets, self._storages, strict=False):
+            self._host.write(offset, _bytes_of(storage))
+        # The copies run behind Python's back: only now the memory may go.
+        torch.cuda.synchronize()
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def come_back(self) -> None:
+        if len(self._storages) == 1:
+            self._storages[0].resize_(self._sizes[0])
+            self._host.read(0, _bytes_of(self._storages[0]))
+        elif self._storages:
+            self._join()
+        if not self._host.pinned:
+            self._host = None
+        self._tensors, self._storages = [], []
+
+    def _join(self) -> None:
+        """One new storage for all tensors; whoever holds a tensor keeps it, but not a view that was made of it."""
+        first = self._tensors[0]
+        flat = torch.empty(self._offsets[-1], dtype=torch.uint8, device=first.device)
+        self._host.read(0, flat)
+        begins = dict(zip(map(_id, self._storages), self._offsets, strict=False))
+        elements = flat.view(first.dtype)
+        for tensor in self._tensors:
+            begin = begins[_storage_id(tensor)] // tensor.element_size() + tensor.storage_offset()
+            tensor.data = elements.as_strided(tensor.size(), tensor.stride(), begin)
+
+
+class _HostBuffer:
+    """Flat bytes in host memory. Pinned where the other side is a GPU, whose copies then run at full speed."""
+
+    def __init__(self, num_bytes: int, *, pin: bool) -> None:
+        self.num_bytes, self.pinned = num_bytes, pin
+        sizes = pinned_pieces(num_bytes) if pin else [num_bytes]
+        starts = [0, *itertools.accumulate(sizes)]
+        self._pieces = [
+            (start, torch.empty(size, dtype=torch.uint8, pin_memory=pin))
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+
+    def write(self, offset: int, source: Tensor) -> None:
+        """source, uint8, into the buffer from that byte on."""
+        for mine, theirs in self._overlaps(offset, source):
+            mine.copy_(theirs, non_blocking=self.pinned)
+
+    def read(self, offset: int, target: Tensor) -> None:
+        for mine, theirs in self._overlaps(offset, target):
+            theirs.copy_(mine, non_blocking=self.pinned)
+
+    def _overlaps(self, offset: int, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for start, piece in self._pieces:
+            begin, end = max(offset, start), min(offset + other.numel(), start + piece.numel())
+            if begin < end:
+                yield piece[begin - start : end - start], other[begin - offset : end - offset]
+
+
+def pinned_pieces(num_bytes: int) -> list[int]:
+    """Sizes that add up to num_bytes; rounded up to powers of two, as torch rounds pinned memory, little is wasted."""
+    pieces, left = [], num_bytes
+    while left > num_bytes * _PINNED_WASTE:
+        pieces.append(1 << (left.bit_length() - 1))
+        left -= pieces[-1]
+    return [*pieces, left] if left else pieces
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def _id(storage: torch.UntypedStorage) -> int:
+    # An address would do while it has memory; this one stays when it has none.
+    return storage._cdata
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return _id(tensor.untyped_storage())
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Of the tensors, each once."""
+    return list({_storage_id(tensor): tensor.untyped_storage() for tensor in tensors}.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """[nbytes] uint8, the storage's own memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storage.nbytes() for storage in _storages(tensors))

@@ -1,0 +1,41 @@
+"""Rotary position embedding of packed tokens: tables once per micro-batch, applied inside the core attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from scalerl.families import ModelShape
+
+
+class Rotary:
+    """The model's rotary embedding (arXiv 2104.09864), with Llama 3's scaling where config.json asks for it."""
+
+    def __init__(self, shape: ModelShape, device: str) -> None:
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        frequencies = 1.0 / shape.rope_theta**exponents
+        if shape.rope_scaling:
+            frequencies = _llama3(frequencies, shape.rope_scaling)
+        self.frequencies = frequencies.to(device)
+
+    def tables(self, position_ids: Tensor) -> Tensor:
+        """position_ids: [T] int64 -> [2, T, head_dim / 2] float32: cosines and sines."""
+        angles = position_ids[:, None].float() * self.frequencies
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def _llama3(frequencies: Tensor, scaling: dict) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between blended (the rule of Llama 3.1's config)."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling["factor"])
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x: [T, heads, d]; pairs (i, i + d / 2) turn by their angle. In float32, returned in x's dtype."""
+    cos, sin = cos_sin[:, :, None]
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,165 @@
+"""Context parallelism: each sequence is split over the cp ranks, and attention swaps tokens for heads (Ulysses).
+
+Outside attention a rank holds a part of the tokens of every sequence and all its heads; inside, all tokens and a part
+of the heads. DeepSpeed-Ulysses (arXiv 2309.14509) over packed sequences, with the zig-zag placement of ring attention.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@lru_cache(maxsize=64)
+def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
+    """[P] int64: packed positions in the order in which cp ranks hold them, rank 0's P / cp_size first.
+
+    lengths: tokens of each sequence, multiples of 2 * cp_size. A sequence is cut into 2 * cp_size pieces; rank r holds
+    pieces r and 2 * cp_size - 1 - r, so that causal attention gives every rank the same work.
+    """
+    pieces: list[list[Tensor]] = [[] for _ in range(cp_size)]
+    start = 0
+    for length in lengths:
+        if length % (2 * cp_size):
+            raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 * {cp_size} equal pieces")
+        cut = torch.arange(start, start + length).view(2 * cp_size, -1)
+        for rank in range(cp_size):
+            pieces[rank] += [cut[rank], cut[2 * cp_size - 1 - rank]]
+        start += length
+    return torch.cat([piece for of_rank in pieces for piece in of_rank])
+
+
+class _AllToAll(torch.autograd.Function):
+    """[cp, ...] -> [cp, ...]: slice i goes to rank i of the group and is replaced by what rank i sent here."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> tuple:
+    """All heads of this rank's tokens -> this rank's heads of all tokens, in packed order.
+
+    query [P / cp, h, d], key [P / cp, kv, d], value [P / cp, kv, dv].  natural_P: inverse of `zigzag_order`.
+    Returns [P, h / cp, d], [P, kv', d], [P, kv', dv], kv' = max(1, kv / cp) where that is whole; key and value heads
+    are repeated as often as cp ranks need one of their own.
+    """
+    cp_size = group.size()
+    repeat = math.lcm(key.shape[1], cp_size) // key.shape[1]
+    if repeat > 1:
+        key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+    if value.shape[2] != query.shape[2]:
+        # Latent attention: values are narrower than keys.
+        return tuple(_gather_tokens(x, natural_P, group) for x in (query, key, value))
+    # One exchange for the three: [t, cp, h / cp, d] each, joined over their heads.
+    joined = torch.cat([x.unflatten(1, (cp_size, -1)) for x in (query, key, value)], dim=2)
+    sizes = [x.shape[1] // cp_size for x in (query, key, value)]
+    return _gather_tokens(joined.flatten(1, 2), natural_P, group).split(sizes, dim=1)
+
+
+def _gather_tokens(x: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[P / cp, h, d] -> [P, h / cp, d]."""
+    by_rank = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    return _AllToAll.apply(by_rank, group).flatten(0, 1)[natural_P]
+
+
+def tokens_to_heads(output: Tensor, order_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's heads of all tokens, [P, h / cp, d] -> all heads of this rank's tokens, [P / cp, h, d]."""
+    by_rank = output[order_P].unflatten(0, (group.size(), -1))
+    return _AllToAll.apply(by_rank, group).transpose(0, 1).flatten(1, 2)
+
+
+class _GatherReplicated(torch.autograd.Function):
+    """All-gather along dim 0 for a loss that every rank of the group computes: each keeps its own slice's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.size = group.rank(), group.size()
+        parts = [torch.empty_like(local) for _ in range(ctx.size)]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.size)[ctx.rank], None
+
+
+def gather_replicated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N, ...] of every rank -> [N * cp, ...] on every rank. The loss after it must be the same on all ranks."""
+    return local if group.size() == 1 else _GatherReplicated.apply(local, group)
+
+
+def ulysses_pad_and_slice_inputs(
+    input_ids: Tensor,
+    position_ids: Tensor | None = None,
+    sp_size: int = 1,
+    *,
+    group: dist.ProcessGroup | None = None,
+    skip_position_ids: bool = False,
+    pad_value: int = 0,
+) -> tuple[Tensor, Tensor | None, int]:
+    """Pads dim 1 to a multiple of sp_size and takes this rank's contiguous part (no zig-zag).
+
+    input_ids: [1, T].  position_ids: [..., T]; its padding counts on from 0.  group: of sp_size ranks; may be None
+    only for sp_size 1.  skip_position_ids: they stay whole and padded.
+    Returns (ids [1, T' / sp_size], positions or None, tokens of padding). ValueError when the group does not fit.
+    """
+    if (group.size() if group is not None else 1) != sp_size:
+        raise ValueError(f"sp_size={sp_size} needs a group of as many ranks, got {group.size() if group else 'none'}")
+    padding = -input_ids.shape[1] % sp_size
+    input_ids = F.pad(input_ids, (0, padding), value=pad_value)
+    if position_ids is not None and padding:
+        count = torch.arange(padding, device=position_ids.device, dtype=position_ids.dtype)
+        position_ids = torch.cat([position_ids, count.expand(*position_ids.shape[:-1], padding)], dim=-1)
+    if group is not None and sp_size > 1:
+        input_ids = input_ids.chunk(sp_size, dim=1)[group.rank()]
+        if position_ids is not None and not skip_position_ids:
+            position_ids = position_ids.chunk(sp_size, dim=-1)[group.rank()]
+    return input_ids, position_ids, padding
+
+
+class _GatherDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, scale: float, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.scale, ctx.rank, ctx.size = dim, scale, group.rank(), group.size()
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.chunk(ctx.size, dim=ctx.dim)[ctx.rank] * ctx.scale, None, None, None
+
+
+def gather_outputs_and_unpad(
+    x: Tensor,
+    gather_dim: int,
+    unpad_dim: int | None = None,
+    padding_size: int = 0,
+    grad_scaler: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Joins the ranks' parts along gather_dim and cuts padding_size from the end of unpad_dim.
+
+    grad_scaler: the backward multiplies this rank's slice by the group's size, for a trainer that averages gradients
+    over the group; False for one that sums them. group None: x is whole already and is only cut.
+    """
+    if group is not None and group.size() > 1:
+        x = _GatherDim.apply(x, gather_dim, float(group.size()) if grad_scaler else 1.0, group)
+    if padding_size and unpad_dim is not None:
+        x = x.narrow(unpad_dim, 0, x.shape[unpad_dim] - padding_size)
+    return x

@@ -1,0 +1,94 @@
+"""`linear_logprobs` over a vocabulary that is split and padded equals float64 log_softmax of the whole, gradients too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dist.launch import run_ranks
+
+TEMPERATURES = (1.0, 0.7)
+NUM_TOKENS, HIDDEN = 13, 8
+# (words, rows per rank, tp_size): none, some and all of the last rank's rows are padding.
+VOCABULARIES = [(128, 64, 2), (100, 64, 2), (60, 64, 2), (100, 128, 1), (128, 128, 1), (90, 32, 4)]
+
+
+def case(words: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits up to +-60 with the largest in the padding, so that a padding row that counted would take it all."""
+    generator = torch.Generator().manual_seed(words)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
+    # So that one row of the weight can win every token.
+    hidden[:, 0] = 1.0
+    weight = 8 * torch.randn(rows, HIDDEN, generator=generator)
+    weight[words:] = 0.0
+    weight[words:, 0] = 500.0
+    labels = torch.randint(0, words, (NUM_TOKENS,), generator=generator)
+    labels[0], labels[1] = 0, words - 1
+    return hidden, weight, labels, torch.randn(2, NUM_TOKENS, generator=generator)
+
+
+def on_ranks(words: int, rows: int, tp_size: int, temperature: float, chunk_tokens: int) -> dict[str, Any]:
+    """Outputs, this rank's gradients, and the collectives that the forward pass ran."""
+    import torch.distributed as dist
+
+    from scalerl.parallel.logprobs import linear_logprobs
+
+    dist.init_process_group("gloo")
+    hidden, weight, labels, factors = case(words, rows * tp_size)
+    rank = dist.get_rank()
+    hidden = hidden.requires_grad_()
+    mine = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    sizes: list[int] = []
+    original = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    outputs = linear_logprobs(
+        hidden,
+        mine,
+        labels,
+        vocab_size=words,
+        temperature=temperature,
+        tp_rank=rank,
+        tp_group=dist.group.WORLD,
+        chunk_tokens=chunk_tokens,
+    )
+    (outputs[0] * factors[0] + outputs[1] * factors[1]).sum().backward()
+    dist.all_reduce = original
+    return {
+        "outputs": [output.detach() for output in outputs],
+        "hidden": hidden.grad,
+        "weight": mine.grad,
+        "reduced": sizes,
+    }
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.double() - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("words", "rows", "tp_size"), VOCABULARIES)
+def test_split_vocabulary(words: int, rows: int, tp_size: int, temperature: float) -> None:
+    hidden, weight, labels, factors = case(words, rows * tp_size)
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = ((hidden @ weight.T)[:, :words] / temperature).log_softmax(-1)
+    expected = distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+    (expected[0] * factors[0] + expected[1] * factors[1]).sum().backward()
+    for chunk_tokens in (4, 100):
+        ranks = run_ranks(tp_size, on_ranks, words, rows, tp_size, temperature, chunk_tokens)
+        for found in ranks:
+            for output, wanted in zip(found["outputs"], expected, strict=True):
+                torch.testing.assert_close(output.double(), wanted.detach(), rtol=1e-6, atol=1e-5)
+            # One maximum and one sum for all chunks, and nothing on the way back.
+            assert found["reduced"] == ([NUM_TOKENS, 3 * NUM_TOKENS] if tp_size > 1 else [])
+        # A rank's gradient of hidden is its vocabulary's share: the caller's region sums.
+        near(torch.stack([found["hidden"].double() for found in ranks]).sum(0), hidden.grad)
+        near(torch.cat([found["weight"] for found in ranks]), weight.grad)
+        assert all(torch.equal(found["outputs"][0], ranks[0]["outputs"][0]) for found in ranks)

@@ -1,0 +1,268 @@
+"""Parameters, gradients and optimizer state in host memory between the phases: same numbers, memory really freed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.launch import run_ranks
+from tests.dist.trainee import Trainee
+from tests.tiny_models import make_tiny_model
+
+# (tp_size, pp_size, world_size)
+LAYOUTS = {"dp2": (1, 1, 2), "tp2": (2, 1, 2)}
+PARTS = ("params", "grads", "optimizer")
+NUM_UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", initializer_range=0.1))
+
+
+def train(model: str, layout: tuple[int, int, int], megatron: dict[str, Any], away: bool) -> Any:
+    """Log-probs, an update and an export per round; away: everything is in host memory between each two."""
+    trainee = Trainee(model, layout, **megatron)
+    sizes = []
+
+    def leave(**parts: bool) -> None:
+        if away:
+            trainee.engine.to_host(**parts)
+            sizes.append(trainee.engine.device_bytes())
+
+    leave()
+    numbers: list[Any] = []
+    for _ in range(NUM_UPDATES):
+        trainee.engine.to_device(grads=False, optimizer=False)
+        numbers.append(trainee.logprobs())
+        leave(grads=False, optimizer=False)
+        trainee.engine.to_device()
+        numbers.append(trainee.update())
+        leave()
+        trainee.engine.to_device(grads=False, optimizer=False)
+        numbers.append(trainee.weights())
+        leave()
+    trainee.engine.to_device()
+    return numbers, trainee.state(), sizes, trainee.engine.device_bytes()
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Bitwise, through lists and dicts."""
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, list | tuple):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return mine == theirs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "distributed"), [("dp2", True), ("tp2", True), ("dp2", False)], ids=["dp2", "tp2", "dp2-replicated"]
+)
+def test_training_is_bitwise_the_same(model: str, layout: str, distributed: bool, dtype: str) -> None:
+    megatron = {"dtype": dtype, "use_distributed_optimizer": distributed}
+    here = run_ranks(2, train, model, LAYOUTS[layout], megatron, False)
+    away = run_ranks(2, train, model, LAYOUTS[layout], megatron, True)
+    for (numbers, state, _, full), (others, other_state, sizes, full_again) in zip(here, away, strict=True):
+        assert same(numbers, others)
+        assert same(state, other_state)
+        assert numbers[1]["grad_norm"] > 0 and not same(numbers[2], numbers[-1])
+        assert len(sizes) == 1 + 3 * NUM_UPDATES
+        assert all(size == dict.fromkeys(PARTS, 0) for size in sizes)
+        # Flat copies may end in a few bytes of padding.
+        assert all(0 <= full_again[part] - full[part] < 256 * 200 for part in PARTS)
+        assert all(full[part] > 0 for part in PARTS)
+
+
+def sizes(model: str, layout: tuple[int, int, int], dtype: str) -> Any:
+    trainee = Trainee(model, layout, dtype=dtype)
+    trainee.update()
+    num_params = sum(p.numel() for p in trainee.engine.chunks[0].parameters())
+    views = [*trainee.engine.chunks[0].parameters()]
+    views += [p.main_grad for p in trainee.engine.chunks[0].parameters()]
+    addresses = {}
+    found = {"all": trainee.engine.device_bytes()}
+    for part in PARTS:
+        only = {name: name == part for name in PARTS}
+        trainee.engine.to_host(**only)
+        trainee.engine.to_host(**only)
+        found[part] = trainee.engine.device_bytes()
+        addresses[part] = [view.untyped_storage().nbytes() for view in views]
+        trainee.engine.to_device(**only)
+        trainee.engine.to_device(**only)
+    found["back"] = trainee.engine.device_bytes()
+    grads_are_zero = all(not p.main_grad.any() for p in trainee.engine.chunks[0].parameters())
+    return num_params, found, addresses, grads_are_zero
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_part_frees_its_own_bytes(model: str, dtype: str) -> None:
+    """Counted from the storages: with the distributed optimizer on 2 ranks each holds half of the optimizer state."""
+    for num_params, found, addresses, grads_are_zero in run_ranks(2, sizes, model, LAYOUTS["dp2"], dtype):
+        full = found["all"]
+        param_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+        # Moments, and main parameters where the parameters are not float32 themselves.
+        state_bytes = {"float32": 8, "bfloat16": 12}[dtype]
+        assert full["params"] == pytest.approx(num_params * param_bytes, rel=0.01)
+        assert full["grads"] == pytest.approx(num_params * 4, rel=0.01)
+        assert full["optimizer"] == pytest.approx(num_params * state_bytes / 2, rel=0.02)
+        for part in PARTS:
+            assert found[part] == full | {part: 0}
+        half = len(addresses["params"]) // 2
+        assert not any(addresses["params"][:half]) and all(addresses["params"][half:])
+        assert all(addresses["grads"][:half]) and not any(addresses["grads"][half:])
+        assert all(addresses["optimizer"])
+        assert found["back"] == pytest.approx(full, rel=0.05)
+        assert grads_are_zero
+
+
+def copies(model: str, layout: tuple[int, int, int], distributed: bool) -> Any:
+    """How many storages each part has, before it left the first time and after it came back."""
+    from scalerl.parallel.offload import _storages
+
+    trainee = Trainee(model, layout, dtype="bfloat16", use_distributed_optimizer=distributed)
+
+    def count() -> dict[str, int]:
+        offload = trainee.engine._offload
+        return {part: sum(len(_storages(group)) for group in offload._tensors(part)) for part in (PARTS[0], PARTS[2])}
+
+    before = count()
+    trainee.engine.to_host()
+    trainee.engine.to_device()
+    return before, count()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_part_comes_back_as_one_flat_storage(model: str, distributed: bool) -> None:
+    """So that from the second time on each direction is one copy per part and dtype, not one per parameter."""
+    (before, after), _ = run_ranks(2, copies, model, LAYOUTS["dp2"], distributed)
+    assert before["optimizer"] > 10 and (before["params"] == 1 if distributed else before["params"] > 10)
+    assert after == {"params": 1, "optimizer": 1}
+
+
+def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
+    from scalerl.checkpoint.megatron import load_engine, save_engine
+    from scalerl.parallel.offload import OffloadedError
+
+    trainee = Trainee(model, layout)
+    trainee.update()
+
+    def refused(work: Any, **parts: bool) -> str:
+        trainee.engine.to_host(**{part: False for part in PARTS} | parts)
+        with pytest.raises(OffloadedError) as error:
+            work()
+        trainee.engine.to_device()
+        return str(error.value)
+
+    messages = {
+        "logprobs": refused(trainee.logprobs, params=True),
+        "grads": refused(trainee.update, grads=True),
+        "update": refused(trainee.update, params=True, optimizer=True),
+        "export": refused(trainee.weights, params=True),
+        "save": refused(lambda: save_engine(trainee.engine, directory), optimizer=True),
+        "load": refused(lambda: load_engine(trainee.engine, directory), params=True),
+    }
+    # Log-probs and export need neither gradients nor optimizer state.
+    trainee.engine.to_host(params=False)
+    trainee.logprobs(), trainee.weights()
+    trainee.engine.to_device()
+    return messages, trainee.update()["grad_norm"]
+
+
+def test_work_that_needs_what_is_away_is_refused(model: str, tmp_path: Path) -> None:
+    for messages, grad_norm in run_ranks(2, refusals, model, LAYOUTS["tp2"], str(tmp_path / "none")):
+        assert messages["logprobs"] == (
+            "logprobs needs on the device what is in host memory: params; call to_device(params=True) first"
+        )
+        assert "an update" in messages["grads"] and "to_device(grads=True)" in messages["grads"]
+        assert "params, optimizer" in messages["update"]
+        assert messages["update"].endswith("call to_device(params=True, optimizer=True) first")
+        assert messages["export"].startswith("export_buckets needs")
+        assert messages["save"].startswith("saving a checkpoint needs") and "optimizer" in messages["save"]
+        assert messages["load"].startswith("loading a checkpoint needs") and "params" in messages["load"]
+        assert math.isfinite(grad_norm)
+    assert not (tmp_path / "none").exists()
+
+
+def resumed(model: str, layout: tuple[int, int, int], directory: str, away: bool) -> Any:
+    """Saves after an update, changes everything, loads, and goes on; away: with moves to the host around each."""
+    from scalerl.checkpoint.megatron import load_engine, save_engine
+
+    trainee = Trainee(model, layout, dtype="bfloat16", param_offload=away, grad_offload=away, optimizer_offload=away)
+    trainee.engine.leave_device()
+    results: list[Any] = []
+    for step in ("train", "save", "spoil", "load", "train", "train"):
+        with trainee.engine.on_device():
+            if step == "save":
+                save_engine(trainee.engine, directory)
+            elif step == "load":
+                load_engine(trainee.engine, directory)
+            else:
+                results.append(trainee.update())
+        results.append(trainee.engine.device_bytes() if away else None)
+    trainee.engine.to_device()
+    return results, trainee.state()
+
+
+def test_a_checkpoint_of_a_model_that_comes_and_goes(model: str, tmp_path: Path) -> None:
+    """Loading gives Adam new tensors: they too leave, come back and train on as if they had stayed."""
+    here = run_ranks(2, resumed, model, LAYOUTS["dp2"], str(tmp_path / "here"), False)
+    away = run_ranks(2, resumed, model, LAYOUTS["dp2"], str(tmp_path / "away"), True)
+    for (results, state), (others, other_state) in zip(here, away, strict=True):
+        updates = [result for result in others if result and "grad_norm" in result]
+        assert same([result for result in results if result], updates)
+        assert all(result == dict.fromkeys(PARTS, 0) for result in others if result and "grad_norm" not in result)
+        assert same(state, other_state)
+
+
+def frozen(model: str, layout: tuple[int, int, int]) -> Any:
+    trainee = Trainee(model, layout, frozen=True, dtype="bfloat16", param_offload=True)
+    before = trainee.logprobs()
+    full = trainee.engine.device_bytes()
+    trainee.engine.leave_device()
+    sizes = [trainee.engine.device_bytes()]
+    after = []
+    for _ in range(2):
+        with trainee.engine.on_device("params"):
+            after.append(trainee.logprobs())
+        sizes.append(trainee.engine.device_bytes())
+    return before, after, full, sizes
+
+
+def test_a_frozen_model_comes_and_goes(model: str) -> None:
+    """A reference has no DDP buffers: its parameters leave all the same."""
+    for before, after, full, sizes in run_ranks(2, frozen, model, LAYOUTS["tp2"]):
+        assert all(same(before, again) for again in after)
+        assert full["params"] > 0 and full["grads"] == full["optimizer"] == 0
+        assert all(size["params"] == 0 for size in sizes)
+
+
+def flags(model: str, layout: tuple[int, int, int], megatron: dict[str, bool]) -> Any:
+    trainee = Trainee(model, layout, **megatron)
+    trainee.engine.leave_device()
+    return {part: size == 0 for part, size in trainee.engine.device_bytes().items()}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_key_moves_its_part(model: str, part: str) -> None:
+    key = {"params": "param_offload", "grads": "grad_offload", "optimizer": "optimizer_offload"}[part]
+    (away,) = run_ranks(1, flags, model, (1, 1, 1), {key: True})
+    assert away == {name: name == part for name in PARTS}
+
+
+def test_pinned_memory_is_not_rounded_up_by_much() -> None:
+    """torch rounds each pinned allocation up to a power of two; 33 GiB in one piece would take 64."""
+    from scalerl.parallel.offload import pinned_pieces
+
+    for num_bytes in (1, 1000, 33 * 2**30, 2**35 + 1, 2**35 - 1, 7_777_777_777):
+        pieces = pinned_pieces(num_bytes)
+        assert sum(pieces) == num_bytes and len(pieces) <= 6
+        taken = sum(1 << (piece - 1).bit_length() for piece in pieces)
+        assert taken <= num_bytes * (1 + 1 / 16) + 1
+    assert pinned_pieces(0) == []

@@ -1,0 +1,74 @@
+"""A real engine on one small batch, for the tests of what happens around an update. Built on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
+TEMPERATURE = 0.7
+
+
+@cache
+def groups(layout: tuple[int, int, int]) -> Any:
+    """Of (tp_size, pp_size, world_size); megatron starts its groups once per process."""
+    from scalerl.parallel.layout import Layout, initialize
+
+    tp_size, pp_size, world_size = layout
+    return initialize(Layout(world_size, tp_size, pp_size), backend="gloo", timeout_s=60, seed=1)
+
+
+class Trainee:
+    """megatron: fields of MegatronConfig; float32 unless it says otherwise."""
+
+    def __init__(
+        self,
+        model_path: str,
+        layout: tuple[int, int, int],
+        *,
+        optim: dict[str, Any] | None = None,
+        frozen: bool = False,
+        **megatron: Any,
+    ) -> None:
+        from scalerl.config.schema import MegatronConfig, OptimConfig
+        from scalerl.parallel.engine import MegatronEngine
+        from scalerl.protocol import DataProto, Jagged
+
+        self.groups = groups(layout)
+        config = MegatronConfig(**{"dtype": "float32"} | megatron)
+        optim_config = None if frozen else OptimConfig(**{"lr": 1e-3, "clip_grad": 0.5} | (optim or {}))
+        self.engine = MegatronEngine(model_path, config, self.groups, optim=optim_config)
+        generator = torch.Generator().manual_seed(3)
+        rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
+        mine = [row for row in range(len(rows)) if row % self.groups.layout.dp_size == self.groups.at.dp_rank]
+        self.shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
+        self.micro_batches = [range(len(mine) // 2), range(len(mine) // 2, len(mine))]
+        # What this rank multiplies its loss with.
+        self.factor = 1.0
+
+    def loss(self, logprobs_T: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -logprobs_T.sum() / sum(LENGTHS) * self.factor
+        return loss, {"loss": loss.detach()}
+
+    def update(self, objective: Callable | None = None) -> dict[str, float]:
+        return self.engine.update(self.shard, self.micro_batches, objective or self.loss, temperature=TEMPERATURE)
+
+    def logprobs(self) -> list[Tensor]:
+        outputs = self.engine.logprobs(self.shard, self.micro_batches, temperature=TEMPERATURE)
+        return [column.values.clone() for _, column in sorted(outputs.items())]
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
+
+    def state(self) -> list[Tensor]:
+        """Copies of parameters, main parameters and Adam's state: all that an update may change."""
+        found = [parameter for chunk in self.engine.chunks for parameter in chunk.parameters()]
+        for part in self.engine.optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                found += group["params"]
+            found += [value for state in part.optimizer.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in found]
