@@ -58,6 +58,8 @@ LENGTHS = {
     "constant": Lengths(mu=math.log(8192), sigma=0.0, longest=8192, budget=32768),
 }
 
+PADDINGS = ("update", "micro_batch")
+
 
 def parse(arguments: list[str], device: str) -> argparse.Namespace:
     on_cpu = device == "cpu"
@@ -66,7 +68,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, help="another hidden size; the other widths follow in proportion")
     parser.add_argument("--layers", type=int, help="another depth")
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["short", "long"] if on_cpu else ["constant"])
-    parser.add_argument("--seqs", type=int, default=48 if on_cpu else 64, help="sequences of one update")
+    parser.add_argument("--seqs", type=int, default=32 if on_cpu else 64, help="sequences of one update")
     parser.add_argument(
         "--budget",
         type=int,
@@ -83,11 +85,11 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=on_cpu,
-        help="the same update with transformers, padded",
+        help="the same update with transformers, padded to the longest of the update, and of each micro-batch",
     )
     parser.add_argument("--rounds", type=int, default=2, help="times that both sides are measured, in turn")
-    parser.add_argument("--repeats", type=int, default=5, help="timed updates of a round")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed updates before them")
+    parser.add_argument("--repeats", type=int, default=3, help="timed updates of a round")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed updates before them")
     parser.add_argument("--ceiling-s", type=float, default=2.0, help="seconds for the matmul ceiling")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-actor-update-DEVICE.json")
@@ -169,20 +171,20 @@ def measure(job: Job, options: argparse.Namespace, peak: float | None) -> dict[s
     from scalerl.trainer.build import flops_shape
 
     packed: list[dict[str, Any]] = []
-    padded: list[dict[str, Any]] = []
+    padded: dict[str, list[dict[str, Any]]] = {name: [] for name in PADDINGS if options.compare}
     for number in range(options.rounds):
         last = number == options.rounds - 1
         packed = join(packed, launch(replace(job, profile=last), measure_engine))
-        if options.compare:
-            padded = join(padded, launch(job, measure_padded))
+        for padding, before in padded.items():
+            padded[padding] = join(before, launch(replace(job, padding=padding), measure_padded))
     flops = flops_shape(ModelShape.from_hf(job.model_path)).train(job.lengths)
     result = summarize(replace(job, repeats=job.repeats * options.rounds), packed, flops)
     shares = [rank["time_shares"] for rank in packed]
     result["time_share"] = {name: sum(share[name] for share in shares) / len(shares) for name in shares[0]}
     if peak is not None:
         result["mfu_of_data_sheet"] = flops / result["update_s"]["median"] / (peak * job.world_size)
-    if padded:
-        result["padded"] = compared(job, packed, padded, result)
+    for padding, ranks in padded.items():
+        result[f"padded_to_{padding}"] = compared(job, packed, ranks, result)
     return result
 
 
@@ -242,13 +244,16 @@ def report(result: dict[str, Any]) -> str:
     rows += [
         (f"time in {name}", f"{share[name]:.3f}", "of a profiled update") for name in (*CATEGORIES, OTHER, WAITING)
     ]
-    if "padded" in result:
-        padded = result["padded"]
+    for padding in PADDINGS:
+        padded = result.get(f"padded_to_{padding}")
+        if padded is None:
+            continue
         rows += [
             (
                 "transformers, padded",
                 f"{padded['update_s']['median']:.3f} s",
-                f"{padded['padding_frac']:.3f} padding, {padded['peak_memory_gib_per_rank']:.2f} GiB",
+                f"to the longest of the {padding.replace('_', '-')}: {padded['padding_frac']:.3f} padding, "
+                f"{padded['peak_memory_gib_per_rank']:.2f} GiB",
             ),
             ("speedup", f"{padded['speedup']:.2f}", f"{padded['speedup_fastest']:.2f} between the fastest updates"),
             (

@@ -2,7 +2,8 @@
 
 Same weights, tokens, objective, AdamW, gradient clipping, data type of the weights, number of ranks and of threads. The
 ranks are data-parallel, each with an equal number of sequences in the order in which they were drawn. A micro-batch
-takes as many sequences, in that order, as fit the token budget once all have the length of the longest.
+takes as many sequences, in that order, as fit the token budget once padded: to the longest of the update (one padded
+batch for the step, cut into micro-batches) or to the longest of the micro-batch (a collator that pads each).
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ if TYPE_CHECKING:
     from scalerl.protocol import DataProto
 
 
-def padded_micro_batches(lengths: list[int], budget: int) -> list[list[int]]:
-    """Consecutive rows, as many as fit: rows x longest <= budget."""
-    micro_batches: list[list[int]] = []
-    longest = 0
+def padded_micro_batches(lengths: list[int], budget: int, shortest: int = 0) -> list[tuple[list[int], int]]:
+    """(rows, tokens that each is padded to): consecutive rows, as many as fit the budget, none under `shortest`."""
+    micro_batches: list[tuple[list[int], int]] = []
     for row, length in enumerate(lengths):
-        if micro_batches and max(longest, length) * (len(micro_batches[-1]) + 1) <= budget:
-            micro_batches[-1].append(row)
-            longest = max(longest, length)
+        rows, width = micro_batches[-1] if micro_batches else ([], 0)
+        width = max(width, length, shortest)
+        if rows and width * (len(rows) + 1) <= budget:
+            micro_batches[-1] = ([*rows, row], width)
         else:
-            micro_batches.append([row])
-            longest = length
+            micro_batches.append(([row], max(length, shortest)))
     return micro_batches
 
 
@@ -38,11 +38,13 @@ def measure_padded(job: Job) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     from scalerl.config.schema import ActorConfig, OptimConfig
     from scalerl.metrics import memory_metrics
 
     dist.init_process_group("nccl" if job.device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    logging.disable_progress_bar()
     rank, optim = dist.get_rank(), OptimConfig()
     model = AutoModelForCausalLM.from_pretrained(
         job.model_path, dtype=getattr(torch, job.megatron.dtype), attn_implementation="sdpa"
@@ -55,13 +57,14 @@ def measure_padded(job: Job) -> dict[str, Any]:
         rank * len(job.lengths) // job.world_size : (rank + 1) * len(job.lengths) // job.world_size
     ]
     shard, objective = make_shard(job, tuple(rows), ActorConfig())
-    micro_batches = padded_micro_batches([job.lengths[row] for row in rows], job.budget)
+    shortest = max(job.lengths) if job.padding == "update" else 0
+    micro_batches = padded_micro_batches([job.lengths[row] for row in rows], job.budget, shortest)
 
     def update() -> dict[str, float]:
         optimizer.zero_grad()
         metrics: dict[str, torch.Tensor] = {}
-        for micro_batch in micro_batches:
-            loss, found = padded_loss(model, shard, micro_batch, objective, job.device)
+        for micro_batch, width in micro_batches:
+            loss, found = padded_loss(model, shard, micro_batch, width, objective, job.device)
             loss.backward()
             metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
         values = torch.stack([metrics[name].double() for name in sorted(metrics)])
@@ -72,19 +75,18 @@ def measure_padded(job: Job) -> dict[str, Any]:
         return dict(zip(sorted(metrics), values.tolist(), strict=True)) | {"grad_norm": float(grad_norm)}
 
     first_update, seconds, optimizer_s = repeat_update(job, update)
-    lengths = [[job.lengths[rows[at]] for at in micro_batch] for micro_batch in micro_batches]
     return {
         "first_update": first_update,
         "update_s": seconds,
         "optimizer_s": optimizer_s,
         "peak_memory_gib": memory_metrics()["perf/max_memory_allocated_gb"].value,
         "num_micro_batches": len(micro_batches),
-        "num_computed_tokens": sum(max(micro) * len(micro) for micro in lengths),
+        "num_computed_tokens": sum(len(rows) * width for rows, width in micro_batches),
     }
 
 
 def padded_loss(
-    model: torch.nn.Module, shard: DataProto, rows: list[int], objective: Any, device: str
+    model: torch.nn.Module, shard: DataProto, rows: list[int], width: int, objective: Any, device: str
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     import torch
     import torch.nn.functional as F
@@ -92,7 +94,7 @@ def padded_loss(
     columns = {name: column.select(rows) for name, column in shard.tokens.items()}
     ids = columns["input_ids"]
     lengths = torch.as_tensor(ids.lengths)
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
+    mask = (torch.arange(width) < lengths[:, None]).to(device)
     padded = torch.zeros(mask.shape, dtype=torch.int64, device=device)
     padded[mask] = ids.values.to(device)
     logits = model(input_ids=padded, attention_mask=mask.long(), use_cache=False).logits

@@ -79,6 +79,8 @@ class Job:
     seed: int
     # One more update under torch's profiler.
     profile: bool = False
+    # What a sequence of the padded update is as long as: the longest of the `update`, or of its `micro_batch`.
+    padding: str = "update"
 
 
 def draw_lengths(num_sequences: int, mean: float, sigma: float, longest: int, seed: int) -> list[int]:

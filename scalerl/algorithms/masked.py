@@ -6,6 +6,7 @@ A masked element never matters: its value may be NaN, and its gradient is 0.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
@@ -13,41 +14,52 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 _CHUNK_ELEMENTS = 1 << 26
 
 
-def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+def masked_mean(
+    values: Tensor,
+    mask: Tensor,
+    axis: int | tuple[int, ...] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """sum(values * mask) / sum(mask) over `axis` (None: all); 0 where the mask is empty.
 
     values, mask: same shape; mask bool or non-negative weights.  Returns `values` reduced over `axis`.
+    group: the sums are over its ranks too, so that all of them return the same. Each must call, a rank without elements
+    as well; with an axis, results must have one shape. The gradient is that of the result by this rank's values.
     """
     _same_shape(values, mask)
     selected, weights = _select(values, mask)
-    total = _sum(weights, axis)
-    mean = _sum(selected * weights, axis) / torch.where(total > 0, total, 1.0)
-    return torch.where(total > 0, mean, 0.0)
+    total, weight = _sums(selected * weights, weights, axis=axis, group=group)
+    return torch.where(weight > 0, total / torch.where(weight > 0, weight, 1.0), 0.0)
 
 
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Scalar variance over the elements of the mask; unbiased: divided by n - 1.
+def masked_var(
+    values: Tensor, mask: Tensor, unbiased: bool = True, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Scalar variance over the elements of the mask; unbiased: divided by n - 1.  group: as `masked_mean`.
 
     0 when the mask selects fewer than two elements (they have no spread), so that a shard with one token goes on.
     """
     _same_shape(values, mask)
     selected, weights = _select(values, mask)
-    variance = masked_mean((selected - masked_mean(selected, mask)).square(), mask)
-    if not unbiased:
-        return variance
-    count = weights.sum()
-    return torch.where(count > 1, variance * count / torch.where(count > 1, count - 1, 1.0), 0.0)
+    # Deviations sum to 0, so the mean's own gradient does: only over all ranks, not over this one's elements.
+    mean = masked_mean(selected, mask, group=group).detach()
+    total, count = _sums((selected - mean).square() * weights, weights, group=group)
+    divisor = count - 1 if unbiased else count
+    return torch.where(divisor > 0, total / torch.where(divisor > 0, divisor, 1.0), 0.0)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """(values - mean) / sqrt(var + 1e-8) with mean and unbiased var over the mask; 0 outside the mask.
 
-    shift_mean False: the mean is added again after scaling.  Returns the shape of `values`.
+    shift_mean False: the mean is added again after scaling.  group: as `masked_mean`.  Returns the shape of `values`.
     """
     _same_shape(values, mask)
     selected, _ = _select(values, mask)
-    mean = masked_mean(selected, mask)
-    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, mask) + 1e-8)
+    mean = masked_mean(selected, mask, group=group)
+    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, mask, group=group) + 1e-8)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask != 0, whitened, 0.0)
@@ -108,8 +120,24 @@ def _select(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(mask != 0, values, 0.0), mask.to(values.dtype)
 
 
-def _sum(values: Tensor, axis: int | tuple[int, ...] | None) -> Tensor:
-    return values.sum() if axis is None else values.sum(dim=axis)
+def _sums(
+    *parts: Tensor, axis: int | tuple[int, ...] | None = None, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, ...]:
+    """Each part summed over `axis`, and over the ranks of the group in one all-reduce."""
+    sums = torch.stack([part.sum() if axis is None else part.sum(dim=axis) for part in parts])
+    return (sums if group is None else _SumOverRanks.apply(sums, group)).unbind()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _same_shape(values: Tensor, mask: Tensor) -> None:

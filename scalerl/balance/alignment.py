@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+from scalerl.config import alignment
+
+T = TypeVar("T", int, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,13 @@ class Alignment:
 
     @classmethod
     def of_layout(cls, *, tp_size: int, cp_size: int, sequence_parallel: bool) -> Alignment:
-        """Context parallelism cuts every sequence into 2 * cp_size pieces; sequence parallelism splits the tokens of
-        each of its ranks over tp_size."""
-        sequence = 2 * cp_size if cp_size > 1 else 1
-        return cls(sequence, math.lcm(sequence, cp_size * tp_size if sequence_parallel else 1))
+        """As `config.alignment` says."""
+        return cls(*alignment(tp_size=tp_size, cp_size=cp_size, sequence_parallel=sequence_parallel))
 
     def of_sequences(self, num_tokens_S: np.ndarray) -> np.ndarray:
         """[S] tokens that each sequence takes."""
         return -(-num_tokens_S // self.sequence) * self.sequence
 
-    def of_micro_batch(self, num_tokens: int) -> int:
-        """Tokens that a micro-batch takes whose sequences take num_tokens together."""
+    def of_micro_batch(self, num_tokens: T) -> T:
+        """Tokens that a micro-batch takes (or each of [M]) whose sequences take num_tokens together."""
         return -(-num_tokens // self.micro_batch) * self.micro_batch

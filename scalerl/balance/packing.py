@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,13 @@ def lower_bound(sizes: np.ndarray, cap: int) -> int:
     largest_first = np.sort(sizes[sizes > 0])[::-1]
     by_count = -(-np.arange(1, len(largest_first) + 1) // (cap // largest_first))
     return max(1, -(-int(sizes.sum()) // cap), int(by_count.max(initial=1)))
+
+
+def bin_sums(bins: Bins, values: np.ndarray) -> np.ndarray:
+    """[bins] sum of the items' values in each bin; no bin may be empty."""
+    counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
+    items = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(counts.sum()))
+    return np.add.reduceat(values[items], np.cumsum(counts) - counts)
 
 
 def first_fit_decreasing(sizes: Sequence[int] | np.ndarray, cap: int) -> Bins:
@@ -96,7 +104,10 @@ def split_to(bins: Bins, workload: np.ndarray, num_bins: int) -> Bins:
     A part of a bin fits where the bin fitted. Needs len(bins) <= num_bins <= number of items.
     """
     bins = [items for items in bins if items]
-    heap = [(-float(workload[items].sum()), index) for index, items in enumerate(bins) if len(items) > 1]
+    if len(bins) == num_bins:
+        return bins
+    loads = bin_sums(bins, workload).tolist()
+    heap = [(-load, index) for index, load in enumerate(loads) if len(bins[index]) > 1]
     heapq.heapify(heap)
     while len(bins) < num_bins:
         _, index = heapq.heappop(heap)

@@ -11,11 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalerl.balance.alignment import Alignment
-from scalerl.balance.packing import Bins, fewest_bins, group_evenly, least_loaded, lower_bound, pack, round_up, split_to
+from scalerl.balance.packing import (
+    Bins,
+    bin_sums,
+    fewest_bins,
+    group_evenly,
+    least_loaded,
+    lower_bound,
+    pack,
+    round_up,
+    split_to,
+)
 from scalerl.balance.refine import even_out
 
 MicroBatch = tuple[int, ...]
 NO_ALIGNMENT = Alignment()
+# Samples of a mini-batch from which on an attempt at packing takes a tenth of a second.
+_MANY = 65536
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ def plan_step(
     sample_names: Sequence[str] | None = None,
     micro_batch_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
+    devices_per_sequence: int = 1,
 ) -> StepPlan:
     """Packs each mini-batch into as few micro-batches as found, none over the cap, and balances the ranks' workload.
 
@@ -79,6 +92,7 @@ def plan_step(
     workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
     micro_batch_multiple: micro-batches of a rank in a mini-batch are a multiple of it (virtual pipeline).
     alignment: what the layout adds to sequences and micro-batches; it counts towards the cap.
+    devices_per_sequence: context parallelism, for errors: the configured budget is that of one device.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
@@ -92,7 +106,7 @@ def plan_step(
     _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
     cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
     sizes_S = alignment.of_sequences(num_tokens_S)
-    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment)
+    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, devices_per_sequence)
     _check_partition(minis, len(num_tokens_S), names)
     multiple = dp_size * micro_batch_multiple
     plans, lower_bounds, num_computed = [], [], 0
@@ -103,7 +117,7 @@ def plan_step(
         ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number)
         plans.append([_ordered(bins, rows, workload_S) for bins in ranks])
         lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
-        num_computed += sum(alignment.of_micro_batch(int(sizes[items].sum())) for bins in ranks for items in bins)
+        num_computed += sum(int(alignment.of_micro_batch(bin_sums(bins, sizes)).sum()) for bins in ranks)
     return StepPlan(
         tuple(tuple(plan[rank] for plan in plans) for rank in range(dp_size)),
         tuple(lower_bounds),
@@ -116,13 +130,16 @@ def _plan_mini_batch(
 ) -> list[Bins]:
     """[rank][micro-batch] = items."""
     step = dp_size * multiple
+    total, smallest = int(sizes.sum()), int(sizes.min())
     by_rank = least_loaded(np.zeros(len(sizes)), workload, dp_size, np.inf)
 
     def balanced(count: int) -> list[Bins] | None:
         if count > len(sizes):
             return None
         ranks = _pack_each_rank(by_rank, sizes, workload, count // dp_size, cap)
-        if ranks is None:
+        # With less room left over than every bin's smallest item takes, this rarely works: try where it costs little.
+        hopeless = len(sizes) > _MANY and count * cap - total < count * smallest
+        if ranks is None and not hopeless:
             bins = least_loaded(sizes, workload, count, cap)
             ranks = None if bins is None else _deal(bins, workload, count, dp_size)
         return ranks
@@ -159,15 +176,16 @@ def _pack_each_rank(
 def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bins]:
     """Pack first, balance second."""
     bins = split_to(bins, workload, count)
-    loads = np.array([workload[items].sum() for items in bins])
+    loads = bin_sums(bins, workload)
     return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
 
 
 def _ordered(bins: Bins, rows: np.ndarray, workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
     """Light micro-batches first and last: a pipeline fills and drains with them, so its bubble is short."""
-    micros = sorted(tuple(sorted(rows[items].tolist())) for items in bins)
-    micros.sort(key=lambda micro: float(workload_S[list(micro)].sum()))
-    return tuple(micros[0::2] + micros[1::2][::-1])
+    name = rows.tolist()
+    micros = sorted(tuple(sorted([name[item] for item in items])) for items in bins)
+    order = np.argsort(bin_sums(micros, workload_S), kind="stable").tolist()
+    return tuple(micros[at] for at in order[0::2] + order[1::2][::-1])
 
 
 def seqlen_metrics(
@@ -227,7 +245,13 @@ def _check_sizes(dp_size: int, multiple: int, cap: int, num_mini_batches: int) -
 
 
 def _check_samples(
-    num_tokens_S: np.ndarray, sizes_S: np.ndarray, workload_S: np.ndarray, cap: int, names: _Names, alignment: Alignment
+    num_tokens_S: np.ndarray,
+    sizes_S: np.ndarray,
+    workload_S: np.ndarray,
+    cap: int,
+    names: _Names,
+    alignment: Alignment,
+    devices_per_sequence: int,
 ) -> None:
     if workload_S.shape != num_tokens_S.shape:
         raise ValueError(f"plan_step: {len(workload_S)} workloads for {len(num_tokens_S)} samples")
@@ -244,7 +268,7 @@ def _check_samples(
         if rows.any():
             row = int(rows.argmax())
             facts = {"tokens": num_tokens_S[row], "size": sizes_S[row], "cap": cap, "work": workload_S[row]}
-            needed = alignment.of_micro_batch(int(sizes_S[row]))
+            needed = -(-alignment.of_micro_batch(int(sizes_S[row])) // devices_per_sequence)
             raise ValueError(f"{names[row]} " + problem.format(**facts, needed=needed))
 
 

@@ -7,6 +7,8 @@ from itertools import combinations
 
 import numpy as np
 
+from scalerl.balance.packing import bin_sums
+
 # Stop when the heaviest rank is this close to the mean; a step then waits for it less than its own noise.
 _TARGET_IMBALANCE = 0.002
 _MAX_EXCHANGES = 64
@@ -19,7 +21,7 @@ def even_out(ranks: list[list[list[int]]], sizes: np.ndarray, workload: np.ndarr
 
     ranks[rank][bin] = items. Keeps the number of bins, leaves none empty, keeps every bin within cap.
     """
-    loads = np.array([sum(float(workload[items].sum()) for items in bins) for bins in ranks])
+    loads = np.array([bin_sums(bins, workload).sum() for bins in ranks])
     for _ in range(_MAX_EXCHANGES):
         heavy = int(loads.argmax())
         if loads[heavy] <= loads.mean() * (1 + _TARGET_IMBALANCE):
@@ -79,7 +81,7 @@ def _groups(
     found = _evenly(found + [(at, tuple(items)) for at, items in enumerate(bins) if len(items) > 1])
     if len(found) + sum(len(items) * (len(items) - 1) // 2 for items in bins) <= _MAX_GROUPS:
         found += [(at, pair) for at, items in enumerate(bins) if len(items) > 2 for pair in combinations(items, 2)]
-    room = cap - np.array([int(sizes[items].sum()) for items in bins])
+    room = cap - bin_sums(bins, sizes)
     if with_nothing:
         found.append((int(room.argmax()), ()))
     members = [list(items) for _, items in found]

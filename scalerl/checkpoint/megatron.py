@@ -79,6 +79,7 @@ def _chunk(index: int) -> str:
 
 def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
     _keep_bucket_padding(engine.optimizer)
+    _give_empty_parts_a_step(engine)
     model = {_chunk(i): chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(engine.chunks)}
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     return {"model": model, "optimizer": optimizer, "num_updates": engine.num_updates}
@@ -111,6 +112,15 @@ def _padded(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
         padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[start : start + bucket.numel_unpadded]
         start += bucket.numel_unpadded
     return padded
+
+
+def _give_empty_parts_a_step(engine: MegatronEngine) -> None:
+    """Repairs megatron-core 0.16.1, which finds the number of updates in the state of any parameter: the optimizer of the
+    experts has none on a pipeline stage without a mixture."""
+    for part in _torch_adam_parts(engine.optimizer):
+        state = part.optimizer.state
+        if not any(torch.is_tensor(key) for key in state):
+            state["no parameter"] = {"step": torch.tensor(float(engine.num_updates))}
 
 
 def _torch_adam_parts(optimizer: Any) -> list[Any]:

@@ -7,12 +7,14 @@ from scalerl.config.compose import compose
 from scalerl.config.errors import ConfigError
 from scalerl.config.layout_rules import (
     ModelSizes,
+    alignment,
     dp_size,
     expert_tp_size,
     layout_violations,
     micro_batch_multiple,
     world_size,
 )
+from scalerl.config.recompute_rules import recompute_violations
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
 from scalerl.config.schema import PPOConfig, SFTConfig
@@ -23,6 +25,7 @@ __all__ = [
     "ModelSizes",
     "PPOConfig",
     "SFTConfig",
+    "alignment",
     "batch_table",
     "compose",
     "dp_size",
@@ -31,6 +34,7 @@ __all__ = [
     "help_text",
     "layout_violations",
     "micro_batch_multiple",
+    "recompute_violations",
     "save_resolved",
     "validate_ppo",
     "validate_sft",

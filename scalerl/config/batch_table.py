@@ -17,13 +17,15 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     megatron = actor.megatron
     prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    ranks, budget = dp_size(cfg), actor.ppo_max_token_len_per_gpu
+    ranks, budget = dp_size(cfg), actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     per_rank = mini * n / ranks
     most = math.ceil(per_rank) * longest
     divided = [("tensor", megatron.tensor_model_parallel_size), ("pipeline", megatron.pipeline_model_parallel_size)]
+    budget_key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     if megatron.context_parallel_size > 1:
         divided.insert(1, ("context", megatron.context_parallel_size))
+        budget_key += " x context"
     rows = [
         ("prompts per step", f"{prompts}", "data.train_batch_size"),
         ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
@@ -41,7 +43,7 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
             f"up to about {most}",
             "data.max_prompt_length + data.max_response_length",
         ),
-        ("tokens per micro-batch", f"at most {budget}", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("tokens per micro-batch", f"at most {budget}", budget_key),
         ("micro-batches per mini-batch", _micro_batches(math.ceil(per_rank), longest, budget), "by token budget"),
     ]
     if num_prompts is not None:

@@ -75,7 +75,8 @@ SERVER_ARGS = Domain(
 )
 DTYPE = one_of("bfloat16", "float16", "float32")
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj")
+# megatron's moe_act is not among them: it needs megatron's own grouped experts.
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
 
 _SAMPLING = {
     "n": at_least(1),

@@ -120,7 +120,7 @@ VERL_KEYS: list[tuple[str, str]] = [
     (r"actor_rollout_ref\.ref\.(megatron|log_prob|strategy)", "the reference uses the actor's layout; remove it"),
     (
         r"(enable_gradient_checkpointing|override_transformer_config\.recompute_\w+)$",
-        "set recompute_granularity, recompute_method, recompute_num_layers or recompute_modules of the megatron section",
+        "set recompute_granularity, recompute_method, recompute_num_layers, recompute_modules of the megatron section",
     ),
     (r"^critic(\.|$)", "there is no critic yet; use an adv_estimator without one (algorithm.adv_estimator=grpo)"),
     (

@@ -15,7 +15,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model a layout divides; sizes of the whole model. num_experts 0: a dense model."""
+    """What of a model a layout divides, or its recompute; sizes of the whole model. num_experts 0: a dense model."""
 
     num_attention_heads: int
     num_kv_heads: int
@@ -24,6 +24,7 @@ class ModelSizes:
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
+    latent_attention: bool = False
 
 
 def world_size(cfg: PPOConfig | SFTConfig) -> int:
@@ -54,6 +55,31 @@ def expert_tp_size(megatron: MegatronConfig) -> int:
 def micro_batch_multiple(megatron: MegatronConfig) -> int:
     """Of a rank in a mini-batch: an interleaved pipeline works in rounds of as many micro-batches as it has stages."""
     return megatron.pipeline_model_parallel_size if (megatron.virtual_pipeline_model_parallel_size or 1) > 1 else 1
+
+
+def alignment(*, tp_size: int, cp_size: int, sequence_parallel: bool) -> tuple[int, int]:
+    """What the tokens of a packed sequence, and of a whole micro-batch, are a multiple of.
+
+    Context parallelism cuts every sequence into 2 * cp_size pieces; sequence parallelism splits the tokens of each of its
+    ranks over tp_size.
+    """
+    sequence = 2 * cp_size if cp_size > 1 else 1
+    return sequence, math.lcm(sequence, cp_size * tp_size if sequence_parallel else 1)
+
+
+def aligning_keys(prefix: str) -> tuple[str, str]:
+    """Keys that `tokens_per_device` reads."""
+    return f"{prefix}.tensor_model_parallel_size", f"{prefix}.context_parallel_size"
+
+
+def tokens_per_device(num_tokens: int, megatron: MegatronConfig) -> int:
+    """That a micro-batch of one sequence of num_tokens takes on each device that shares it."""
+    cp_size = megatron.context_parallel_size
+    sequence, micro_batch = alignment(
+        tp_size=megatron.tensor_model_parallel_size, cp_size=cp_size, sequence_parallel=megatron.sequence_parallel
+    )
+    padded = -(-num_tokens // sequence) * sequence
+    return -(-padded // micro_batch) * micro_batch // cp_size
 
 
 def layout_violations(
@@ -102,9 +128,10 @@ def world_violations(megatron: MegatronConfig, world_size: int, prefix: str) -> 
     used = [name for name in names if getattr(megatron, name) > 1] or [names[0]]
     model = devices_per_model(megatron)
     if world_size % model:
+        product = f" = {model}" if len(used) > 1 else ""
         yield (
             f"{' x '.join(f'{prefix}.{name}' for name in used)} = "
-            f"{' x '.join(str(getattr(megatron, name)) for name in used)} = {model}: must divide the {world_size} "
+            f"{' x '.join(str(getattr(megatron, name)) for name in used)}{product}: must divide the {world_size} "
             f"devices; set sizes whose product is one of {divisors_text(world_size)}"
         )
         return

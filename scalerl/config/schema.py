@@ -105,7 +105,7 @@ class MegatronConfig:
     recompute_method: str | None = None
     # Only with full.
     recompute_num_layers: int | None = None
-    # Only with selective: any of core_attn, layernorm, mlp (dense layers), moe, moe_act, shared_experts, mla_up_proj.
+    # Only with selective: any of core_attn, layernorm, mlp (dense layers), moe, shared_experts, mla_up_proj.
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     # Keep parameters in host memory while this model does not compute.
     param_offload: bool = False
@@ -133,7 +133,7 @@ class PolicyLossConfig:
 class ActorConfig:
     # Prompts per optimizer update (times rollout.n = samples).
     ppo_mini_batch_size: int = 256
-    # Tokens in one packed micro-batch of one data-parallel rank.
+    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
     ppo_max_token_len_per_gpu: int = 16384
     # Passes over a step's samples.
     ppo_epochs: int = 1
@@ -308,7 +308,7 @@ class SFTDataConfig:
     max_length: int = 1024
     # What to do with a conversation over max_length: error | left | right.
     truncation: str = "error"
-    # Tokens in one packed micro-batch of one data-parallel rank.
+    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
     max_token_len_per_gpu: int = 16384
     shuffle: bool = True
     seed: int = 42

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalerl.config.domains import domain_violations, show
-from scalerl.config.layout_rules import ACTOR, ROLLOUT, devices_per_model, divisors, dp_size, world_size
+from scalerl.config.layout_rules import (
+    ACTOR,
+    ROLLOUT,
+    aligning_keys,
+    devices_per_model,
+    divisors,
+    dp_size,
+    megatron_of,
+    micro_batch_multiple,
+    tokens_per_device,
+    world_size,
+)
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 # Estimators whose baseline is the other samples of the same prompt.
@@ -90,7 +101,8 @@ def _world_rule(megatron: str) -> Rule:
                 f"{_nearest_multiples(cfg.trainer.n_gpus_per_node, unit)}, or sizes whose product divides {world}"
             )
 
-    return Rule((*sizes, "trainer.nnodes", "trainer.n_gpus_per_node"), check)
+    chunks = f"{megatron}.virtual_pipeline_model_parallel_size"
+    return Rule((*sizes, chunks, "trainer.nnodes", "trainer.n_gpus_per_node"), check)
 
 
 def _lr_rules(optim: str) -> list[Rule]:
@@ -213,22 +225,31 @@ def _mini_batches(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _mini_batch_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
-    mini, n, ranks = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n, dp_size(cfg)
-    if mini * n < ranks:
+    mini, n = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n
+    needed, what = _fewest_samples(cfg)
+    if mini * n < needed:
         yield (
             f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the "
-            f"{ranks} data-parallel ranks; set {ACTOR}.ppo_mini_batch_size={math.ceil(ranks / n)} or more, or train on "
-            "fewer devices"
+            f"{what}; set {ACTOR}.ppo_mini_batch_size={math.ceil(needed / n)} or more, or train on fewer devices"
         )
+
+
+def _fewest_samples(cfg: PPOConfig | SFTConfig) -> tuple[int, str]:
+    """Of a mini-batch, so that every data-parallel rank has its micro-batches; and why."""
+    ranks, multiple = dp_size(cfg), micro_batch_multiple(megatron_of(cfg))
+    if multiple == 1:
+        return ranks, f"{ranks} data-parallel ranks"
+    return ranks * multiple, f"{ranks} data-parallel ranks x {multiple} stages of the interleaved pipeline"
 
 
 def _token_budget(cfg: PPOConfig) -> Iterator[str]:
     budget = cfg.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    if budget < longest:
+    needed = tokens_per_device(longest, megatron_of(cfg))
+    if budget < needed:
         yield (
             f"{ACTOR}.ppo_max_token_len_per_gpu = {budget}: must hold the longest sample, data.max_prompt_length + "
-            f"data.max_response_length = {longest}; set {ACTOR}.ppo_max_token_len_per_gpu={longest} or more"
+            f"data.max_response_length = {longest}; set {ACTOR}.ppo_max_token_len_per_gpu={needed} or more"
         )
 
 
@@ -291,7 +312,12 @@ PPO_RULES = [
     Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), _mini_batches),
     Rule((f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *_PPO_WORLD.keys), _mini_batch_feeds_ranks),
     Rule(
-        ("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+        (
+            "data.max_prompt_length",
+            "data.max_response_length",
+            f"{ACTOR}.ppo_max_token_len_per_gpu",
+            *aligning_keys(f"{ACTOR}.megatron"),
+        ),
         _token_budget,
     ),
     *_lr_rules(f"{ACTOR}.optim"),
@@ -307,19 +333,21 @@ PPO_RULES = [
 
 
 def _batch_feeds_ranks(cfg: SFTConfig) -> Iterator[str]:
-    if cfg.data.train_batch_size < dp_size(cfg):
+    needed, what = _fewest_samples(cfg)
+    if cfg.data.train_batch_size < needed:
         yield (
-            f"data.train_batch_size = {cfg.data.train_batch_size}: must be at least the {dp_size(cfg)} data-parallel "
-            f"ranks; set data.train_batch_size={dp_size(cfg)} or more, or train on fewer devices"
+            f"data.train_batch_size = {cfg.data.train_batch_size}: must be at least the {what}; set "
+            f"data.train_batch_size={needed} or more, or train on fewer devices"
         )
 
 
 def _sft_token_budget(cfg: SFTConfig) -> Iterator[str]:
     budget, longest = cfg.data.max_token_len_per_gpu, cfg.data.max_length
-    if budget < longest:
+    needed = tokens_per_device(longest, cfg.megatron)
+    if budget < needed:
         yield (
             f"data.max_token_len_per_gpu = {budget}: must hold the longest conversation, data.max_length = {longest}; "
-            f"set data.max_token_len_per_gpu={longest} or more"
+            f"set data.max_token_len_per_gpu={needed} or more"
         )
 
 
@@ -335,7 +363,7 @@ _SFT_WORLD = _world_rule("megatron")
 SFT_RULES = [
     _SFT_WORLD,
     Rule(("data.train_batch_size", *_SFT_WORLD.keys), _batch_feeds_ranks),
-    Rule(("data.max_length", "data.max_token_len_per_gpu"), _sft_token_budget),
+    Rule(("data.max_length", "data.max_token_len_per_gpu", *aligning_keys("megatron")), _sft_token_budget),
     Rule(("trainer.test_freq", "data.val_files"), _sft_validation),
     *_lr_rules("optim"),
     *_megatron_rules("megatron"),

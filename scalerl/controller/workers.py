@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scalerl.controller.register import Dispatch, register
-from scalerl.metrics import Metric
+from scalerl.metrics import GPUMemoryLogger, Metric, memory_phase
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 
@@ -20,6 +22,25 @@ if TYPE_CHECKING:
 # [mini-batch][micro-batch] -> positions in the shard's rows.
 MicroBatches = Sequence[Sequence[Sequence[int]]]
 Result = tuple[dict[str, Metric], DataProto | None]
+# Of the workers' own loggers: DEBUG shows memory before and after each phase, INFO the search for a loss scale.
+LOGGING_LEVEL_ENV = "SCALERL_LOGGING_LEVEL"
+
+
+def phase(name: str, *parts: str, role: str = "actor") -> Callable[[Callable], Callable]:
+    """A worker's method that computes with that role's model: its parts are on the device while it runs.
+
+    name: of the method in timing_s/* and perf/memory_*_gb/*. parts: of parallel.offload.PARTS; none given: all.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def measured(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
+            with memory_phase(name), self.engines[role].on_device(*parts):
+                return method(self, *args, **kwargs)
+
+        return GPUMemoryLogger(role)(measured)
+
+    return decorate
 
 
 class MegatronWorker:
@@ -38,6 +59,8 @@ class MegatronWorker:
 
     def join(self, address: tuple[str, int]) -> None:
         """Joins torch.distributed at rank 0's address."""
+        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+        logging.getLogger("scalerl").setLevel(os.environ.get(LOGGING_LEVEL_ENV, "WARNING").upper())
         # Ranks of an outer launcher would be taken for ours.
         for name in [
             name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"))
@@ -73,6 +96,7 @@ class MegatronWorker:
         self.engines[role] = MegatronEngine(
             model_path, megatron, self.groups, optim=optim, trust_remote_code=trust_remote_code
         )
+        self.engines[role].leave_device()
 
     def run_on_shard(
         self, method: str, micro_batches: MicroBatches, samples: dict, kwargs: dict, *columns: DataProto
@@ -84,6 +108,7 @@ class MegatronWorker:
         return getattr(self, method)(shard, micro_batches, **kwargs)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("old_log_prob", "params")
     def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Column old_logprobs; how far they are from the sampler's."""
         outputs = self._logprobs("actor", shard, micro_batches, temperature)
@@ -101,6 +126,7 @@ class MegatronWorker:
         return metrics, DataProto({"old_logprobs": outputs["logprobs"]})
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("ref", "params", role="ref")
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Column ref_logprobs."""
         outputs = self._logprobs("ref", shard, micro_batches, temperature)
@@ -113,6 +139,7 @@ class MegatronWorker:
         return self.engines[role].logprobs(shard, flat, temperature=temperature)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_actor")
     def update_actor(
         self,
         shard: DataProto,
@@ -146,6 +173,7 @@ class MegatronWorker:
         self.datasets = getattr(self, "datasets", {}) | {name: dataset}
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_actor")
     def update_sft(self, shard: DataProto, micro_batches: MicroBatches, *, totals: list[dict[str, int]]) -> Result:
         """One update per mini-batch on rows of the training set. samples["row"]: index into it."""
         from scalerl.algorithms import SFTObjective
@@ -158,6 +186,7 @@ class MegatronWorker:
         return self._update_metrics(updates, "train"), None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("testing", "params")
     def evaluate_sft(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """val/loss: mean negative log-likelihood of the validation set's loss tokens."""
         shard = shard.union(self._sft_rows("val", shard.samples["row"]))
@@ -181,17 +210,22 @@ class MegatronWorker:
         )
 
     def _update_metrics(self, updates: list[dict[str, float]], prefix: str) -> dict[str, Metric]:
-        """Means over the step's updates, from one rank of the last stage; ppo_kl and clipfrac of the first apart."""
+        """From one rank of the last stage: means over the step's updates that changed the weights, how many those were
+        and how many were skipped; ppo_kl and clipfrac of the first apart."""
         if not self.groups.is_last_stage or self.groups.at.tp_rank or self.groups.at.dp_rank:
             return {}
         metrics: dict[str, Metric] = {}
-        for key in updates[0]:
+        applied = [update for update in updates if not update["skipped_updates"]]
+        for key in applied[0].keys() - {"skipped_updates", "loss_scale"} if applied else ():
             name = key if "/" in key else f"{prefix}/{key}"
-            metrics[name] = Metric(float(np.mean([update[key] for update in updates])), "mean")
+            metrics[name] = Metric(float(np.mean([update[key] for update in applied])), "mean")
         for key in ("actor/ppo_kl", "actor/pg_clipfrac"):
-            if key in updates[0]:
-                metrics[f"{key}_first_update"] = Metric(updates[0][key], "mean")
-        metrics[f"{prefix}/num_updates"] = Metric(float(len(updates)), "max")
+            if applied and key in applied[0]:
+                metrics[f"{key}_first_update"] = Metric(applied[0][key], "mean")
+        if "loss_scale" in updates[-1]:
+            metrics[f"{prefix}/loss_scale"] = Metric(updates[-1]["loss_scale"], "max")
+        metrics[f"{prefix}/skipped_updates"] = Metric(float(len(updates) - len(applied)), "max")
+        metrics[f"{prefix}/num_updates"] = Metric(float(len(applied)), "max")
         return metrics
 
     @register(Dispatch.ONE_TO_ALL)
@@ -221,10 +255,12 @@ class MegatronWorker:
         )
 
     @register(Dispatch.ONE_TO_ALL)
+    @phase("update_weights", "params")
     def sync_weights(self, policy_version: int, *, verify: bool) -> dict[str, float]:
         return self.weight_sync.sync(policy_version, verify=verify)
 
     @register(Dispatch.ONE_TO_ALL)
+    @phase("save_checkpoint", "params", "optimizer")
     def save_checkpoint(self, directory: str) -> None:
         """Writes the actor's distributed checkpoint into an existing directory."""
         from scalerl.checkpoint.megatron import save_engine
@@ -232,6 +268,7 @@ class MegatronWorker:
         save_engine(self.engines["actor"], directory)
 
     @register(Dispatch.ONE_TO_ALL)
+    @phase("load_checkpoint", "params", "optimizer")
     def load_checkpoint(self, directory: str) -> None:
         from scalerl.checkpoint.megatron import load_engine
 

@@ -57,7 +57,7 @@ def merge(
     family = family_of(shape)
     checkpoint = DistCheckpoint(actor_dir / "dist_ckpt")
     keys = _check_complete(checkpoint, family, shape)
-    out_dtype = _out_dtype(checkpoint, list(keys.values()), dtype)
+    out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
     target.parent.mkdir(parents=True, exist_ok=True)
     tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
@@ -168,7 +168,11 @@ def _write_tensors(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> tuple[dict[str, TensorSpec], int]:
-    groups = [{n: TensorSpec(size, dtype) for n, size in p.hf_shapes(shape).items()} for p in params]
+    stored = checkpoint.tensors()
+    dtypes = [stored[keys[p.name]].properties.dtype if p.keeps_float32 else dtype for p in params]
+    groups = [
+        {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()} for p, to in zip(params, dtypes, strict=True)
+    ]
     files = plan_files(groups, max_shard_bytes)
     file_of: dict[str, str] = {}
     for index, members in enumerate(files):
@@ -179,7 +183,7 @@ def _write_tensors(
             for i in members:
                 full = checkpoint.read(keys[params[i].name])
                 for hf_name, tensor in params[i].to_hf(full, shape).items():
-                    file.write(hf_name, tensor.to(dtype))
+                    file.write(hf_name, tensor.to(dtypes[i]))
     all_specs = {n: spec for group in groups for n, spec in group.items()}
     if len(files) > 1:
         write_index(out_dir, file_of, all_specs)

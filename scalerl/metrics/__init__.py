@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.metrics.data_metrics import compute_data_metrics
 from scalerl.metrics.flops import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
-from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics
+from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics, memory_phase
 from scalerl.metrics.metric import Metric, append_to_dict, merge_metrics, reduce_metrics, to_floats
 from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
@@ -27,6 +27,7 @@ __all__ = [
     "log_gpu_memory_usage",
     "measured_matmul_peak",
     "memory_metrics",
+    "memory_phase",
     "merge_metrics",
     "mfu",
     "reduce_metrics",

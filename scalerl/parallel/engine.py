@@ -16,7 +16,7 @@ from torch import Tensor
 from scalerl.balance import Alignment
 from scalerl.families import Head, ModelShape, family_of
 from scalerl.parallel import platform
-from scalerl.parallel.experts import named_gradients
+from scalerl.parallel.experts import named_gradients, router_biases
 from scalerl.parallel.export import export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
@@ -219,8 +219,14 @@ class MegatronEngine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         packed = self._pack(shard, micro_batches)
+        # megatron moves the biases of routers while it gathers the gradients, before anyone has looked at these.
+        biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
         outputs = self._run(packed, self._reader(temperature), objective, forward_only=False)
-        return self._step() | self._sum_over_dp(outputs)
+        found = self._step()
+        if found["skipped_updates"]:
+            for bias, before in biases:
+                bias.copy_(before)
+        return found | self._sum_over_dp(outputs)
 
     @torch.no_grad()
     def _step(self) -> dict[str, float]:

@@ -307,8 +307,12 @@ def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Every tensor that the family tables name, by its name in this model; of stacked experts the view of each one."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
-    return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | biases
+    return _unstacked((name, parameter) for name, parameter in model.named_parameters()) | router_biases(model)
+
+
+def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By name: what an update moves without a gradient."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
 
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:

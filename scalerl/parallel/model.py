@@ -78,8 +78,9 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        # One kernel for SwiGLU and one for the residual sum; on the CPU compiling takes longer than it saves.
+        bias_activation_fusion=not on_cpu,
+        bias_dropout_fusion=not on_cpu,
         apply_rope_fusion=False,
         **mixture_config(shape, config),
         **latent,

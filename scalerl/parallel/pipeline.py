@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator, _p2p_ops
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
     from scalerl.parallel.packing import MicroBatch
 
+Shape = list[int]
 
-class _OrderedShapes(P2PCommunicator):
-    """Exchanges shapes in the same order as tensors.
 
-    Repairs megatron-core 0.16.1, whose order takes one direction's shape for the other's where the next stage is also
-    the previous one: an interleaved pipeline of two stages.
+class _KnownShapes(P2PCommunicator):
+    """Every stage has packed the same micro-batches, so it knows the shape of what it receives: none is exchanged.
+
+    megatron-core 0.16.1 would send shapes ahead of each tensor and wait for them, which costs two messages and a device
+    synchronisation per tensor, and in an interleaved pipeline mixes up the two directions (two stages) or waits for
+    ever (as many micro-batches as stages).
     """
 
-    def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[list[int], list[int]]:
-        device = torch.cuda.current_device()
+    def __init__(self, group: Any, config: Any, forward: Iterator[Shape], backward: Iterator[Shape]) -> None:
+        super().__init__(group, config)
+        self._forward, self._backward = forward, backward
 
-        def sent(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else torch.tensor(tensor.size(), device=device)
-
-        def received(wanted: bool) -> torch.Tensor | None:
-            return torch.empty(3, dtype=torch.int64, device=device) if wanted else None
-
-        shape_prev, shape_next = received(recv_prev), received(recv_next)
-        requests = _p2p_ops(
-            tensor_send_prev=sent(tensor_send_prev),
-            tensor_recv_prev=shape_prev,
-            tensor_send_next=sent(tensor_send_next),
-            tensor_recv_next=shape_next,
-            group=self.pp_group,
-            prev_pipeline_rank=self.prev_rank,
-            next_pipeline_rank=self.next_rank,
-        )
-        for request in requests.values():
-            request.wait()
-        return tuple([0, 0, 0] if shape is None else shape.tolist() for shape in (shape_prev, shape_next))
+    def _communicate_shapes(self, _next: Any, _prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Shape, Shape]:
+        return next(self._forward) if recv_prev else [], next(self._backward) if recv_next else []
 
 
 def run_schedule(
@@ -54,18 +40,38 @@ def run_schedule(
 
     forward_step(iterator, chunk) -> (output, loss function). Returns what the loss function kept, on the last stage.
     """
-    interleaved = {}
-    if len(chunks) > 1:
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        interleaved = {"p2p_communicator": _OrderedShapes(groups.pp, chunks[0].config), "pg_collection": groups}
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    arguments = {}
+    if groups.pp.size() > 1:
+        config = chunks[0].config
+        forward, backward = _received(micro_batches, len(chunks), config, groups.pp)
+        arguments = {"p2p_communicator": _KnownShapes(groups.pp, config, forward, backward), "pg_collection": groups}
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(micro_batches) for _ in chunks],
+        data_iterator=[iter(micro_batches) for _ in chunks] if len(chunks) > 1 else iter(micro_batches),
         model=chunks,
         num_microbatches=len(micro_batches),
         # With variable sequence lengths megatron ignores these two.
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
-        **interleaved,
+        **arguments,
     )
+
+
+def _received(
+    micro_batches: Sequence[MicroBatch], num_chunks: int, config: Any, pp_group: Any
+) -> tuple[Iterator[Shape], Iterator[Shape]]:
+    """Shapes of the activations and of the gradients that this stage receives, in the order of the schedule.
+
+    A stage computes in the order of the schedule's table and receives in the order in which it computes; the first
+    chunk of the first stage receives no activations, the last chunk of the last stage no gradients.
+    """
+    tp_size = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [[batch.input_ids.shape[1] // tp_size, 1, config.hidden_size] for batch in micro_batches]
+    table = get_schedule_table(len(micro_batches), num_chunks, config.microbatch_group_size_per_vp_stage)
+    is_first, is_last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+    forward = [shapes[number] for number, chunk in table if not (is_first and chunk == 0)]
+    # Backward goes through the chunks from the last one, which the table counts as its first.
+    backward = [shapes[number] for number, chunk in table if not (is_last and chunk == 0)]
+    return iter(forward), iter(backward)

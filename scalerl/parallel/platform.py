@@ -67,7 +67,7 @@ def install(device: str) -> None:
     cuda.default_generators = (torch.default_generator,)
     # _set_cuda_rng_state goes through torch.cuda's lazy initialisation, which must not look for a driver.
     cuda.is_initialized = lambda: True
-    # Experts that are split over etp ranks exchange as many tokens as each rank happens to have; gloo wants equal parts.
+    # Ranks that share an expert exchange as many tokens as each happens to have; gloo wants equal parts.
     torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
 

@@ -110,10 +110,9 @@ def plan_samples(run: Run, samples: BatchRef) -> StepPlan:
         samples.num_tokens_S,
         dp_size=run.dp_size,
         mini_batches=[rows[start : start + rows_per_update] for start in range(0, len(samples), rows_per_update)],
-        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
         workload_S=run.yardstick.flops.forward_each(samples.num_tokens_S),
         sample_names=[f"prompt {uid}" for uid in samples.samples["prompt_uid"]],
-        **packing_rules(actor.megatron),
+        **packing_rules(actor.megatron, actor.ppo_max_token_len_per_gpu),
     )
 
 

@@ -12,6 +12,7 @@ from scalerl.config import (
     PPOConfig,
     SFTConfig,
     layout_violations,
+    recompute_violations,
     validate_ppo,
     validate_sft,
     world_size,
@@ -169,5 +170,7 @@ def _layout(
         num_experts=shape.num_experts,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
+        latent_attention=shape.kv_lora_rank is not None,
     )
-    return layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
+    found = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
+    return found or recompute_violations(sizes, megatron, prefix=prefix)

@@ -70,10 +70,9 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         num_tokens_S,
         dp_size=run.dp_size,
         mini_batches=[range(len(picked))],
-        max_tokens_per_micro_batch=run.config.data.max_token_len_per_gpu,
         workload_S=run.yardstick.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
-        **packing_rules(run.config.megatron),
+        **packing_rules(run.config.megatron, run.config.data.max_token_len_per_gpu),
     )
     samples = {
         "row": np.array(rows),

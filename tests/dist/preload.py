@@ -12,5 +12,5 @@ from scalerl.parallel import platform
 
 platform.install("cpu" if not torch.cuda.is_available() else "cuda")
 
-import scalerl.parallel.engine
+import scalerl.parallel.engine  # noqa: F401
 import tests.tiny_models  # noqa: F401

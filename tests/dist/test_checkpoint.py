@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,25 @@ from scalerl.trainer import checkpoints
 from tests.dist.launch import run_ranks
 from tests.tiny_models import make_tiny_model
 
-# (tp_size, pp_size, world_size)
-LAYOUTS = {"one": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2), "dp2": (1, 1, 2), "tp2_pp2": (2, 2, 4)}
+# Arguments of Layout. Where tp * pp * cp is not the world, the rest is dp.
+LAYOUTS = {
+    "one": dict(world_size=1),
+    "tp2": dict(world_size=2, tp_size=2),
+    "pp2": dict(world_size=2, pp_size=2),
+    "dp2": dict(world_size=2),
+    "cp2": dict(world_size=2, cp_size=2),
+    "tp2_pp2": dict(world_size=4, tp_size=2, pp_size=2),
+}
+# Of a mixture of experts with four layers.
+DEEP_LAYOUTS = {
+    "one": dict(world_size=1),
+    "ep2": dict(world_size=2, ep_size=2),
+    "tp2_ep2": dict(world_size=2, tp_size=2, ep_size=2),
+    "tp2_etp2": dict(world_size=2, tp_size=2, etp_size=2),
+    "vpp2_pp2": dict(world_size=2, pp_size=2, vpp_size=2),
+    "uneven_ep2": dict(world_size=4, pp_size=2, ep_size=2, first_stage_layers=1),
+}
+Sizes = dict[str, int]
 TIED_LAYOUTS = ["tp2", "pp2", "tp2_pp2"]
 LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 # Its padding depends on tp: 576 rows on one process, 640 on tp 2.
@@ -56,10 +74,10 @@ class Continued:
 class Trainer:
     """One rank of a layout, with its share of the batch."""
 
-    def __init__(self, model_path: str, tp_size: int, pp_size: int, world_size: int) -> None:
+    def __init__(self, model_path: str, sizes: Sizes) -> None:
         from scalerl.parallel.layout import Layout, initialize
 
-        self.layout = Layout(world_size, tp_size, pp_size)
+        self.layout = Layout(**sizes)
         self.groups = initialize(self.layout, backend="gloo", timeout_s=60, seed=1)
         self.engine = self.build(model_path)
 
@@ -106,15 +124,15 @@ class Trainer:
 
     def memory(self) -> list[torch.Tensor]:
         """Copies of all that a load may change."""
-        state = [parameter.detach().clone() for parameter in self.engine.model.parameters()]
+        state = [parameter.detach().clone() for chunk in self.engine.chunks for parameter in chunk.parameters()]
         for part in self.engine.optimizer.chained_optimizers:
             for values in part.optimizer.state.values():
                 state += [values[name].clone() for name in ("step", "exp_avg", "exp_avg_sq")]
         return state
 
 
-def train_and_save(model: str, layout: tuple[int, int, int], directory: str) -> Continued:
-    trainer = Trainer(model, *layout)
+def train_and_save(model: str, sizes: Sizes, directory: str) -> Continued:
+    trainer = Trainer(model, sizes)
     trainer.update(NUM_BEFORE)
     trainer.draw()
     weights = trainer.weights()
@@ -125,10 +143,10 @@ def train_and_save(model: str, layout: tuple[int, int, int], directory: str) -> 
 
 
 def load_and_train(
-    model: str, layout: tuple[int, int, int], saved: dict[str, str], others: dict[str, str], deeper: str | None
+    model: str, sizes: Sizes, saved: dict[str, str], others: dict[str, str], deeper: str | None
 ) -> tuple[dict[str, Continued], dict[str, str]]:
     """Per checkpoint of `saved` what follows after loading it; per one of `others` why it is refused."""
-    trainer = Trainer(model, *layout)
+    trainer = Trainer(model, sizes)
     refusals = {name: refusal(trainer, directory) for name, directory in others.items()}
     continued = {}
     for name, directory in saved.items():
@@ -153,7 +171,7 @@ def save_others(models: dict[str, str], directories: dict[str, str]) -> None:
     trainer = None
     for name, model in models.items():
         if trainer is None:
-            trainer = Trainer(model, 1, 1, 1)
+            trainer = Trainer(model, LAYOUTS["one"])
         else:
             trainer.engine = trainer.build(model)
         Path(directories[name]).mkdir()
@@ -169,12 +187,12 @@ class Saved:
     continued: dict[str, list[Continued]]
 
 
-def save_on(layouts: list[str], model: Path, root: Path) -> Saved:
+def save_on(layouts: dict[str, Sizes], model: Path, root: Path) -> Saved:
     directories, continued = {}, {}
-    for name in layouts:
+    for name, sizes in layouts.items():
 
-        def write(directory: str, name: str = name) -> None:
-            continued[name] = run_ranks(LAYOUTS[name][2], train_and_save, str(model), LAYOUTS[name], directory)
+        def write(directory: str, name: str = name, sizes: Sizes = sizes) -> None:
+            continued[name] = run_ranks(sizes["world_size"], train_and_save, str(model), sizes, directory)
 
         path = checkpoints.save(str(root / name), 7, write_actor=write, model_path=str(model), state={}, keep=None)
         directories[name] = str(path / "actor")
@@ -184,7 +202,7 @@ def save_on(layouts: list[str], model: Path, root: Path) -> Saved:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return save_on(list(LAYOUTS), model, tmp_path_factory.mktemp("saved"))
+    return save_on(LAYOUTS, model, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +227,9 @@ def loaded(
 ) -> tuple[str, list[tuple[dict[str, Continued], dict[str, str]]]]:
     """The layout, and per rank what it did with every checkpoint."""
     deeper = make_tiny_model(tmp_path_factory.mktemp("deeper"), "qwen3", vocab_size=VOCAB_SIZE, num_layers=4)
-    layout = LAYOUTS[request.param]
+    sizes = LAYOUTS[request.param]
     return request.param, run_ranks(
-        layout[2], load_and_train, str(saved.model), layout, saved.directories, others, str(deeper)
+        sizes["world_size"], load_and_train, str(saved.model), sizes, saved.directories, others, str(deeper)
     )
 
 
@@ -279,7 +297,7 @@ def test_the_comparison_sees_a_lost_optimizer(saved: Saved, broken: str) -> None
 
 
 def load_broken(model: str, directory: str, broken: str) -> Continued:
-    trainer = Trainer(model, 1, 1, 1)
+    trainer = Trainer(model, LAYOUTS["one"])
     if broken == "share_adam_step":
         checkpoint._unshare_adam_step = lambda optimizer: None
     else:
@@ -291,13 +309,13 @@ def load_broken(model: str, directory: str, broken: str) -> Continued:
 @pytest.fixture(scope="module")
 def saved_tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return save_on(TIED_LAYOUTS, model, tmp_path_factory.mktemp("saved_tied"))
+    return save_on({name: LAYOUTS[name] for name in TIED_LAYOUTS}, model, tmp_path_factory.mktemp("saved_tied"))
 
 
 @pytest.mark.parametrize("layout", ["one", "pp2"])
 def test_tied_embeddings(saved_tied: Saved, layout: str) -> None:
     ranks = run_ranks(
-        LAYOUTS[layout][2],
+        LAYOUTS[layout]["world_size"],
         load_and_train,
         str(saved_tied.model),
         LAYOUTS[layout],
@@ -312,8 +330,34 @@ def test_tied_embeddings(saved_tied: Saved, layout: str) -> None:
             assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("layout", TIED_LAYOUTS)
-@pytest.mark.parametrize("which", ["saved", "saved_tied"])
+@pytest.fixture(scope="module")
+def saved_deep(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    model = make_tiny_model(
+        tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1
+    )
+    return save_on(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_deep"))
+
+
+@pytest.mark.parametrize("layout", DEEP_LAYOUTS)
+def test_a_run_of_a_mixture_goes_on(saved_deep: Saved, layout: str) -> None:
+    sizes = DEEP_LAYOUTS[layout]
+    ranks = run_ranks(
+        sizes["world_size"], load_and_train, str(saved_deep.model), sizes, saved_deep.directories, {}, None
+    )
+    for source, expected in saved_deep.continued.items():
+        actual = [continued[source] for continued, _ in ranks]
+        assert_goes_on(actual, expected)
+        if source == layout:
+            assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("which", "layout"),
+    [
+        *((which, layout) for which in ("saved", "saved_tied") for layout in TIED_LAYOUTS),
+        *(("saved_deep", layout) for layout in DEEP_LAYOUTS),
+    ],
+)
 def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layout: str) -> None:
     found: Saved = request.getfixturevalue(which)
     directory = Path(found.directories[layout])
@@ -322,9 +366,14 @@ def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layou
     actual = load_file(tmp_path / "merged" / "model.safetensors")
     assert actual.keys() == expected.keys() == load_file(found.model / "model.safetensors").keys()
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    weights = model.state_dict()
-    assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+    # What transformers holds has other names where it fuses experts: load the same tensors beside it.
+    shutil.copytree(tmp_path / "merged", tmp_path / "expected")
+    shutil.copy(directory / "exported.safetensors", tmp_path / "expected" / "model.safetensors")
+    model, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "expected")
+    )
+    weights, wanted = model.state_dict(), other.state_dict()
+    assert [name for name in wanted if not torch.equal(weights[name], wanted[name])] == []
     assert torch.isfinite(model(torch.tensor([[5, 6, 7]])).logits).all()
 
 

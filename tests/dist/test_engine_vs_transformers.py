@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,27 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.dist.launch import run_ranks
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
-# (tp_size, pp_size, world_size)
-LAYOUTS = {"one": (1, 1, 1), "tp2": (2, 1, 2), "pp2": (1, 2, 2)}
-FAMILIES = ("qwen3", "qwen2", "llama")
+# Arguments of Layout.
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {"world_size": 1},
+    "tp2": {"world_size": 2, "tp_size": 2, "etp_size": 2},
+    "pp2": {"world_size": 2, "pp_size": 2},
+    "ep2": {"world_size": 2, "ep_size": 2},
+    # Experts whole on each rank, attention split.
+    "tp2_etp1": {"world_size": 2, "tp_size": 2},
+    "tp2_ep2_etp2": {"world_size": 4, "tp_size": 2, "ep_size": 2, "etp_size": 2},
+}
+# Others mean nothing to a dense model.
+DENSE_LAYOUTS = ("one", "tp2", "pp2")
+CASES = [
+    (layout, family) for layout in LAYOUTS for family in FAMILIES if family in WITH_EXPERTS or layout in DENSE_LAYOUTS
+]
 LENGTHS = (9, 17, 1, 12, 31, 8, 2, 21)
 MICRO_BATCHES = ((3, 0, 2), (4,), (7, 1, 6, 5))
+# Of two dp ranks: even and odd rows.
+HALVES = ((3, 0, 2, 5), (4, 7, 1, 6))
 TEMPERATURES = (1.0, 0.7)
 # Not a multiple of the padding on any layout.
 VOCAB_SIZE = 520
@@ -34,13 +51,13 @@ BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.1
 
 @dataclass
 class FromEngine:
-    """outputs[temperature]: logprobs and entropy per row, empty except on the last stage."""
+    """outputs[temperature]: logprobs and entropy of this dp rank's rows, empty except on the last stage."""
 
-    outputs: dict[float, dict[str, list[Tensor]]]
+    outputs: dict[float, dict[str, dict[int, Tensor]]]
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     update: dict[str, float]
-    bfloat16: list[Tensor]
+    bfloat16: dict[int, Tensor]
     bfloat16_update: dict[str, float]
 
 
@@ -55,19 +72,22 @@ def token_weights() -> list[Tensor]:
     return [torch.randn(length, generator=generator) for length in LENGTHS]
 
 
-def measure(models: dict[str, str], tp_size: int, pp_size: int, world_size: int) -> dict[str, FromEngine]:
+def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEngine]:
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.protocol import DataProto, Jagged
 
-    groups = initialize(Layout(world_size, tp_size, pp_size), backend="gloo", timeout_s=60, seed=1)
+    groups = initialize(Layout(**layout), backend="gloo", timeout_s=60, seed=1)
+    dp_size, dp_rank = groups.layout.dp_size, groups.at.dp_rank
+    mine = [row for row in range(len(LENGTHS)) if row % dp_size == dp_rank]
+    micro_batches = [[mine.index(row) for row in rows if row in mine] for rows in (MICRO_BATCHES, HALVES)[dp_size - 1]]
     # So large that it never clips: gradients stay what backward made them.
     optim = OptimConfig(lr=1e-3, clip_grad=1e9)
     shard = DataProto(
         {
-            "input_ids": Jagged.from_list(batch(), torch.int64),
-            "weight": Jagged.from_list(token_weights(), torch.float32),
+            "input_ids": Jagged.from_list([batch()[row] for row in mine], torch.int64),
+            "weight": Jagged.from_list([token_weights()[row] for row in mine], torch.float32),
         }
     )
 
@@ -83,26 +103,30 @@ def measure(models: dict[str, str], tp_size: int, pp_size: int, world_size: int)
 
     found = {}
     for family, path in models.items():
-        engine = MegatronEngine(path, MegatronConfig(dtype="float32"), groups, optim=optim)
+        # Without the distributed optimizer every rank has the whole sum of the gradients.
+        config = MegatronConfig(dtype="float32", use_distributed_optimizer=False)
+        engine = MegatronEngine(path, config, groups, optim=optim)
         outputs = {}
         for temperature in TEMPERATURES:
-            columns = engine.logprobs(shard, MICRO_BATCHES, temperature=temperature)
-            outputs[temperature] = {name: [column[i] for i in range(len(LENGTHS))] for name, column in columns.items()}
+            columns = engine.logprobs(shard, micro_batches, temperature=temperature)
+            outputs[temperature] = {
+                name: {row: column[i] for i, row in enumerate(mine)} for name, column in columns.items()
+            }
         weights = exported(engine)
-        update = engine.update(shard, MICRO_BATCHES, objective, temperature=0.7)
+        update = engine.update(shard, micro_batches, objective, temperature=0.7)
         # In the place of the weights, gradients leave the engine under the names that transformers knows.
         with torch.no_grad():
-            for parameter in engine.model.parameters():
+            for parameter in itertools.chain(*(chunk.parameters() for chunk in engine.chunks)):
                 parameter.copy_(parameter.main_grad)
         half = MegatronEngine(path, MegatronConfig(dtype="bfloat16"), groups, optim=optim)
-        columns = half.logprobs(shard, MICRO_BATCHES, temperature=1.0)
+        columns = half.logprobs(shard, micro_batches, temperature=1.0)
         found[family] = FromEngine(
             outputs,
             weights,
             exported(engine),
             update,
-            [columns["logprobs"][i] for i in range(len(LENGTHS))] if columns else [],
-            half.update(shard, MICRO_BATCHES, objective, temperature=0.7),
+            {row: columns["logprobs"][i] for i, row in enumerate(mine)} if columns else {},
+            half.update(shard, micro_batches, objective, temperature=0.7),
         )
     return found
 
@@ -117,16 +141,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def measured(request: pytest.FixtureRequest, models: dict[str, str]) -> list[dict[str, FromEngine]]:
-    """[rank][family]"""
-    layout = LAYOUTS[request.param]
-    return run_ranks(layout[2], measure, models, *layout)
+@pytest.fixture(scope="module")
+def measured_on(models: dict[str, str]) -> Callable[[str], list[dict[str, FromEngine]]]:
+    """Layout -> [rank][family]"""
+
+    @cache
+    def run(name: str) -> list[dict[str, FromEngine]]:
+        mine = {family: path for family, path in models.items() if (name, family) in CASES}
+        return run_ranks(LAYOUTS[name]["world_size"], measure, mine, LAYOUTS[name])
+
+    return run
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
+
+
+@pytest.fixture
+def family(case: tuple[str, str]) -> str:
+    return case[1]
+
+
+@pytest.fixture
+def measured(case: tuple[str, str], measured_on: Callable) -> list[FromEngine]:
+    """One for each rank."""
+    return [rank[case[1]] for rank in measured_on(case[0])]
 
 
 @pytest.fixture
@@ -142,40 +182,55 @@ def of_transformers(hf: PreTrainedModel, ids: Tensor, temperature: float) -> tup
     return torch.cat([torch.zeros(1), logprobs]), torch.cat([torch.zeros(1), entropy])
 
 
-def last_stage(measured: list[dict[str, FromEngine]], family: str) -> list[FromEngine]:
-    return [rank[family] for rank in measured if rank[family].outputs[1.0]]
+def last_stage(measured: list[FromEngine]) -> list[FromEngine]:
+    return [rank for rank in measured if rank.outputs[1.0]]
+
+
+def of_files(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' parameters under the names of the files, which store every expert by itself."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            prefix, part = name.rsplit(".", 1)
+            for expert, weight in enumerate(tensor):
+                parts = weight.chunk(2) if part == "gate_up_proj" else [weight]
+                names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+                found |= {f"{prefix}.{expert}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
+        else:
+            found[name] = tensor
+    if family == "mixtral":
+        of_mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp": "block_sparse_moe"}
+        found = {".".join(of_mixtral.get(part, part) for part in name.split(".")): x for name, x in found.items()}
+    return found
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @torch.no_grad()
-def test_logprobs_and_entropy(
-    measured: list[dict[str, FromEngine]], family: str, hf: PreTrainedModel, temperature: float
-) -> None:
-    ranks = last_stage(measured, family)
-    assert ranks
+def test_logprobs_and_entropy(measured: list[FromEngine], hf: PreTrainedModel, temperature: float) -> None:
+    outputs = [rank.outputs[temperature] for rank in last_stage(measured)]
+    assert {row for found in outputs for row in found["logprobs"]} == set(range(len(LENGTHS)))
     for row, ids in enumerate(batch()):
         logprobs, entropy = of_transformers(hf, ids, temperature)
-        for rank in ranks:
-            torch.testing.assert_close(rank.outputs[temperature]["logprobs"][row], logprobs, rtol=0, atol=ABSOLUTE)
-            torch.testing.assert_close(rank.outputs[temperature]["entropy"][row], entropy, rtol=0, atol=ABSOLUTE)
+        for found in outputs:
+            if row in found["logprobs"]:
+                torch.testing.assert_close(found["logprobs"][row], logprobs, rtol=0, atol=ABSOLUTE)
+                torch.testing.assert_close(found["entropy"][row], entropy, rtol=0, atol=ABSOLUTE)
 
 
-def test_temperature_matters(measured: list[dict[str, FromEngine]], family: str) -> None:
-    outputs = last_stage(measured, family)[0].outputs
-    assert all(
-        (outputs[1.0]["entropy"][row][1:] > outputs[0.7]["entropy"][row][1:]).all() for row in range(len(LENGTHS))
-    )
+def test_temperature_matters(measured: list[FromEngine]) -> None:
+    outputs = last_stage(measured)[0].outputs
+    assert all((warm[1:] > outputs[0.7]["entropy"][row][1:]).all() for row, warm in outputs[1.0]["entropy"].items())
 
 
-def test_export_is_what_was_loaded(measured: list[dict[str, FromEngine]], family: str, models: dict[str, str]) -> None:
+def test_export_is_what_was_loaded(measured: list[FromEngine], family: str, models: dict[str, str]) -> None:
     original = load_file(Path(models[family]) / "model.safetensors")
     for rank in measured:
-        weights = rank[family].weights
+        weights = rank.weights
         assert weights.keys() == original.keys()
         assert [name for name in original if not torch.equal(weights[name], original[name])] == []
 
 
-def test_gradient(measured: list[dict[str, FromEngine]], family: str, hf: PreTrainedModel) -> None:
+def test_gradient(measured: list[FromEngine], family: str, hf: PreTrainedModel) -> None:
     """One backward pass over all micro-batches, tensor by tensor, against autograd on one sequence at a time."""
     loss = torch.zeros(())
     for ids, weights in zip(batch(), token_weights(), strict=True):
@@ -183,24 +238,22 @@ def test_gradient(measured: list[dict[str, FromEngine]], family: str, hf: PreTra
         loss = loss + (logprobs * weights).sum() + ENTROPY_WEIGHT * entropy.sum()
     loss = loss / sum(LENGTHS)
     loss.backward()
-    expected = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    expected = of_files(family, {name: parameter.grad for name, parameter in hf.named_parameters()})
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected.values()))
     for rank in measured:
-        gradients = rank[family].gradients
+        gradients = {name: x for name, x in rank.gradients.items() if not name.endswith("e_score_correction_bias")}
         assert gradients.keys() == expected.keys()
         for name, gradient in expected.items():
             assert float((gradients[name] - gradient).norm() / gradient.norm()) < GRADIENT_RELATIVE, name
-        assert rank[family].update["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for rank in last_stage(measured, family):
-        assert rank.update["loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert rank.update["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for rank in last_stage(measured):
+        assert rank.update["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 @torch.no_grad()
-def test_bfloat16_is_near(measured: list[dict[str, FromEngine]], family: str, hf: PreTrainedModel) -> None:
-    for rank in last_stage(measured, family):
-        errors = torch.cat(
-            [mine - of_transformers(hf, ids, 1.0)[0] for mine, ids in zip(rank.bfloat16, batch(), strict=True)]
-        )
+def test_bfloat16_is_near(measured: list[FromEngine], hf: PreTrainedModel) -> None:
+    for rank in last_stage(measured):
+        errors = torch.cat([mine - of_transformers(hf, batch()[row], 1.0)[0] for row, mine in rank.bfloat16.items()])
         assert 0 < float(errors.abs().mean()) < BFLOAT16_MEAN
         assert float(errors.abs().max()) < BFLOAT16_MAX
         assert rank.bfloat16_update["grad_norm"] == pytest.approx(rank.update["grad_norm"], rel=0.05)
@@ -248,57 +301,8 @@ def poisoned(
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 4), (1, 2, 2)], ids=["one", "tp2_dp2", "pp2"])
 def test_a_gradient_that_is_no_number(models: dict[str, str], layout: tuple[int, int, int], poison: float) -> None:
-    """No rank changes a weight or optimizer state, also where only one rank's part is poisoned; at the limit all stop."""
+    """No rank changes a weight or optimizer state, also where only one is poisoned; at the limit all stop."""
     for message, unchanged, following in run_ranks(layout[2], poisoned, models["qwen3"], *layout, poison):
         assert message.startswith("update 0 skipped on all ranks, no weight was changed: the gradient norm is ")
         assert unchanged
         assert math.isfinite(following["grad_norm"]) and following["grad_norm"] > 0
-
-
-# --- log-probs over a vocabulary that is split and padded ---
-
-# (words, columns per rank, tp_size): none, some and all of the last rank's columns are padding.
-VOCABULARIES = [(128, 64, 2), (100, 64, 2), (60, 64, 2), (100, 128, 1), (128, 128, 1)]
-
-
-def split_logprobs(words: int, columns: int, tp_size: int, temperature: float) -> list[Tensor]:
-    """Log-probs, entropy and the gradient of this rank's columns."""
-    import torch.distributed as dist
-
-    from scalerl.parallel.logprobs import vocab_parallel_logprobs
-
-    dist.init_process_group("gloo")
-    logits, labels, weights = split_case(words, columns * tp_size)
-    rank = dist.get_rank()
-    mine = logits[:, rank * columns : (rank + 1) * columns].clone().requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(
-        mine, labels, vocab_size=words, temperature=temperature, tp_rank=rank, tp_group=dist.group.WORLD
-    )
-    (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-    return [logprobs.detach(), entropy.detach(), mine.grad]
-
-
-def split_case(words: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits up to +-60 with the largest in the padding, so that a padding column that counted would take it all."""
-    generator = torch.Generator().manual_seed(words)
-    logits = 20 * torch.randn(6, columns, generator=generator)
-    logits[:, words:] = 500.0
-    labels = torch.randint(0, words, (6,), generator=generator)
-    labels[0], labels[1] = 0, words - 1
-    return logits, labels, torch.randn(2, 6, generator=generator)
-
-
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize(("words", "columns", "tp_size"), VOCABULARIES)
-def test_split_vocabulary(words: int, columns: int, tp_size: int, temperature: float) -> None:
-    ranks = run_ranks(tp_size, split_logprobs, words, columns, tp_size, temperature)
-    logits, labels, weights = split_case(words, columns * tp_size)
-    exact = logits.double().requires_grad_()
-    distribution = (exact[:, :words] / temperature).log_softmax(-1)
-    logprobs = distribution.gather(1, labels[:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-    for found in ranks:
-        torch.testing.assert_close(found[0].double(), logprobs.detach(), rtol=1e-6, atol=1e-5)
-        torch.testing.assert_close(found[1].double(), entropy.detach(), rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(torch.cat([found[2] for found in ranks], 1).double(), exact.grad, rtol=1e-5, atol=1e-6)

@@ -197,6 +197,14 @@ def test_packing(
     assert_same(run(models(family), ONE, **options), one_process(family))
 
 
+@pytest.mark.parametrize("layout", ["pp2", "vpp2_pp2"])
+def test_as_many_micro_batches_as_stages(
+    models: Callable[[str], Path], one_process: Callable[[str], Outcome], layout: str
+) -> None:
+    """No steady state: the first stage is done with its forwards when the last begins."""
+    assert_same(run(models("qwen3"), LAYOUTS[layout], budget=200), one_process("qwen3"))
+
+
 @pytest.fixture(scope="module")
 def qwen3(models: Callable[[str], Path]) -> Path:
     return models("qwen3")

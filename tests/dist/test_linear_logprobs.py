@@ -1,4 +1,4 @@
-"""`linear_logprobs` over a vocabulary that is split and padded equals float64 log_softmax of the whole, gradients too."""
+"""`linear_logprobs` over a split and padded vocabulary equals float64 log_softmax of the whole, gradients too."""
 
 from __future__ import annotations
 

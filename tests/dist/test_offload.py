@@ -266,3 +266,97 @@ def test_pinned_memory_is_not_rounded_up_by_much() -> None:
         taken = sum(1 << (piece - 1).bit_length() for piece in pieces)
         assert taken <= num_bytes * (1 + 1 / 16) + 1
     assert pinned_pieces(0) == []
+
+
+def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, Any]) -> Any:
+    """A trainer rank as the controller drives it: its metrics, and what is on the device after each call."""
+    import logging
+    import os
+
+    from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+    from scalerl.controller.workers import MegatronWorker
+    from scalerl.parallel.layout import Layout
+    from scalerl.protocol import DataProto, Jagged
+
+    lines: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("scalerl.controller.workers").addHandler(handler)
+    os.environ["SCALERL_LOGGING_LEVEL"] = "debug"
+    tp_size, pp_size, world_size = layout
+    rank = int(os.environ["RANK"])
+    worker = MegatronWorker(
+        rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1
+    )
+    worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    config = MegatronConfig(dtype="bfloat16", **megatron)
+    worker.build_engine("actor", model, config, OptimConfig(lr=1e-3), False)
+    worker.build_engine("ref", model, config, None, False)
+
+    def on_device() -> dict[str, dict[str, int]]:
+        return {role: engine.device_bytes() for role, engine in worker.engines.items()}
+
+    generator = torch.Generator().manual_seed(rank)
+    ids = Jagged.from_list([torch.randint(0, 500, (length,), generator=generator) for length in (9, 12)], torch.int64)
+    shard = DataProto(
+        {"input_ids": ids, "response_mask": Jagged(torch.ones(21, dtype=torch.bool), ids.cu_seqlens)},
+        samples={"advantages": torch.tensor([1.0, -1.0]).numpy()},
+    )
+    after = [on_device()]
+    for method in ("compute_log_prob", "compute_ref_log_prob"):
+        _, columns = getattr(worker, method)(shard, [[[0, 1]]], temperature=1.0)
+        shard = shard.union(columns)
+        after.append(on_device())
+    totals = [{"num_loss_tokens": 42, "num_sequences": 4}]
+    metrics, _ = worker.update_actor(shard, [[[0, 1]]], config=ActorConfig(), temperature=1.0, totals=totals)
+    after.append(on_device())
+    logprobs = [shard.tokens[name].values for name in ("old_logprobs", "ref_logprobs")]
+    return after, metrics, worker.memory(), lines, logprobs
+
+
+def test_a_worker_has_its_models_on_the_device_only_while_they_compute(model: str) -> None:
+    flags = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+    stays = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], {})
+    leaves = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], flags)
+    for rank, (there, away) in enumerate(zip(stays, leaves, strict=True)):
+        assert all(sizes["actor"]["params"] > 0 < sizes["ref"]["params"] for sizes in there[0])
+        assert away[0] == [dict.fromkeys(("actor", "ref"), dict.fromkeys(PARTS, 0))] * 4
+        assert same(there[4], away[4]) and {k: m.value for k, m in there[1].items()} == {
+            k: m.value for k, m in away[1].items()
+        }
+        _, metrics, memory, lines, _ = away
+        if rank == 0:
+            assert metrics["actor/num_updates"].value == 1.0 and metrics["actor/skipped_updates"].value == 0.0
+            assert metrics["actor/grad_norm"].value > 0 and "actor/loss_scale" not in metrics
+        for phase in ("old_log_prob", "ref", "update_actor"):
+            peak, current = (memory[f"perf/memory_{kind}_gb/{phase}"].value for kind in ("peak", "current"))
+            assert peak >= current * 0.99 > 0
+        heads = [line.partition(":")[0] for line in lines]
+        calls = ("actor compute_log_prob", "ref compute_ref_log_prob", "actor update_actor")
+        assert heads == ([f"{when} {call}" for call in calls for when in ("before", "after")] if rank == 0 else [])
+        assert all("GiB" in line for line in lines)
+
+
+def test_metrics_of_updates_that_were_skipped() -> None:
+    """Means over the others alone; a step that skipped all has no means, and no crash."""
+    from types import SimpleNamespace
+
+    from scalerl.controller.workers import MegatronWorker
+
+    worker = SimpleNamespace(groups=SimpleNamespace(is_last_stage=True, at=SimpleNamespace(tp_rank=0, dp_rank=0)))
+    skipped = {"skipped_updates": 1.0, "lr": 0.1, "loss_scale": 8.0, "actor/ppo_kl": math.nan}
+    applied = {"skipped_updates": 0.0, "lr": 0.2, "loss_scale": 4.0, "actor/ppo_kl": 0.5, "grad_norm": 3.0}
+
+    def values(updates: list[dict[str, float]]) -> dict[str, float]:
+        return {key: metric.value for key, metric in MegatronWorker._update_metrics(worker, updates, "actor").items()}
+
+    assert values([skipped, applied, skipped, {**applied, "actor/ppo_kl": 1.5}]) == {
+        "actor/ppo_kl": 1.0,
+        "actor/ppo_kl_first_update": 0.5,
+        "actor/grad_norm": 3.0,
+        "actor/lr": pytest.approx(0.2),
+        "actor/loss_scale": 4.0,
+        "actor/skipped_updates": 2.0,
+        "actor/num_updates": 2.0,
+    }
+    assert values([skipped]) == {"actor/loss_scale": 8.0, "actor/skipped_updates": 1.0, "actor/num_updates": 0.0}

@@ -167,6 +167,23 @@ def test_float16_skips_until_the_scale_fits(model: str, layout: str, distributed
     assert len({str([update["loss_scale"] for update in rank[0]]) for rank in ranks}) == 1
 
 
+def experts(model: str, layout: tuple[int, int, int]) -> Any:
+    trainee = Trainee(model, layout, dtype="float16", initial_loss_scale=2.0**30, loss_scale_window=1000)
+    updates = [trainee.update()]
+    while updates[-1]["skipped_updates"]:
+        updates.append(trainee.update())
+    scales = {float(part.get_loss_scale()) for part in trainee.engine.optimizer.chained_optimizers}
+    return [update["loss_scale"] for update in updates], len(trainee.engine.optimizer.chained_optimizers), scales
+
+
+def test_experts_share_the_loss_scale(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """megatron's optimizer of the experts has a scale of its own; it must not drift from the one of the loss."""
+    model = str(make_tiny_model(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", initializer_range=0.1))
+    ((scales, num_parts, now),) = run_ranks(1, experts, model, LAYOUTS["one"])
+    assert num_parts == 2 and now == {scales[-1]}
+    assert scales == [2.0**30, 2.0**30, *(2.0 ** (29 - k) for k in range(len(scales) - 2))]
+
+
 # --- gradients that are not finite ---
 
 
@@ -248,6 +265,25 @@ def test_one_ranks_gradient_skips_the_update_on_all(
     assert [bool(warnings) for _, _, _, warnings in ranks].index(True) == int(named[0]) == min(map(int, named))
 
 
+def skipped_mixture(model: str, layout: tuple[int, int, int]) -> Any:
+    trainee = Trainee(model, layout, moe_router_bias_update_rate=0.01)
+    weights = [trainee.weights()]
+    for factor in (math.inf, 1.0):
+        trainee.factor = factor
+        trainee.update()
+        weights.append(trainee.weights())
+    return weights
+
+
+def test_a_skipped_update_leaves_router_biases_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """They move by the experts' load, not by a gradient, and before the gradient's norm is known."""
+    model = str(make_tiny_model(tmp_path_factory.mktemp("deepseek"), "deepseek_v3", initializer_range=0.1))
+    ((before, skipped, after),) = run_ranks(1, skipped_mixture, model, LAYOUTS["one"])
+    biases = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(before[name], skipped[name]) for name in before)
+    assert all(not torch.equal(before[name], after[name]) for name in biases)
+
+
 def stopped(model: str, layout: tuple[int, int, int], megatron: dict[str, Any]) -> Any:
     """Skips two of three, an update between them; then skips until the run stops."""
     from scalerl.parallel.nonfinite import NonFiniteGradientError
@@ -284,16 +320,23 @@ def test_the_run_stops_after_too_many_in_a_row(model: str, megatron: dict[str, A
     assert all(unchanged and num_updates == 2 for _, unchanged, num_updates in ranks)
 
 
-def huge(model: str, layout: tuple[int, int, int]) -> Any:
+def scaled(model: str, layout: tuple[int, int, int], factor: float) -> Any:
     warnings = _Warnings()
     trainee = Trainee(model, layout)
-    trainee.factor = 1e30
+    trainee.factor = factor
     return trainee.update(), warnings.texts
+
+
+def test_the_first_parameter_of_all_stages_is_named(model: str) -> None:
+    """A loss that is no number spoils every parameter: the first in the model's order is on the first stage."""
+    first, last = run_ranks(2, scaled, model, LAYOUTS["pp2"], math.nan)
+    assert "first in embedding.word_embeddings.weight: " in first[1][0] and "(rank 0)" in first[1][0]
+    assert not last[1] and math.isnan(last[0]["loss"])
 
 
 def test_a_norm_that_overflows_without_a_culprit(model: str) -> None:
     """Squares of 1e30 do not fit float32, though each value does."""
-    ((update, texts),) = run_ranks(1, huge, model, LAYOUTS["one"])
+    ((update, texts),) = run_ranks(1, scaled, model, LAYOUTS["one"], 1e30)
     assert update["skipped_updates"] == 1.0 and math.isfinite(update["loss"])
     assert "the gradient norm is inf; every value of it is finite" in texts[0]
 

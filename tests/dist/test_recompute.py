@@ -61,7 +61,7 @@ def numbers(found: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_numbers_are_those_without(measured: list[dict[str, Any]], setting: str) -> None:
     """Bitwise. Recomputed norms excepted: autograd then adds the residual's gradient and the norm's in the other order,
-    below 1e-6 of a gradient, which Adam's division makes more of in a weight: there the bound is that between layouts."""
+    below 1e-6 of a gradient, of which Adam's division makes more in a weight: the bound is that between layouts."""
     for rank in measured:
         expected = numbers(rank["none"])
         assert rank["none"][1][0]["grad_norm"] > 0 and rank["none"][1][0] != rank["none"][1][1]
@@ -143,3 +143,34 @@ def test_less_is_kept_for_backward(model: str) -> None:
         assert kept[setting] < kept["none"], (setting, kept)
     assert kept["two layers"] < kept["uniform"] < kept["block"], kept
     assert kept["uniform"] < kept["all modules"] < min(kept["core_attn"], kept["mlp"], kept["layernorm"]), kept
+
+
+# --- mixtures of experts and latent attention ---
+
+# family -> modules that only it has
+MIXTURES = {"qwen3_moe": ["moe"], "deepseek_v3": ["moe", "shared_experts", "mla_up_proj"]}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_modules_of_mixtures(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Bitwise, module by module, the losses and counts of routers too; latent attention within the bound of norms.
+
+    On two stages the second micro-batch goes forward before the first is computed again.
+    """
+    model = str(make_tiny_model(tmp_path_factory.mktemp(family), family, initializer_range=0.1))
+    settings: dict[str, dict[str, Any]] = {
+        name: {"recompute_granularity": "selective", "recompute_modules": [name]} for name in MIXTURES[family]
+    }
+    settings = {"none": {}, "full": SETTINGS["uniform"]} | settings
+    routers = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.01}
+    settings = {name: setting | routers for name, setting in settings.items()}
+    (kept,) = run_ranks(1, kept_bytes, model, (1, 1, 1), settings)
+    for layout in ("one", "pp2"):
+        for found in run_ranks(LAYOUTS[layout][2], train, model, LAYOUTS[layout], settings):
+            for setting in settings.keys() - {"none"}:
+                for mine, theirs in zip(numbers(found[setting]), numbers(found["none"]), strict=True):
+                    if setting == "mla_up_proj":
+                        assert float((mine - theirs).norm()) <= RELATIVE * float(theirs.norm())
+                    else:
+                        assert torch.equal(mine, theirs), (layout, setting)
+                assert kept[setting] < kept["none"], (setting, kept)

@@ -29,7 +29,7 @@ LAYOUTS = {
     "vpp2_pp2": dict(world_size=2, pp_size=2, vpp_size=2),
 }
 LENGTHS = (9, 17, 1, 12, 30, 8, 3, 21)
-NUM_UPDATES = 3
+NUM_UPDATES, NUM_MICRO_BATCHES = 3, 4
 ABSOLUTE = 1e-5
 RELATIVE = 1e-5
 VOCAB_SIZE = 520
@@ -61,12 +61,16 @@ def squared_error(values_T: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor,
     return loss, {"critic/vf_loss": loss.detach()}
 
 
-def build(model: str, sizes: dict[str, int], options: dict[str, Any]) -> Any:
-    from scalerl.config.schema import MegatronConfig, OptimConfig
-    from scalerl.parallel.engine import MegatronEngine
+def start(sizes: dict[str, int], seed: int = 1) -> Any:
     from scalerl.parallel.layout import Layout, initialize
 
-    groups = initialize(Layout(**sizes), backend="gloo", timeout_s=60, seed=options.get("seed", 1))
+    return initialize(Layout(**sizes), backend="gloo", timeout_s=60, seed=seed)
+
+
+def build(model: str, groups: Any, options: dict[str, Any]) -> Any:
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel.engine import MegatronEngine
+
     megatron = MegatronConfig(dtype="float32", sequence_parallel=options.get("sequence_parallel", True))
     engine = MegatronEngine(model, megatron, groups, optim=OptimConfig(lr=1e-3, clip_grad=0.5), head="value")
     if options.get("forget_mark"):
@@ -88,9 +92,10 @@ def place(engine: Any) -> tuple[list[int], Any, list[list[int]]]:
             "returns": Jagged.from_list([targets[row] for row in mine], torch.float32),
         }
     )
-    half = len(mine) // 2
     # Not in the order of the rows.
-    return mine, shard, [list(range(half, len(mine))), list(range(half))[::-1]]
+    size = len(mine) // NUM_MICRO_BATCHES
+    order = list(range(len(mine)))[::-1]
+    return mine, shard, [order[start : start + size] for start in range(0, len(mine), size)]
 
 
 def exported(engine: Any) -> dict[str, Tensor]:
@@ -98,7 +103,7 @@ def exported(engine: Any) -> dict[str, Tensor]:
 
 
 def train(model: str, sizes: dict[str, int], options: dict[str, Any]) -> Found:
-    engine = build(model, sizes, options)
+    engine = build(model, start(sizes, options.get("seed", 1)), options)
     mine, shard, micro_batches = place(engine)
     values = engine.values(shard, micro_batches).get("values")
     scores = engine.scores(shard, micro_batches).get("scores")
@@ -218,7 +223,7 @@ def test_export_is_what_was_loaded(model: Path, one_process: Found) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_from_a_language_model(family: str, tmp_path: Path) -> None:
-    """All but the head is the language model's; the head is the same on every layout and for every seed, values small."""
+    """All but the head is the language model's; the head is the same on every layout and for every seed."""
     path = make_tiny_model(tmp_path, family, vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1)
     expected = run(path, ONE)
     original = load_file(path / "model.safetensors")
@@ -237,12 +242,13 @@ def train_save_and_load(model: str, sizes: dict[str, int], directory: str) -> tu
     """Weights when saved; of another engine that loaded them; and its next update beside the first one's."""
     from scalerl.checkpoint.megatron import load_engine, save_engine
 
-    engine = build(model, sizes, {})
+    groups = start(sizes)
+    engine = build(model, groups, {})
     _, shard, micro_batches = place(engine)
     engine.update(shard, micro_batches, squared_error)
     save_engine(engine, directory)
     saved = exported(engine)
-    other = build(model, sizes, {})
+    other = build(model, groups, {})
     load_engine(other, directory)
     loaded = exported(other)
     updates = [each.update(shard, micro_batches, squared_error) for each in (engine, other)]
@@ -277,9 +283,8 @@ def test_checkpoint_and_merge(layout: str, tmp_path: Path) -> None:
 def error_of(model: str, head: str, trainable: bool) -> str:
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel.engine import MegatronEngine
-    from scalerl.parallel.layout import Layout, initialize
 
-    groups = initialize(Layout(1), backend="gloo", timeout_s=60, seed=1)
+    groups = start(ONE)
     optim = OptimConfig() if trainable else None
     with pytest.raises(ValueError) as error:
         MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=optim, head=head)

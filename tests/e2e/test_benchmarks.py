@@ -9,9 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import packing  # noqa: E402
+import padded_update  # noqa: E402
+import time_shares  # noqa: E402
+
 COMMON = {"benchmark", "command", "options", "machine", "versions", "commit", "result"}
 PHASES = {"gen", "balance", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "untimed"}
 
@@ -72,6 +78,101 @@ def test_train_step_counts_the_padding(train_step: dict[str, Any]) -> None:
     assert padded == pytest.approx(round(padded))
     assert 0 <= round(padded) <= train_step["num_micro_batches_per_rank"]
     assert (train_step["num_tokens"] + round(padded)) % 2 == 0
+
+
+@pytest.fixture(scope="module")
+def actor_update(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_benchmark(
+        "actor_update.py", tmp_path_factory.mktemp("actor_update") / "result.json",
+        *("--lengths", "long", "--budget", "128", "--seqs", "8", "--hidden", "128", "--layers", "1"),
+        *("--rounds", "1", "--repeats", "2", "--warmup", "1", "--ceiling-s", "0.1"),
+    )["long"]  # fmt: skip
+
+
+def test_actor_update(actor_update: dict[str, Any]) -> None:
+    zero = ("/padding_frac", "/time_share", "/padded_to_update/first", "/padded_to_micro_batch/first")
+    assert_positive(actor_update, may_be_zero=zero)
+    assert actor_update["num_sequences"] == 8
+    ceiling = sum(actor_update["matmul_ceiling_per_rank_flops_per_s"])
+    seconds = actor_update["update_s"]["median"]
+    assert actor_update["mfu"] == pytest.approx(actor_update["flops_per_update"] / seconds / ceiling)
+    assert actor_update["peak_memory_gib_per_rank"] > 0
+    # One rank for all tensors: packing pads nothing.
+    assert actor_update["padding_frac"] == 0.0
+
+
+def test_actor_update_says_where_all_the_time_went(actor_update: dict[str, Any]) -> None:
+    share = actor_update["time_share"]
+    assert share.keys() == {*time_shares.CATEGORIES, "other", "waiting", "profiled_s"}
+    assert sum(share.values()) - share["profiled_s"] == pytest.approx(1.0, abs=0.02)
+    # What no update is without, on a CPU with two ranks.
+    assert all(share[name] > 0 for name in ("attention", "gemm", "optimizer", "communication", "other"))
+
+
+@pytest.mark.parametrize("padding", ["update", "micro_batch"])
+def test_actor_update_compares_the_same_update(actor_update: dict[str, Any], padding: str) -> None:
+    padded = actor_update[f"padded_to_{padding}"]
+    assert max(padded["first_update_difference"].values()) < 1e-4
+    assert padded["speedup"] == pytest.approx(padded["update_s"]["median"] / actor_update["update_s"]["median"])
+    assert 0 < padded["padding_frac"] < 1
+    assert padded["padding_frac"] <= actor_update["padded_to_update"]["padding_frac"]
+
+
+def test_padded_micro_batches() -> None:
+    lengths = [3, 5, 2, 2, 9, 1]
+    by_micro_batch = padded_update.padded_micro_batches(lengths, 10)
+    assert by_micro_batch == [([0, 1], 5), ([2, 3], 2), ([4], 9), ([5], 1)]
+    assert padded_update.padded_micro_batches(lengths, 20, shortest=9) == [([0, 1], 9), ([2, 3], 9), ([4, 5], 9)]
+
+
+@pytest.mark.parametrize(
+    ("names", "category"),
+    [
+        (["aten::mm", "aten::linear"], "gemm"),
+        (["aten::bmm", "aten::scaled_dot_product_attention"], "attention"),
+        (["aten::mul_", "Optimizer.step#AdamW.step"], "optimizer"),
+        (["c10d::allreduce_"], "communication"),
+        (["ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"], "communication"),
+        (["nvjet_tst_128x256_64x4_1x2_h_bz_NTT"], "gemm"),
+        (["flash_fwd_kernel", "aten::_flash_attention_forward"], "attention"),
+        (["aten::mul", "aten::silu"], "other"),
+    ],
+)
+def test_categories_of_time(names: list[str], category: str) -> None:
+    assert time_shares.category_of(names) == category
+
+
+def test_packing(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "packing.py", tmp_path / "result.json",
+        *("--batches", "3", "--samples", "32", "--dp", "4", "--large", "256", "--repeats", "1"),
+    )  # fmt: skip
+    assert result["num_real_texts"] > 1000
+    assert len(result["compared"]) == 3
+    for found in result["compared"].values():
+        for planner in ("scalerl", "verl", "slime", "nemo"):
+            one = found[planner]
+            assert one["num_micro_batches"] >= found["lower_bound_equal_counts"] >= found["lower_bound"]
+            assert one["imbalance_max"] >= one["imbalance_mean"] >= 1.0
+        ours = found["scalerl"]
+        assert (ours["batches_over_cap"], ours["worst_fill"] <= 1.0) == (0, True)
+        assert ours["num_micro_batches"] <= found["nemo"]["num_micro_batches"]
+    assert {one["num_samples"] for one in result["timed"]} == {256}
+    assert all(one["worst_fill"] <= 1.0 and one["optimality_gap"] >= 0 for one in result["timed"])
+
+
+def test_the_rules_that_packing_is_compared_with() -> None:
+    """By hand, from their descriptions."""
+    # Differencing 8 7 6 5 4 in two parts: 8-7, 6-5, 4 -> 1 1 4 -> 4-1=3 -> 3-1=2: 16 and 14.
+    parts = packing.karmarkar_karp(np.array([8.0, 7, 6, 5, 4]), 2)
+    assert sorted(sum([8, 7, 6, 5, 4][item] for item in part) for part in parts) == [14, 16]
+    parts = packing.karmarkar_karp(np.array([9.0, 1, 1, 1, 1, 1]), 2, equal_counts=True)
+    assert [len(part) for part in parts] == [3, 3]
+    # First fit in the order of the batch: 6, then 3 beside it, 5 alone, 4 beside 5.
+    assert packing.slime(np.array([6, 3, 5, 4]), None, 1, 10) == [[[0, 1], [2, 3]]]
+    # 51 takes the medium 45; 60 takes the smallest small 17 and the largest that fits beside it, 22; then the rest.
+    sizes = [60, 51, 45, 30, 22, 17, 3]
+    assert packing.modified_first_fit_decreasing(sizes, 100) == [[0, 5, 4], [1, 2, 6], [3]]
 
 
 def test_end_to_end(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.packing import Packing
 from scalerl.protocol import cu_seqlens_of
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.
@@ -35,7 +36,7 @@ def inputs(num_kv_heads: int, head_dim: int, device: str) -> list[Tensor]:
 def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[T, heads, d]"""
     cu_seqlens = cu_seqlens_of(LENGTHS).to(query.device, torch.int32)
-    packing = SimpleNamespace(cu_seqlens_q=cu_seqlens, max_seqlen_q=max(LENGTHS))
+    packing = Packing(cu_seqlens_q=cu_seqlens, max_seqlen_q=max(LENGTHS), lengths=LENGTHS)
     attention = PackedAttention(SimpleNamespace(context_parallel_size=1), 1, None, "self")
     return attention(query, key, value, packed_seq_params=packing).view_as(query)
 

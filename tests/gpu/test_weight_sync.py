@@ -47,7 +47,7 @@ def sync_then_move_on(model_path: str, url: str, dtype: str) -> dict[str, Any]:
     report = sync.sync(7, verify=True)
 
     with torch.no_grad():
-        parameter = dict(engine.model.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
+        parameter = dict(engine.chunks[0].named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
         parameter[0, 0] += 1.0
     stream = [named for bucket in engine.export_buckets(BUCKET_BYTES) for named in bucket]
     devices = {tensor.device.type for _, tensor in stream}

@@ -69,6 +69,28 @@ def test_first_fit_needs_as_many_bins_as_the_textbook(sizes):
     assert len(first_fit_decreasing(sizes, CAP)) == first_fit_by_hand(sizes, CAP)
 
 
+def fit_by_hand(sizes: list[int], cap: int, fullest: bool) -> list[list[int]]:
+    bins: list[list[int]] = []
+    rooms: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fitting = [index for index, room in enumerate(rooms) if room >= sizes[item]]
+        if fitting:
+            index = min(fitting, key=lambda b: rooms[b]) if fullest else fitting[0]
+        else:
+            index = len(bins)
+            bins.append([])
+            rooms.append(cap)
+        bins[index].append(item)
+        rooms[index] -= sizes[item]
+    return bins
+
+
+@given(sizes_lists)
+def test_decreasing_heuristics_follow_their_rule(sizes):
+    assert first_fit_decreasing(np.array(sizes), CAP) == fit_by_hand(sizes, CAP, fullest=False)
+    assert best_fit_decreasing(np.array(sizes), CAP) == fit_by_hand(sizes, CAP, fullest=True)
+
+
 @given(st.lists(st.integers(0, CAP), min_size=1, max_size=6))
 def test_lower_bound_is_never_over_the_optimum(sizes):
     assert lower_bound(np.array(sizes), CAP) <= optimum(sizes, CAP)

@@ -195,6 +195,19 @@ PPO_RELATIONS = {
         {"data.train_batch_size": 100, f"{ACTOR}.ppo_mini_batch_size": 256},
         ["ppo_mini_batch_size=100,", "train_batch_size=256"],
     ),
+    "mini-batch below an interleaved pipeline": (
+        {
+            "data.train_batch_size": 8,
+            f"{ACTOR}.ppo_mini_batch_size": 1,
+            f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+            f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2,
+        },
+        ["1 x 4 = 4 samples", "4 data-parallel ranks x 2 stages", "ppo_mini_batch_size=2 or more"],
+    ),
+    "budget of a device that shares sequences": (
+        {f"{ACTOR}.megatron.context_parallel_size": 2, f"{ACTOR}.ppo_max_token_len_per_gpu": 511},
+        ["ppo_max_token_len_per_gpu = 511", "ppo_max_token_len_per_gpu=512 or more"],
+    ),
     "mini-batch below the ranks": (
         {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 1},
         ["1 x 4 = 4 samples", "8 data-parallel ranks", "ppo_mini_batch_size=2 or more"],
@@ -365,7 +378,7 @@ def test_deeper_layouts_that_the_model_allows(world: int, megatron: dict[str, An
     [
         (3, {"context_parallel_size": 3}, {}, "context_parallel_size = 3: must divide the 16 attention heads of a"),
         (
-            16,
+            32,
             {"tensor_model_parallel_size": 8, "context_parallel_size": 4},
             {"num_kv_heads": 16},
             "the 2 attention heads",

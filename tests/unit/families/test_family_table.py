@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from scalerl.families import HFWeights, ModelShape, family_of, padded_vocab_size
-from tests.tiny_models import make_tiny_model
-
-FAMILY_NAMES = ("qwen3", "qwen2", "llama")
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 
 class CountingSlice:
@@ -56,7 +56,7 @@ def random_read(param, shape: ModelShape):
     return tensors, lambda name: CountingSlice(tensors[name], [])
 
 
-@pytest.fixture(scope="module", params=FAMILY_NAMES)
+@pytest.fixture(scope="module", params=FAMILIES)
 def model_dir(request, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model") / request.param
     return make_tiny_model(
@@ -106,6 +106,7 @@ def test_params_cover_the_model_in_stage_order(model_dir):
     assert family.hf_shapes(shape) == {n: tuple(t.shape) for n, t in load_file(model_dir / "model.safetensors").items()}
     stages = [p.stage_part for p in params]
     assert stages == sorted(stages, key=["first", "layer", "last"].index)
+    assert {p.expert for p in params} - {None} == set(range(shape.num_experts))
     layers = [p.layer for p in params if p.stage_part == "layer"]
     assert layers == sorted(layers)
     assert set(layers) == set(range(shape.num_layers))
@@ -213,3 +214,85 @@ def test_join_and_to_hf_refuse_wrong_shapes():
     embedding = param_ending(shape, "word_embeddings.weight")
     with pytest.raises(ValueError, match="or more rows"):
         embedding.to_hf(torch.zeros(9, 6), shape)
+
+
+# --- mixtures of experts ---
+
+
+def test_experts_are_named_by_their_global_index(tmp_path):
+    for family in WITH_EXPERTS:
+        shape = ModelShape.from_hf(make_tiny_model(tmp_path / family, family, vocab_size=260, num_experts=6))
+        of_experts = [p for p in family_of(shape).params(shape) if p.expert is not None]
+        assert len(of_experts) == 2 * 6 * sum(shape.moe_layers)
+        for param in of_experts:
+            assert f"layers.{param.layer}.mlp.experts.local_experts.{param.expert}.linear_fc" in param.name
+            assert all(f".{param.layer}." in name and f".experts.{param.expert}." in name for name in param.hf)
+
+
+def test_dense_and_mixture_layers_have_their_own_rules(tmp_path):
+    path = make_tiny_model(
+        tmp_path / "m", "qwen3_moe", vocab_size=260, num_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
+    )
+    shape = ModelShape.from_hf(path)
+    assert shape.moe_layers == (False, True, False, False)
+    names = [p.name for p in family_of(shape).params(shape)]
+    for layer, is_mixture in enumerate(shape.moe_layers):
+        assert (f"decoder.layers.{layer}.mlp.router.weight" in names) is is_mixture
+        assert (f"decoder.layers.{layer}.mlp.linear_fc1.weight" in names) is not is_mixture
+    with HFWeights(path) as weights:
+        weights.check(family_of(shape), shape)
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 16])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_latent_attention_and_shared_experts_of_config(tmp_path, q_lora_rank, shared):
+    path = tmp_path / "m"
+    if shared:
+        make_tiny_model(path, "deepseek_v3", vocab_size=260, q_lora_rank=q_lora_rank, n_shared_experts=shared)
+    else:
+        make_tiny_model(path, "deepseek_v3", vocab_size=260, q_lora_rank=q_lora_rank)
+        drop_shared_experts(path)
+    shape = ModelShape.from_hf(path)
+    assert shape.shared_expert_ffn_hidden_size == shared * 32
+    assert shape.head_dim == 16 + 8
+    with HFWeights(path) as weights:
+        weights.check(family_of(shape), shape)
+
+
+def drop_shared_experts(path: Path) -> None:
+    tensors = {n: t for n, t in load_file(path / "model.safetensors").items() if "shared_experts" not in n}
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text()) | {"n_shared_experts": None}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    path = make_tiny_model(tmp_path / "m", "mixtral", vocab_size=260)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    tensors["model.layers.0.block_sparse_moe.experts.4.w1.weight"] = torch.zeros(1)
+    save_file(tensors, path / "model.safetensors")
+    shape = ModelShape.from_hf(path)
+    with HFWeights(path) as weights, pytest.raises(ValueError, match="2 problems") as caught:
+        weights.check(family_of(shape), shape)
+    assert "missing model.layers.1.block_sparse_moe.experts.3.w2.weight" in str(caught.value)
+    assert "unexpected model.layers.0.block_sparse_moe.experts.4.w1.weight" in str(caught.value)
+
+
+def test_an_expert_is_split_over_etp(tmp_path):
+    shape = ModelShape.from_hf(make_tiny_model(tmp_path / "m", "qwen3_moe", vocab_size=260))
+    param = param_ending(shape, "0.mlp.experts.local_experts.1.linear_fc1.weight")
+    assert param.mcore_shape(shape, 2) == (2 * 16, 64)
+    with pytest.raises(ValueError, match="intermediate_size 32 is not divisible by etp_size 3"):
+        param.mcore_shape(shape, 3)
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
+    path = make_tiny_model(tmp_path / "m", "deepseek_v3", vocab_size=260)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2)}, path / "model.safetensors")
+    shape = ModelShape.from_hf(path)
+    with HFWeights(path) as weights:
+        with pytest.raises(ValueError, match=r"unexpected model\.layers\.2\.eh_proj\.weight"):
+            weights.check(family_of(shape), shape)
+        weights.check(family_of(shape), replace(shape, num_prediction_layers=1))

@@ -6,11 +6,26 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from scalerl.families import ModelShape, family_of
 
-CONFIG_CLASSES = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+CONFIG_CLASSES = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 SMALL = {
     "model_type": "llama",
     "num_hidden_layers": 2,
@@ -20,6 +35,19 @@ SMALL = {
     "intermediate_size": 48,
     "vocab_size": 100,
     "max_position_embeddings": 256,
+}
+OF_EXPERTS = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
 }
 LLAMA3_ROPE = {
     "factor": 8.0,
@@ -40,27 +68,31 @@ def write(path: Path, config: dict, generation: dict | None = None) -> Path:
 @pytest.mark.parametrize("model_type", CONFIG_CLASSES)
 def test_agrees_with_transformers(tmp_path, model_type):
     hf = CONFIG_CLASSES[model_type](
-        **{k: v for k, v in SMALL.items() if k != "model_type"}, eos_token_id=7, tie_word_embeddings=True
+        **{k: v for k, v in SMALL.items() if k != "model_type"},
+        eos_token_id=7,
+        tie_word_embeddings=True,
+        sliding_window=None,
     )
     hf.save_pretrained(tmp_path)
     shape = ModelShape.from_hf(tmp_path)
     assert (shape.model_type, shape.num_layers, shape.hidden_size) == (model_type, 2, 32)
     assert (shape.num_attention_heads, shape.num_kv_heads) == (4, 2)
-    assert shape.head_dim == getattr(hf, "head_dim", 32 // 4)
+    assert shape.head_dim == (getattr(hf, "head_dim", None) or 32 // 4)
     assert (shape.ffn_hidden_size, shape.vocab_size, shape.max_position_embeddings) == (48, 100, 256)
     assert shape.rope_theta == hf.rope_parameters["rope_theta"]
     assert shape.rope_scaling is None
     assert shape.norm_eps == hf.rms_norm_eps
     assert shape.tie_word_embeddings is True
     assert shape.eos_token_ids == (7,)
-    assert (shape.qk_norm, shape.qkv_bias) == (model_type == "qwen3", model_type == "qwen2")
+    assert (shape.qk_norm, shape.qkv_bias) == (model_type in ("qwen3", "qwen3_moe"), model_type == "qwen2")
 
 
 @pytest.mark.parametrize("model_type", CONFIG_CLASSES)
 def test_head_dim_that_is_not_written_is_what_transformers_takes(model_type):
     hf = CONFIG_CLASSES[model_type](**{k: v for k, v in SMALL.items() if k != "model_type"})
     expected = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    assert ModelShape.from_config(SMALL | {"model_type": model_type}).head_dim == expected
+    config = SMALL | OF_EXPERTS.get(model_type, {}) | {"model_type": model_type}
+    assert ModelShape.from_config(config).head_dim == expected
 
 
 @pytest.mark.parametrize(
@@ -86,7 +118,17 @@ def test_eos_tokens_of_both_files(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: deepseek_v3, llama, .*, qwen3_moe"),
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding_window 128 .* max_position_embeddings 256"),
+        ({"model_type": "mixtral"}, "num_local_experts is missing; num_experts_per_tok is missing"),
+        (OF_EXPERTS["mixtral"] | {"model_type": "mixtral", "num_experts_per_tok": 9}, "9 exceeds the 8 experts"),
+        (OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "n_group": 3}, "8 experts cannot be chosen from"),
+        (OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "n_group": 8}, "too small"),
+        (OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "kv_lora_rank": None}, "kv_lora_rank is None"),
+        (
+            OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "topk_method": "greedy"},
+            "topk_method 'greedy' is not supported .only 'noaux_tc'",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
         ({"attention_bias": True}, "attention_bias"),
@@ -123,6 +165,61 @@ def test_directories_without_a_config(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"')
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         ModelShape.from_hf(tmp_path)
+
+
+def test_a_window_as_long_as_the_context_is_none():
+    assert ModelShape.from_config(SMALL | {"model_type": "mistral", "sliding_window": 256}).model_type == "mistral"
+
+
+def test_mixture_of_deepseek(tmp_path):
+    hf = DeepseekV3Config(
+        **{k: v for k, v in SMALL.items() if k not in ("model_type", "num_key_value_heads")},
+        **OF_EXPERTS["deepseek_v3"],
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    )
+    hf.save_pretrained(tmp_path)
+    shape = ModelShape.from_hf(tmp_path)
+    assert (shape.num_experts, shape.num_experts_per_token, shape.moe_ffn_hidden_size) == (8, 2, 16)
+    assert shape.shared_expert_ffn_hidden_size == 32
+    assert shape.moe_layers == (False, True)
+    assert (shape.router_score, shape.router_has_bias, shape.router_normalizes) == ("sigmoid", True, True)
+    assert (shape.router_groups, shape.router_top_groups, shape.router_scale) == (4, 2, 2.5)
+    assert (shape.kv_lora_rank, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) == (16, 8, 4, 8)
+    assert shape.head_dim == hf.qk_head_dim
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_number_of_experts_as_both_transformers_write_it(key):
+    config = SMALL | OF_EXPERTS["qwen3_moe"] | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    del config["num_experts"]
+    shape = ModelShape.from_config(config | {key: 6})
+    assert (shape.num_experts, shape.router_normalizes) == (6, True)
+
+
+def test_yarn_belongs_to_latent_attention():
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = SMALL | {"rope_scaling": yarn}
+    with pytest.raises(ValueError, match="rope type 'yarn' is not supported"):
+        ModelShape.from_config(config)
+    shape = ModelShape.from_config(config | OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3"})
+    assert shape.rope_scaling["rope_type"] == "yarn"
+    assert (shape.rope_scaling["beta_fast"], shape.rope_scaling["mscale_all_dim"]) == (32.0, 1.0)
+
+
+def test_parallel_errors_of_experts():
+    config = SMALL | OF_EXPERTS["qwen3_moe"] | {"model_type": "qwen3_moe"}
+    shape = ModelShape.from_config(config)
+    assert shape.parallel_errors(2, 1, ep_size=4, etp_size=1) == []
+    errors = "\n".join(shape.parallel_errors(1, 1, ep_size=3, etp_size=3))
+    assert "number of experts 8 is not divisible by expert_model_parallel_size 3" in errors
+    assert "width of an expert 16 is not divisible by expert_tensor_parallel_size 3" in errors
+    # Every layer is a mixture: nothing is intermediate_size wide.
+    assert ModelShape.from_config(config | {"intermediate_size": 47}).parallel_errors(2, 1) == []
+    assert "has no experts" in ModelShape.from_config(SMALL).parallel_errors(1, 1, ep_size=2)[0]
 
 
 def test_parallel_errors_name_every_size():

@@ -21,10 +21,11 @@ from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, fam
 from scalerl.merge import main, merge
 from scalerl.merge.command import parse_bytes
 from scalerl.merge.reader import DistCheckpoint
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import WITH_EXPERTS, make_tiny_model
 
 REPO = Path(next(iter(scalerl.__path__))).parent
 MODELS = [(f, tied) for f in ("qwen3", "qwen2", "llama") for tied in (True, False)]
+MODELS += [(f, False) for f in ("mistral", *WITH_EXPERTS)]
 
 
 def tiny(path: Path, family: str = "qwen3", tied: bool = False, **sizes) -> Path:

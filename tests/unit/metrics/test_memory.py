@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scalerl.metrics import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics
+from scalerl.metrics import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics, memory_phase
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="resident size is reported where there is no GPU")
 
@@ -39,6 +39,42 @@ def test_each_call_gives_the_peak_since_the_one_before():
     after = memory_metrics()["perf/max_memory_allocated_gb"].value
     assert during - before == pytest.approx(0.25, abs=0.02)
     assert during - after == pytest.approx(0.25, abs=0.02)
+
+
+def fill(num_mib: int) -> bytearray:
+    block = bytearray(num_mib * 1024**2)
+    block[::4096] = b"x" * len(block[::4096])
+    return block
+
+
+@needs_cpu
+def test_a_phase_has_its_own_peak_and_what_is_left_at_its_end():
+    memory_metrics()
+    with memory_phase("small"):
+        kept = fill(64)
+    with memory_phase("large"):
+        fill(256)
+    metrics = memory_metrics()
+    assert {metric.reduction for metric in metrics.values()} == {"max"}
+    gib = {key.removeprefix("perf/"): metric.value for key, metric in metrics.items()}
+    start = gib["memory_current_gb/small"] - 64 / 1024
+    assert gib["memory_peak_gb/small"] == pytest.approx(start + 64 / 1024, abs=0.02)
+    assert gib["memory_peak_gb/large"] == pytest.approx(start + (64 + 256) / 1024, abs=0.02)
+    assert gib["memory_current_gb/large"] == pytest.approx(start + 64 / 1024, abs=0.02)
+    # The whole step's peak is that of its largest phase, though each phase reset the counter.
+    assert gib["max_memory_allocated_gb"] == gib["memory_peak_gb/large"]
+    assert len(kept) and not any("memory_peak_gb" in key for key in memory_metrics())
+
+
+@needs_cpu
+def test_a_phase_that_runs_twice_keeps_its_larger_peak():
+    memory_metrics()
+    for num_mib in (256, 1):
+        with memory_phase("update"):
+            fill(num_mib)
+    metrics = memory_metrics()
+    peak, current = (metrics[f"perf/memory_{kind}_gb/update"].value for kind in ("peak", "current"))
+    assert peak - current == pytest.approx(0.25, abs=0.02)
 
 
 def test_usage_goes_to_the_logger_at_its_level_or_to_stdout(log, capsys):

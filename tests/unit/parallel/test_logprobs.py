@@ -175,7 +175,7 @@ def test_main_grad_takes_the_gradient(is_embedding_too: bool) -> None:
 # --- memory ---
 
 MEMORY_TOKENS, MEMORY_WORDS, MEMORY_HIDDEN = 8192, 151_936, 16
-# The naive version's memory is proportional to tokens, so it runs on fewer and is scaled up: whole it needs 15 GiB.
+# The naive version's memory is proportional to tokens, so it runs on fewer and is scaled up: whole it needs 23 GiB.
 NAIVE_TOKENS = 256
 PROBE = """
 import json, sys

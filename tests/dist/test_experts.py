@@ -1,0 +1,328 @@
+"""Mixtures of experts: losses of the router, replay of its choices, its bias, and checkpoints of any layout."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from scalerl.merge import merge
+from tests.dist.launch import run_ranks
+from tests.tiny_models import make_tiny_model
+
+# Arguments of Layout.
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {"world_size": 1},
+    "tp2_ep2": {"world_size": 2, "tp_size": 2, "ep_size": 2},
+    "tp2_etp2": {"world_size": 2, "tp_size": 2, "etp_size": 2},
+    "cp2": {"world_size": 2, "cp_size": 2},
+    "dp2": {"world_size": 2},
+    "pp2": {"world_size": 2, "pp_size": 2},
+}
+LENGTHS = (9, 17, 2, 12, 31, 8, 5, 21)
+MICRO_BATCHES = ((3, 0, 2), (4,), (7, 1, 6, 5))
+# Of two dp ranks: even and odd rows.
+HALVES = ((3, 0, 2, 5), (4, 7, 1, 6))
+VOCAB_SIZE = 300
+BALANCE, Z = 0.5, 0.1
+BIAS_RATE = 0.01
+RELATIVE = 1e-5
+ABSOLUTE = 1e-5
+
+
+def batch() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / request.param
+    return make_tiny_model(path, request.param, vocab_size=VOCAB_SIZE, initializer_range=0.1, num_experts=8)
+
+
+class Rank:
+    """An engine on this rank of a layout, with its share of the batch."""
+
+    def __init__(self, model: str, layout: dict[str, int], **megatron: Any) -> None:
+        from scalerl.config.schema import MegatronConfig, OptimConfig
+        from scalerl.parallel.engine import MegatronEngine
+        from scalerl.parallel.layout import Layout, initialize
+
+        groups = initialize(Layout(**layout), backend="gloo", timeout_s=60, seed=1)
+        dp_size = groups.layout.dp_size
+        config = MegatronConfig(dtype="float32", **megatron)
+        self.engine = MegatronEngine(model, config, groups, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
+        self.mine = [row for row in range(len(LENGTHS)) if row % dp_size == groups.at.dp_rank]
+        self.micro_batches = [
+            [self.mine.index(row) for row in rows if row in self.mine] for rows in (MICRO_BATCHES, HALVES)[dp_size - 1]
+        ]
+
+    def shard(self, routed: Sequence[Tensor] | None = None) -> Any:
+        from scalerl.protocol import DataProto, Jagged
+
+        columns = {"input_ids": Jagged.from_list([batch()[row] for row in self.mine], torch.int64)}
+        if routed is not None:
+            columns["routed_experts"] = Jagged.from_list([routed[row] for row in self.mine], torch.int64)
+        return DataProto(columns)
+
+    def logprobs(self, routed: Sequence[Tensor] | None = None) -> dict[str, dict[int, Tensor]]:
+        found = self.engine.logprobs(self.shard(routed), self.micro_batches, temperature=1.0, record_routing=True)
+        return {name: {row: column[i] for i, row in enumerate(self.mine)} for name, column in found.items()}
+
+    def update(self) -> dict[str, float]:
+        def objective(logprobs_T: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = -logprobs_T.sum() / sum(LENGTHS)
+            return loss, {"loss": loss.detach()}
+
+        return self.engine.update(self.shard(), self.micro_batches, objective, temperature=1.0)
+
+    def exported(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for bucket in self.engine.export_buckets(20_000) for name, tensor in bucket}
+
+
+# --- losses ---
+
+
+def gradients(rank: Rank) -> dict[str, Tensor]:
+    """Under the names of the files."""
+    rank.update()
+    with torch.no_grad():
+        for parameter in itertools.chain(*(chunk.parameters() for chunk in rank.engine.chunks)):
+            parameter.copy_(parameter.main_grad)
+    return rank.exported()
+
+
+def routers(hf: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """By layer."""
+    return {i: layer.mlp for i, layer in enumerate(hf.model.layers) if hasattr(layer.mlp, "gate")}
+
+
+def routed(mixture: torch.nn.Module, logits: Tensor) -> Tensor:
+    """[T, k] experts as transformers chooses them."""
+    if hasattr(mixture, "route_tokens_to_experts") and hasattr(mixture.gate, "e_score_correction_bias"):
+        return mixture.route_tokens_to_experts(logits)[0]
+    return logits.topk(2).indices
+
+
+def router_logits(hf: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    """Log-probs of the tokens after the first, and the logits of every router."""
+    seen: dict[int, Tensor] = {}
+    hooks = [
+        mixture.gate.register_forward_hook(
+            lambda _, __, out, layer=layer: seen.update({layer: out[0] if isinstance(out, tuple) else out})
+        )
+        for layer, mixture in routers(hf).items()
+    ]
+    logprobs = hf(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    for hook in hooks:
+        hook.remove()
+    return logprobs, seen
+
+
+def expected_gradients(path: Path) -> dict[str, Tensor]:
+    """Of transformers' parameters that are stored under their own names."""
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    loss, num_tokens = torch.zeros(()), sum(LENGTHS)
+    for ids in batch():
+        logprobs, logits = router_logits(hf, ids)
+        loss = loss - logprobs.sum() / num_tokens
+        for layer, x in logits.items():
+            scores = x.sigmoid() if "deepseek" in path.name else x.softmax(-1)
+            scores = scores / scores.sum(-1, keepdim=True)
+            share = torch.bincount(routed(routers(hf)[layer], x).flatten(), minlength=8) / (2 * len(ids))
+            # Equations 17 to 20 of arXiv 2412.19437, weighted by the length of the sequence.
+            loss = loss + BALANCE * len(ids) / num_tokens * 8 * (share * scores.mean(0)).sum()
+            loss = loss + Z * x.logsumexp(-1).square().sum() / num_tokens
+    loss.backward()
+    return {name: p.grad for name, p in hf.named_parameters() if ".experts." not in name}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, Tensor]:
+    return expected_gradients(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_of_the_router(ranks_on: Callable, expected: dict[str, Tensor], layout: str) -> None:
+    """However the tokens are split and padded, the gradient is that of the plain formula."""
+    for rank in ranks_on(layout):
+        for name, gradient in expected.items():
+            assert float((rank["gradients"][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
+
+
+# --- replay ---
+
+
+def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str, dict[str, Any]]:
+    """Log-probs and choices without replay, of the run's own choices and of the given ones; then gradients."""
+    # Without the distributed optimizer every rank has the whole sum of the gradients.
+    rank = Rank(model, layout, use_distributed_optimizer=False, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z)
+    own = rank.logprobs()
+    again = [torch.empty(0)] * len(LENGTHS)
+    for row, column in own["routed_experts"].items():
+        again[row] = column
+    replayed = {"own": own, "again": rank.logprobs(again), "given": rank.logprobs(given)}
+    return replayed | {"gradients": gradients(rank)}
+
+
+def other_experts(hf: PreTrainedModel) -> list[Tensor]:
+    """[T, layers, 2] for each row: never the best two; of every third token no choice."""
+    given = []
+    for ids in batch():
+        column = torch.full((len(ids), len(hf.model.layers), 2), -1)
+        for layer, logits in router_logits(hf, ids)[1].items():
+            column[:, layer] = logits.topk(4).indices[:, 2:]
+        column[::3] = -1
+        given.append(column)
+    return given
+
+
+def collect(ranks: list[dict], run: str, name: str) -> dict[int, Tensor]:
+    """One column of all rows: of log-probs whoever has it, of choices what the stages know together."""
+    found: dict[int, Tensor] = {}
+    for rank in ranks:
+        for row, column in rank[run].get(name, {}).items():
+            found[row] = torch.maximum(found[row], column) if row in found and name == "routed_experts" else column
+    assert found.keys() == set(range(len(LENGTHS)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def hf(model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def given(hf: PreTrainedModel) -> list[Tensor]:
+    return other_experts(hf)
+
+
+@pytest.fixture(scope="module")
+def ranks_on(model: Path, given: list[Tensor]) -> Callable[[str], list[dict]]:
+    """Layout -> what each rank measured."""
+
+    @cache
+    def run(layout: str) -> list[dict]:
+        return run_ranks(LAYOUTS[layout]["world_size"], measure, str(model), LAYOUTS[layout], given)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def on_one(ranks_on: Callable) -> list[dict]:
+    return ranks_on("one")
+
+
+@torch.no_grad()
+def test_recorded_choices_are_those_of_transformers(hf: PreTrainedModel, on_one: list[dict]) -> None:
+    for row, column in collect(on_one, "own", "routed_experts").items():
+        for layer, logits in router_logits(hf, batch()[row])[1].items():
+            theirs = routed(routers(hf)[layer], logits)
+            assert torch.equal(column[:, layer].sort().values, theirs.sort().values)
+
+
+def test_replayed_choices_are_followed(hf: PreTrainedModel, on_one: list[dict], given: list[Tensor]) -> None:
+    own, again = (collect(on_one, run, "logprobs") for run in ("own", "again"))
+    assert all(torch.equal(own[row], again[row]) for row in own)
+    free = collect(on_one, "own", "routed_experts")
+    changed = 0
+    for row, column in collect(on_one, "given", "routed_experts").items():
+        for layer in routers(hf):
+            known = given[row][:, layer, 0] >= 0
+            assert torch.equal(column[known, layer], given[row][known, layer])
+        # The first layer with experts sees the same input as before, so its free tokens choose as before.
+        first = min(routers(hf))
+        assert torch.equal(column[~known, first], free[row][~known, first])
+        changed += int((collect(on_one, "given", "logprobs")[row] != own[row]).sum())
+    assert changed > sum(LENGTHS) / 2
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_replay_on_a_layout(ranks_on: Callable, on_one: list[dict], layout: str) -> None:
+    ranks = ranks_on(layout)
+    for run in ("own", "again", "given"):
+        mine, theirs = collect(ranks, run, "logprobs"), collect(on_one, run, "logprobs")
+        for row in theirs:
+            torch.testing.assert_close(mine[row], theirs[row], rtol=0, atol=ABSOLUTE)
+        mine, theirs = collect(ranks, run, "routed_experts"), collect(on_one, run, "routed_experts")
+        assert all(torch.equal(mine[row].sort().values, theirs[row].sort().values) for row in theirs)
+
+
+# --- the router's bias ---
+
+
+def bias_after_an_update(model: str, layout: dict[str, int]) -> dict[str, Tensor]:
+    rank = Rank(model, layout, moe_router_bias_update_rate=BIAS_RATE)
+    rank.logprobs()
+    rank.update()
+    return {name: x for name, x in rank.exported().items() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2_ep2", "cp2", "dp2"])
+@torch.no_grad()
+def test_bias_moves_against_the_load(tmp_path: Path, layout: str) -> None:
+    """By the real tokens of the update alone: neither padding nor the log-prob pass counts."""
+    path = make_tiny_model(tmp_path / "m", "deepseek_v3", vocab_size=VOCAB_SIZE, initializer_range=0.1, num_experts=8)
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    (layer,) = routers(hf)
+    chosen = [routed(routers(hf)[layer], router_logits(hf, ids)[1][layer]).flatten() for ids in batch()]
+    load = torch.bincount(torch.cat(chosen), minlength=8).float()
+    name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+    expected = load_file(path / "model.safetensors")[name] + BIAS_RATE * (load.mean() - load).sign()
+    for found in run_ranks(LAYOUTS[layout]["world_size"], bias_after_an_update, str(path), LAYOUTS[layout]):
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-7)
+
+
+# --- checkpoints ---
+
+
+def train_and_save(model: str, layout: dict[str, int], directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights as saved, and after one more update."""
+    from scalerl.checkpoint import megatron as checkpoint
+
+    rank = Rank(model, layout)
+    rank.update()
+    saved = rank.exported()
+    checkpoint.save_engine(rank.engine, directory)
+    rank.update()
+    return saved, rank.exported()
+
+
+def load_and_train(model: str, layout: dict[str, int], directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    from scalerl.checkpoint import megatron as checkpoint
+
+    rank = Rank(model, layout)
+    checkpoint.load_engine(rank.engine, directory)
+    loaded = rank.exported()
+    rank.update()
+    return loaded, rank.exported()
+
+
+# deepseek_v3's first pipeline stage has no experts.
+@pytest.mark.parametrize(("layout", "loaded_on"), [("tp2_ep2", ["pp2", "tp2_etp2"]), ("pp2", ["dp2"])])
+def test_checkpoint_of_experts(model: Path, tmp_path: Path, layout: str, loaded_on: list[str]) -> None:
+    actor = tmp_path / "actor"
+    saved, after = run_ranks(2, train_and_save, str(model), LAYOUTS[layout], str(actor))[0]
+    (actor / "huggingface").mkdir()
+    for file in model.glob("*.json"):
+        shutil.copy(file, actor / "huggingface")
+    merge(actor, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == saved.keys()
+    assert [name for name in saved if not torch.equal(merged[name], saved[name])] == []
+    for other in loaded_on:
+        loaded, continued = run_ranks(2, load_and_train, str(model), LAYOUTS[other], str(actor))[0]
+        assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
+        for name in after:
+            assert float((continued[name] - after[name]).norm() / after[name].norm()) < RELATIVE, name
