@@ -115,8 +115,8 @@ def _padded(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 def _give_empty_parts_a_step(engine: MegatronEngine) -> None:
-    """Repairs megatron-core 0.16.1, which finds the number of updates in the state of any parameter: the optimizer of the
-    experts has none on a pipeline stage without a mixture."""
+    """Repairs megatron-core 0.16.1, which finds the number of updates in the state of any parameter: the optimizer of
+    the experts has none on a pipeline stage without a mixture."""
     for part in _torch_adam_parts(engine.optimizer):
         state = part.optimizer.state
         if not any(torch.is_tensor(key) for key in state):

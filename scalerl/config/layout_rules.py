@@ -60,8 +60,8 @@ def micro_batch_multiple(megatron: MegatronConfig) -> int:
 def alignment(*, tp_size: int, cp_size: int, sequence_parallel: bool) -> tuple[int, int]:
     """What the tokens of a packed sequence, and of a whole micro-batch, are a multiple of.
 
-    Context parallelism cuts every sequence into 2 * cp_size pieces; sequence parallelism splits the tokens of each of its
-    ranks over tp_size.
+    Context parallelism cuts every sequence into 2 * cp_size pieces; sequence parallelism splits the tokens of each of
+    its ranks over tp_size.
     """
     sequence = 2 * cp_size if cp_size > 1 else 1
     return sequence, math.lcm(sequence, cp_size * tp_size if sequence_parallel else 1)

@@ -118,6 +118,7 @@ class MegatronConfig:
     # float16 only: the loss is multiplied by a scale that halves on overflow (such an update is skipped, and counts
     # for max_consecutive_skipped_updates only at min_loss_scale) and doubles after loss_scale_window updates without.
     initial_loss_scale: float = 65536.0
+    # An overflow at this scale is no fault of the scale.
     min_loss_scale: float = 1.0
     # Updates.
     loss_scale_window: int = 1000

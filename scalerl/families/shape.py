@@ -157,27 +157,6 @@ class ModelShape:
             )
         return replace(self, head="value", tie_word_embeddings=False)
 
-    def parallel_errors(self, tp_size: int, pp_size: int, ep_size: int = 1, etp_size: int | None = None) -> list[str]:
-        """One sentence for every size that the layout does not divide; empty when it fits. etp_size None: tp_size."""
-        tp, etp = "tensor_model_parallel_size", "expert_tensor_parallel_size"
-        etp_size = tp_size if etp_size is None else etp_size
-        has_dense_mlp = not all(self.moe_layers) or not self.moe_layers
-        parts = [
-            ("num_attention_heads", self.num_attention_heads, tp, tp_size),
-            ("num_key_value_heads", self.num_kv_heads, tp, tp_size),
-            ("intermediate_size", self.ffn_hidden_size if has_dense_mlp else 0, tp, tp_size),
-            ("width of the shared experts", self.shared_expert_ffn_hidden_size, tp, tp_size),
-            ("width of an expert", self.moe_ffn_hidden_size, etp, etp_size if self.num_experts else 1),
-            ("number of experts", self.num_experts, "expert_model_parallel_size", ep_size),
-            ("num_hidden_layers", self.num_layers, "pipeline_model_parallel_size", pp_size),
-        ]
-        errors = [
-            f"{what} {size} is not divisible by {key} {count}" for what, size, key, count in parts if size % count
-        ]
-        if not self.num_experts and ep_size > 1:
-            errors.append(f"expert_model_parallel_size {ep_size}: model_type {self.model_type} has no experts")
-        return errors
-
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
     """Parsed config.json. Raises ValueError when the directory or the file is missing or is not JSON."""

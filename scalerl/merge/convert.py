@@ -171,7 +171,8 @@ def _write_tensors(
     stored = checkpoint.tensors()
     dtypes = [stored[keys[p.name]].properties.dtype if p.keeps_float32 else dtype for p in params]
     groups = [
-        {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()} for p, to in zip(params, dtypes, strict=True)
+        {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()}
+        for p, to in zip(params, dtypes, strict=True)
     ]
     files = plan_files(groups, max_shard_bytes)
     file_of: dict[str, str] = {}

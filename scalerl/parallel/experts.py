@@ -231,20 +231,8 @@ class Experts(MegatronModule):
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
         """tokens_NH: sorted by expert; weights_N: of each. Returns [N, hidden] (etp: part of the sum), and no bias."""
-        if self._can_group(tokens_NH):
-            ends = tokens_per_expert.cumsum(0).to(tokens_NH.device, torch.int32)
-            inner = _swiglu(_grouped(tokens_NH, self.linear_fc1.weight, ends), weights_N)
-            return _grouped(inner, self.linear_fc2.weight, ends), None
-        sizes = tokens_per_expert.tolist()
-        parts = zip(
-            tokens_NH.split(sizes),
-            weights_N.split(sizes),
-            # unbind, because an index for each expert would make each a gradient of the whole weight.
-            self.linear_fc1.weight.unbind(),
-            self.linear_fc2.weight.unbind(),
-            strict=True,
-        )
-        return torch.cat([F.linear(_swiglu(F.linear(x, fc1), w), fc2) for x, w, fc1, fc2 in parts]), None
+        compute = grouped if self._can_group(tokens_NH) else one_by_one
+        return compute(tokens_NH, tokens_per_expert, weights_N, self.linear_fc1.weight, self.linear_fc2.weight), None
 
     def _can_group(self, tokens_NH: Tensor) -> bool:
         if not (tokens_NH.is_cuda and tokens_NH.dtype == torch.bfloat16 and len(tokens_NH) and _grouped_mm):
@@ -255,7 +243,6 @@ class Experts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensorFactory]:
         """A key for each expert, `...local_experts.<global index>...`, as families/ names them."""
-        # Fragments of a tensor with their dimension: gate and up are two parts of one, each split over etp.
         return {
             f"{prefix}{name}.weight": self._factory(
                 f"{prefix}{name}.weight", getattr(self, name).weight, sharded_offsets
@@ -272,6 +259,7 @@ class Experts(MegatronModule):
             shards = []
             for local, tensor in enumerate(data):
                 of_expert = key.replace(".experts.", f".experts.local_experts.{first + local}.", 1)
+                # (dimension, place, number of places): gate and up are two parts of one tensor, each split over etp.
                 parts = [(0, etp_rank, 2 * etp), (0, etp + etp_rank, 2 * etp)] if is_gate_up else [(1, etp_rank, etp)]
                 for part, offset in zip(tensor.chunk(len(parts)), parts, strict=True):
                     shards.append(
@@ -296,8 +284,19 @@ class Experts(MegatronModule):
 _grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def _grouped(tokens_NK: Tensor, weight_EMK: Tensor, ends: Tensor) -> Tensor:
-    return _grouped_mm(tokens_NK, weight_EMK.transpose(1, 2), offs=ends)
+def grouped(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    """All experts in two matrix products; as `one_by_one`."""
+    ends = tokens_per_expert.cumsum(0).to(tokens_NH.device, torch.int32)
+    inner = _swiglu(_grouped_mm(tokens_NH, fc1.transpose(1, 2), offs=ends), weights_N)
+    return _grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
+
+
+def one_by_one(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+    """fc1 [experts, 2 * ffn, H], fc2 [experts, H, ffn] -> [N, H]."""
+    sizes = tokens_per_expert.tolist()
+    # unbind, because an index for each expert would make each a gradient of the whole weight.
+    parts = zip(tokens_NH.split(sizes), weights_N.split(sizes), fc1.unbind(), fc2.unbind(), strict=True)
+    return torch.cat([F.linear(_swiglu(F.linear(x, gate_up), w), down) for x, w, gate_up, down in parts])
 
 
 def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:

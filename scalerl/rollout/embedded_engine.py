@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
+from scalerl.rollout.file_tensors import file_tensors
 from scalerl.rollout.sampling import SampleSettings, sample
 from scalerl.rollout.weights import tensor_checksum
 
@@ -62,7 +63,7 @@ class EmbeddedEngine:
             model_path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
         )
         self._model.to(self._device).eval().requires_grad_(False)
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id)
         self._lock = threading.Lock()

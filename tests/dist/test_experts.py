@@ -160,6 +160,28 @@ def test_losses_of_the_router(ranks_on: Callable, expected: dict[str, Tensor], l
             assert float((rank["gradients"][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
 
 
+def recomputed(model: str, layout: dict[str, int], recompute: dict[str, Any]) -> dict[str, Tensor]:
+    losses = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
+    return gradients(Rank(model, layout, use_distributed_optimizer=False, **losses, **recompute))
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["moe", "full"],
+)
+def test_losses_of_a_router_that_is_computed_again(
+    model: Path, expected: dict[str, Tensor], recompute: dict[str, Any]
+) -> None:
+    """Two stages, so that other micro-batches pass the router before the first comes back."""
+    for found in run_ranks(2, recomputed, str(model), LAYOUTS["pp2"], recompute):
+        for name, gradient in expected.items():
+            assert float((found[name] - gradient).norm() / gradient.norm()) < RELATIVE, name
+
+
 # --- replay ---
 
 

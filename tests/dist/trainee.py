@@ -16,10 +16,11 @@ TEMPERATURE = 0.7
 @cache
 def groups(layout: tuple[int, int, int]) -> Any:
     """Of (tp_size, pp_size, world_size); megatron starts its groups once per process."""
+    from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
 
     tp_size, pp_size, world_size = layout
-    return initialize(Layout(world_size, tp_size, pp_size), backend="gloo", timeout_s=60, seed=1)
+    return initialize(Layout(world_size, tp_size, pp_size), backend=platform.backend(), timeout_s=60, seed=1)
 
 
 class Trainee:

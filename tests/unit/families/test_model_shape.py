@@ -210,28 +210,6 @@ def test_yarn_belongs_to_latent_attention():
     assert (shape.rope_scaling["beta_fast"], shape.rope_scaling["mscale_all_dim"]) == (32.0, 1.0)
 
 
-def test_parallel_errors_of_experts():
-    config = SMALL | OF_EXPERTS["qwen3_moe"] | {"model_type": "qwen3_moe"}
-    shape = ModelShape.from_config(config)
-    assert shape.parallel_errors(2, 1, ep_size=4, etp_size=1) == []
-    errors = "\n".join(shape.parallel_errors(1, 1, ep_size=3, etp_size=3))
-    assert "number of experts 8 is not divisible by expert_model_parallel_size 3" in errors
-    assert "width of an expert 16 is not divisible by expert_tensor_parallel_size 3" in errors
-    # Every layer is a mixture: nothing is intermediate_size wide.
-    assert ModelShape.from_config(config | {"intermediate_size": 47}).parallel_errors(2, 1) == []
-    assert "has no experts" in ModelShape.from_config(SMALL).parallel_errors(1, 1, ep_size=2)[0]
-
-
-def test_parallel_errors_name_every_size():
-    shape = ModelShape.from_config(SMALL)
-    assert shape.parallel_errors(2, 2) == []
-    errors = "\n".join(shape.parallel_errors(5, 3))
-    for part in ("num_attention_heads 4", "num_key_value_heads 2", "intermediate_size 48", "num_hidden_layers 2"):
-        assert part in errors
-    assert "tensor_model_parallel_size 5" in errors
-    assert "pipeline_model_parallel_size 3" in errors
-
-
 def test_family_of_takes_mappings_and_objects():
     assert family_of({"model_type": "qwen3"}) is family_of(Qwen3Config())
     with pytest.raises(ValueError, match="model_type None is not supported"):

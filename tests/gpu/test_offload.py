@@ -1,0 +1,54 @@
+"""A model that leaves the GPU between its phases: the same numbers, pinned copies, and memory that is really free.
+
+    pytest tests/gpu/test_offload.py
+
+NOT RUN YET on a GPU; on a CPU tests/dist/test_offload.py runs the same code, where no memory is pinned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.trainee import Trainee
+from tests.gpu.isolated import run_isolated
+from tests.tiny_models import make_tiny_model
+
+NUM_UPDATES = 3
+# What the allocator rounds sizes up to, for each of some hundred storages.
+SLACK_BYTES = 512 * 500
+
+
+def train(model: str, dtype: str, away: bool) -> dict[str, Any]:
+    trainee = Trainee(model, (1, 1, 1), dtype=dtype)
+    engine, found = trainee.engine, {"logprobs": [], "updates": [], "freed": [], "owned": [], "pinned": []}
+    for _ in range(NUM_UPDATES):
+        if away:
+            owned, before = sum(engine.device_bytes().values()), torch.cuda.memory_allocated()
+            engine.to_host()
+            found["owned"].append(owned)
+            found["freed"].append(before - torch.cuda.memory_allocated())
+            groups = [group for groups in engine._offload._flat.values() for group in groups]
+            found["pinned"].append(all(piece.is_pinned() for group in groups for _, piece in group._host._pieces))
+            engine.to_device()
+        found["logprobs"].append([column.cpu() for column in trainee.logprobs()])
+        found["updates"].append(trainee.update())
+    found["state"] = [tensor.cpu() for tensor in trainee.state()]
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_as_if_it_had_stayed(tmp_path: Path, dtype: str) -> None:
+    model = str(make_tiny_model(tmp_path, "qwen3", num_layers=4, hidden_size=256, head_dim=64, initializer_range=0.05))
+    here = run_isolated(train, model, dtype, False, device="cuda")
+    away = run_isolated(train, model, dtype, True, device="cuda")
+    assert here["updates"] == away["updates"] and here["updates"][0]["grad_norm"] > 0
+    assert all(map(torch.equal, here["state"], away["state"]))
+    for mine, theirs in zip(here["logprobs"], away["logprobs"], strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert all(away["pinned"])
+    for freed, owned in zip(away["freed"], away["owned"], strict=True):
+        assert owned - SLACK_BYTES <= freed <= owned + SLACK_BYTES
