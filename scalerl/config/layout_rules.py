@@ -15,7 +15,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What of a model a layout divides, or its recompute; sizes of the whole model. num_experts 0: a dense model."""
+    """What of a model a layout divides, or its recompute; sizes of the whole model. num_experts 0: a dense model.
+
+    ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
+    """
 
     num_attention_heads: int
     num_kv_heads: int
@@ -100,8 +103,9 @@ def layout_violations(
     widths = {
         "attention heads": sizes.num_attention_heads,
         "key/value heads": sizes.num_kv_heads,
-        "feed-forward size": sizes.ffn_hidden_size,
     }
+    if sizes.ffn_hidden_size:
+        widths["feed-forward size"] = sizes.ffn_hidden_size
     if sizes.shared_expert_ffn_hidden_size:
         widths["width of the shared experts"] = sizes.shared_expert_ffn_hidden_size
     found = list(_indivisible(f"{prefix}.tensor_model_parallel_size", tp_size, widths))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import copyreg
+import ctypes
 import hashlib
 import io
 import pickle
@@ -111,8 +112,10 @@ def tensor_checksum(tensor: Tensor) -> str:
         from sglang.srt.managers.mm_utils import tensor_hash
 
         return f"{tensor_hash(tensor):016x}"
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(data)).hexdigest()[:16]
+    data = tensor.detach().contiguous()
+    # Not through numpy(): it would forbid the storage to be resized, which is how a parameter leaves its device.
+    content = (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

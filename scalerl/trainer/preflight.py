@@ -68,6 +68,12 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
                 rollout_tp=cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
             )
         )
+        rollout = cfg.actor_rollout_ref.rollout
+        if shape.num_experts and rollout.name == "sglang" and rollout.verify_weights_every:
+            findings.violations.append(
+                f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an "
+                f"SGLang server are not known for a mixture of experts ({shape.model_type}); set it to 0"
+            )
         longest = cfg.data.max_prompt_length + cfg.data.max_response_length
         if longest > shape.max_position_embeddings:
             findings.violations.append(
@@ -166,7 +172,7 @@ def _layout(
         num_attention_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_kv_heads,
         num_layers=shape.num_layers,
-        ffn_hidden_size=shape.ffn_hidden_size,
+        ffn_hidden_size=0 if shape.moe_layers and all(shape.moe_layers) else shape.ffn_hidden_size,
         num_experts=shape.num_experts,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,

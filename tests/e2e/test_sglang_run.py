@@ -46,7 +46,9 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     run_dir = tmp_path_factory.mktemp("sglang")
-    job = start_job(arguments(inputs, run_dir, "trainer.save_freq=2", "trainer.test_freq=1"), run_dir)
+    # The model leaves its device whenever it does not compute.
+    offload = [f"actor_rollout_ref.actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
+    job = start_job(arguments(inputs, run_dir, "trainer.save_freq=2", "trainer.test_freq=1", *offload), run_dir)
     server = "sglang_launch"
     job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
     job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")

@@ -12,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, expected_checksums, serialize_bucket
+from scalerl.rollout.weights import (
+    ExpectedChecksums,
+    checksum_differences,
+    expected_checksums,
+    serialize_bucket,
+    tensor_checksum,
+)
 
 CONFIG = {
     "hidden_size": 8,
@@ -80,6 +86,13 @@ def test_sglang_checksums_of_two_ranks_in_any_order_of_the_stream(order: str) ->
         expected.add([(name, buffer)])
         buffer.zero_()  # a sender reuses its bucket
     assert expected.result() == [sglang_rank(tensors, 0), sglang_rank(tensors, 1)]
+
+
+def test_a_hashed_tensor_can_still_leave_its_device() -> None:
+    tensor = torch.arange(6.0)
+    assert tensor_checksum(tensor) == hashlib.sha256(tensor.clone().numpy().tobytes()).hexdigest()[:16]
+    assert tensor_checksum(tensor[:0]) == hashlib.sha256(b"").hexdigest()[:16]
+    tensor.untyped_storage().resize_(0)
 
 
 def test_a_tied_head_is_not_hashed_twice() -> None:
