@@ -15,28 +15,20 @@ from transformers import AutoModelForCausalLM
 from scalerl.checkpoint import megatron as checkpoint
 from scalerl.merge import merge
 from scalerl.trainer import checkpoints
+from tests.dist import layouts
 from tests.dist.launch import run_ranks
+from tests.dist.layouts import ONE, Sizes
 from tests.tiny_models import make_tiny_model
 
-# Arguments of Layout. Where tp * pp * cp is not the world, the rest is dp.
-LAYOUTS = {
-    "one": dict(world_size=1),
-    "tp2": dict(world_size=2, tp_size=2),
-    "pp2": dict(world_size=2, pp_size=2),
-    "dp2": dict(world_size=2),
-    "cp2": dict(world_size=2, cp_size=2),
-    "tp2_pp2": dict(world_size=4, tp_size=2, pp_size=2),
-}
+# A checkpoint of each is loaded on each.
+LAYOUTS = {"one": ONE} | {name: layouts.LAYOUTS[name] for name in ("tp2", "pp2", "dp2", "cp2", "tp2_pp2")}
 # Of a mixture of experts with four layers.
 DEEP_LAYOUTS = {
-    "one": dict(world_size=1),
-    "ep2": dict(world_size=2, ep_size=2),
-    "tp2_ep2": dict(world_size=2, tp_size=2, ep_size=2),
-    "tp2_etp2": dict(world_size=2, tp_size=2, etp_size=2),
-    "vpp2_pp2": dict(world_size=2, pp_size=2, vpp_size=2),
+    "one": ONE,
+    **{name: layouts.MIXTURE_LAYOUTS[name] for name in ("ep2", "tp2_ep2_etp1", "tp2_etp2")},
+    "vpp2_pp2": layouts.LAYOUTS["vpp2_pp2"],
     "uneven_ep2": dict(world_size=4, pp_size=2, ep_size=2, first_stage_layers=1),
 }
-Sizes = dict[str, int]
 TIED_LAYOUTS = ["tp2", "pp2", "tp2_pp2"]
 LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 # Its padding depends on tp: 576 rows on one process, 640 on tp 2.

@@ -14,33 +14,9 @@ import pytest
 import torch
 
 from tests.dist.launch import run_ranks
+from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.tiny_models import make_tiny_model
 
-# Arguments of Layout. Where tp * pp * cp is not the world, the rest is dp.
-LAYOUTS = {
-    "tp2": dict(world_size=2, tp_size=2),
-    "pp2": dict(world_size=2, pp_size=2),
-    "vpp2_pp2": dict(world_size=2, pp_size=2, vpp_size=2),
-    "uneven_pp2": dict(world_size=2, pp_size=2, first_stage_layers=1),
-    "cp2": dict(world_size=2, cp_size=2),
-    "cp4": dict(world_size=4, cp_size=4),
-    "dp2": dict(world_size=2),
-    "tp2_pp2": dict(world_size=4, tp_size=2, pp_size=2),
-    "tp2_dp2": dict(world_size=4, tp_size=2),
-    "tp2_cp2": dict(world_size=4, tp_size=2, cp_size=2),
-    "pp2_dp2": dict(world_size=4, pp_size=2),
-    "cp2_dp2": dict(world_size=4, cp_size=2),
-    "tp2_pp2_cp2": dict(world_size=8, tp_size=2, pp_size=2, cp_size=2),
-}
-MIXTURE_LAYOUTS = {
-    "ep2": dict(world_size=2, ep_size=2),
-    "tp2_etp2": dict(world_size=2, tp_size=2, etp_size=2),
-    "tp2_ep2": dict(world_size=4, tp_size=2, ep_size=2, etp_size=2),
-    "tp2_ep2_etp1": dict(world_size=2, tp_size=2, ep_size=2),
-    "ep2_cp2": dict(world_size=2, cp_size=2, ep_size=2),
-    "ep2_pp2": dict(world_size=4, pp_size=2, ep_size=2),
-}
-ONE = dict(world_size=1)
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 CASES += [("qwen3_moe", layout) for layout in MIXTURE_LAYOUTS]
@@ -166,9 +142,7 @@ def one_process(models: Callable[[str], Path]) -> Callable[[str], Outcome]:
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_layout(
-    models: Callable[[str], Path], one_process: Callable[[str], Outcome], family: str, layout: str
-) -> None:
+def test_layout(models: Callable[[str], Path], one_process: Callable[[str], Outcome], family: str, layout: str) -> None:
     assert_same(run(models(family), (LAYOUTS | MIXTURE_LAYOUTS)[layout]), one_process(family))
 
 
@@ -212,8 +186,10 @@ def qwen3(models: Callable[[str], Path]) -> Path:
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
 def test_loss_aggregation(qwen3: Path, mode: str) -> None:
+    """Other micro-batches, dp and cp; token-mean is what the other tests use."""
     expected = run(qwen3, ONE, loss_agg_mode=mode)
     assert_same(run(qwen3, LAYOUTS["dp2"], loss_agg_mode=mode, budget=31), expected)
+    assert_same(run(qwen3, LAYOUTS["cp2"], loss_agg_mode=mode, budget=48), expected)
 
 
 @pytest.mark.parametrize("option", ["sequence_parallel", "use_distributed_optimizer"])

@@ -16,18 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from scalerl.families import ModelShape, value_model_config
 from scalerl.merge import merge
 from tests.dist.launch import run_ranks
+from tests.dist.layouts import LAYOUTS, ONE
 from tests.tiny_models import make_tiny_model
 
-ONE = dict(world_size=1)
-LAYOUTS = {
-    "tp2": dict(world_size=2, tp_size=2),
-    "pp2": dict(world_size=2, pp_size=2),
-    "cp2": dict(world_size=2, cp_size=2),
-    "dp2": dict(world_size=2),
-    "tp2_pp2": dict(world_size=4, tp_size=2, pp_size=2),
-    "tp2_cp2": dict(world_size=4, tp_size=2, cp_size=2),
-    "vpp2_pp2": dict(world_size=2, pp_size=2, vpp_size=2),
-}
 LENGTHS = (9, 17, 1, 12, 30, 8, 3, 21)
 NUM_UPDATES, NUM_MICRO_BATCHES = 3, 4
 ABSOLUTE = 1e-5
