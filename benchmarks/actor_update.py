@@ -155,7 +155,7 @@ def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int
         megatron=megatron,
         world_size=options.world,
         lengths=tuple(lengths),
-        plan=make_plan(lengths, megatron, options.world, budget * options.cp, model_path),
+        plan=make_plan(lengths, megatron, options.world, budget, model_path),
         budget=budget,
         vocab=vocab,
         repeats=options.repeats,

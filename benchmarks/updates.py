@@ -132,9 +132,8 @@ def make_plan(lengths: list[int], megatron: MegatronConfig, world_size: int, bud
         lengths,
         dp_size=layout_of(megatron, world_size).dp_size,
         mini_batches=[range(len(lengths))],
-        max_tokens_per_micro_batch=budget,
         workload_S=flops_shape(ModelShape.from_hf(model_path)).forward_each(lengths),
-        **packing_rules(megatron),
+        **packing_rules(megatron, budget),
     )
 
 

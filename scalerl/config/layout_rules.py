@@ -45,6 +45,12 @@ def devices_per_model(megatron: MegatronConfig) -> int:
     return megatron.tensor_model_parallel_size * megatron.context_parallel_size * megatron.pipeline_model_parallel_size
 
 
+def dividing_sizes(megatron: MegatronConfig) -> list[str]:
+    """Names of the sizes above 1 whose product is `devices_per_model`; one name at least."""
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return [name for name in names if getattr(megatron, name) > 1] or [names[0]]
+
+
 def dp_size(cfg: PPOConfig | SFTConfig) -> int:
     """Data-parallel ranks; the layout must fit the world size."""
     return world_size(cfg) // devices_per_model(megatron_of(cfg))
@@ -128,8 +134,7 @@ def layout_violations(
 
 def world_violations(megatron: MegatronConfig, world_size: int, prefix: str) -> Iterator[str]:
     """The devices against the sizes, whatever the model."""
-    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    used = [name for name in names if getattr(megatron, name) > 1] or [names[0]]
+    used = dividing_sizes(megatron)
     model = devices_per_model(megatron)
     if world_size % model:
         product = f" = {model}" if len(used) > 1 else ""

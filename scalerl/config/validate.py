@@ -14,6 +14,7 @@ from scalerl.config.layout_rules import (
     ROLLOUT,
     aligning_keys,
     devices_per_model,
+    dividing_sizes,
     divisors,
     dp_size,
     megatron_of,
@@ -95,9 +96,10 @@ def _world_rule(megatron: str) -> Rule:
         if world % model:
             # With several nodes, the devices per node that work are the multiples of this.
             unit = model // math.gcd(model, cfg.trainer.nnodes)
+            used = " x ".join(f"{megatron}.{name}" for name in dividing_sizes(_value(cfg, megatron)))
             yield (
                 f"trainer.nnodes x trainer.n_gpus_per_node = {cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node} = "
-                f"{world}: must be a multiple of {' x '.join(sizes)} = {model}; set trainer.n_gpus_per_node="
+                f"{world}: must be a multiple of {used} = {model}; set trainer.n_gpus_per_node="
                 f"{_nearest_multiples(cfg.trainer.n_gpus_per_node, unit)}, or sizes whose product divides {world}"
             )
 
