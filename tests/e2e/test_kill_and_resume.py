@@ -30,7 +30,9 @@ LAYOUTS = {
     "dp2": [],
 }
 # Clocks and memory, which no two runs share.
-MEASURED = re.compile(r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory)")
+MEASURED = re.compile(
+    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory)"
+)
 
 
 def command(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = None) -> list[str]:
