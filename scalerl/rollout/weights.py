@@ -159,7 +159,7 @@ class ExpectedChecksums:
 
     SGLang hashes its own parameters per tensor-parallel rank: q, k, v and gate, up fused, heads and vocabulary cut over
     the ranks. A fused parameter is hashed as soon as its last part has come, so that a stream of buckets needs no
-    second copy of the model. Serves dense Qwen3, Qwen2 and Llama.
+    second copy of the model. Serves dense models, not mixtures, whose experts SGLang fuses in its own way.
     """
 
     def __init__(
