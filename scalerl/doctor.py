@@ -57,9 +57,14 @@ REQUIRED = (
 
 # Used when they are there.
 OPTIONAL = (
-    Package("transformer-engine", "import transformer_engine.pytorch", "plain torch layers: slower, and no FP8"),
+    Package(
+        "transformer-engine",
+        "import transformer_engine.pytorch",
+        "megatron.cp_comm_type cannot be set (attention is torch's, context parallelism scalerl's own); apex's or "
+        "torch's Adam",
+    ),
     Package("apex", "import apex.multi_tensor_apply, amp_C", "torch's Adam and gradient clipping: slower updates"),
-    Package("flash-attn", "import flash_attn", "torch's own attention: slower on long sequences"),
+    Package("flash-attn", "import flash_attn", "transformer-engine's attention has the kernels of cuDNN only"),
     Package(
         "torch_memory_saver",
         "import torch_memory_saver",

@@ -5,7 +5,7 @@ A `batch` here is opaque to the loop: it holds one row of metadata per sample (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +31,8 @@ class Rollout(Protocol):
     def validate(self, *, step: int) -> tuple[Any, Metrics]:
         """Scored samples for every validation prompt, sampled as val_kwargs say."""
 
-    def place(self, samples: Any, plan: Any) -> Batch:
-        """The samples' tokens on the data-parallel ranks that the plan names."""
+    def place(self, samples: Any, plans: Mapping[str, Any]) -> Batch:
+        """The samples' tokens on the data-parallel ranks that the actor's plan names. plans: role -> its plan."""
 
     def sync_weights(self, policy_version: int) -> Metrics:
         """Serve the actor's weights from now on, and stamp samples with this version."""
@@ -53,3 +53,20 @@ class Reference(Protocol):
 
     def logprobs(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with ref_logprobs."""
+
+
+class Critic(Protocol):
+    """The value model that trains."""
+
+    def values(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The batch with values, by the weights as they are."""
+
+    def update(self, batch: Batch) -> Metrics:
+        """One optimizer update per mini-batch and epoch. The batch holds values and returns."""
+
+
+class RewardModel(Protocol):
+    """The frozen model that scores samples."""
+
+    def scores(self, batch: Batch) -> np.ndarray:
+        """[S], of every sample."""

@@ -71,10 +71,10 @@ def vanilla(
     }
 
 
-def check_loss_counts(loss_agg_mode: str, num_loss_tokens: int, num_sequences: int) -> None:
-    """Raises ValueError for a mode that does not exist or a count below 1."""
+def check_loss_counts(loss_agg_mode: str, num_loss_tokens: int, num_sequences: int, *, section: str = "actor") -> None:
+    """Raises ValueError for a mode that does not exist or a count below 1. section: whose loss_agg_mode it is."""
     if loss_agg_mode not in LOSS_AGG_MODES:
-        raise ValueError(f"actor.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
+        raise ValueError(f"{section}.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
     for name, count in (("num_loss_tokens", num_loss_tokens), ("num_sequences", num_sequences)):
         if count < 1:
             raise ValueError(f"{name}={count}: the mini-batch has no token to learn from, all its masks are empty")

@@ -60,7 +60,7 @@ class PolicyObjective:
         Raises ValueError for a missing column, or missing entropy_T when entropy_coeff is not 0.
         """
         config = self.actor_config
-        _require(columns, (*self.token_columns, "cu_seqlens"))
+        require_columns(columns, (*self.token_columns, "cu_seqlens"))
         if self.needs_entropy and entropy_T is None:
             raise ValueError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of every token: got none")
         mask_T = columns["response_mask"]
@@ -76,18 +76,16 @@ class PolicyObjective:
             logprobs_T, old_logprobs_T, advantages_T, config
         )
         loss = weighted_sum(loss_T, weights_T)
-        metrics = {"actor/pg_loss": _snapshot(loss)}
-        token_weights_T = keep_T.to(weights_T.dtype) / self.num_loss_tokens
-        for name, values_T in token_metrics.items():
-            metrics[name] = _snapshot(weighted_sum(values_T, token_weights_T))
+        metrics = {"actor/pg_loss": snapshot(loss)}
+        metrics |= token_means(token_metrics, keep_T, self.num_loss_tokens)
         if entropy_T is not None:
             entropy = weighted_sum(entropy_T, weights_T)
-            metrics["actor/entropy"] = _snapshot(entropy)
+            metrics["actor/entropy"] = snapshot(entropy)
             if self.needs_entropy:
                 loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
             kl = weighted_sum(kl_penalty_forward(logprobs_T, columns["ref_logprobs"], config.kl_loss_type), weights_T)
-            metrics["actor/kl_loss"] = _snapshot(kl)
+            metrics["actor/kl_loss"] = snapshot(kl)
             loss = loss + config.kl_loss_coef * kl
         return loss, metrics
 
@@ -117,20 +115,27 @@ class SFTObjective:
         self, logprobs_T: Tensor, entropy_T: Tensor | None, columns: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """logprobs_T: [T] with gradient.  entropy_T: ignored.  columns: `token_columns` [T] and cu_seqlens [S + 1]."""
-        _require(columns, (*self.token_columns, "cu_seqlens"))
+        require_columns(columns, (*self.token_columns, "cu_seqlens"))
         weights_T = loss_weights(
             columns["response_mask"], columns["cu_seqlens"], "token-mean", self.num_loss_tokens, num_sequences=1
         )
         loss = weighted_sum(-logprobs_T, weights_T)
-        return loss, {"train/loss": _snapshot(loss)}
+        return loss, {"train/loss": snapshot(loss)}
 
 
-def _snapshot(value: Tensor) -> Tensor:
-    # A copy: scaling the loss in place later must not change the metric.
+def snapshot(value: Tensor) -> Tensor:
+    """A copy without gradient: scaling the loss in place later must not change the metric."""
     return value.detach().clone()
 
 
-def _require(columns: dict[str, Tensor], names: tuple[str, ...]) -> None:
+def token_means(columns: dict[str, Tensor], keep_T: Tensor, num_loss_tokens: int) -> dict[str, Tensor]:
+    """{name: sum of the [T] column over keep_T, divided by the loss tokens of the mini-batch over all ranks}."""
+    weights_T = keep_T.float() / num_loss_tokens
+    return {name: snapshot(weighted_sum(values_T, weights_T)) for name, values_T in columns.items()}
+
+
+def require_columns(columns: dict[str, Tensor], names: tuple[str, ...]) -> None:
+    """Raises ValueError naming those that a micro-batch lacks."""
     missing = [name for name in names if name not in columns]
     if missing:
         raise ValueError(f"micro-batch lacks columns {missing}; it has {sorted(columns)}")

@@ -14,6 +14,7 @@ from scalerl.config.layout_rules import (
     micro_batch_multiple,
     world_size,
 )
+from scalerl.config.model_roles import ModelRole, model_roles, num_devices, uses_critic
 from scalerl.config.recompute_rules import recompute_violations
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
@@ -22,6 +23,7 @@ from scalerl.config.validate import validate_ppo, validate_sft
 
 __all__ = [
     "ConfigError",
+    "ModelRole",
     "ModelSizes",
     "PPOConfig",
     "SFTConfig",
@@ -34,8 +36,11 @@ __all__ = [
     "help_text",
     "layout_violations",
     "micro_batch_multiple",
+    "model_roles",
+    "num_devices",
     "recompute_violations",
     "save_resolved",
+    "uses_critic",
     "validate_ppo",
     "validate_sft",
     "world_size",

@@ -27,7 +27,7 @@ from scalerl.config.domains import domain_violations
 from scalerl.config.draft import Draft
 from scalerl.config.errors import ConfigError
 from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.config.validate import validate_ppo, validate_sft
+from scalerl.config.validate import said_once, validate_ppo, validate_sft
 
 CONFIGS_PACKAGE = "scalerl.configs"
 SCHEMAS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig}
@@ -66,7 +66,7 @@ def _check(request: _Request, groups: list[str]) -> None:
         draft.put_override(override)
     misfits = request.violations + draft.violations
     missing, config = draft.finish()
-    rules = dict(domain_violations(config)).values() if misfits else VALIDATORS[request.kind](config)
+    rules = said_once(config, dict(domain_violations(config))) if misfits else VALIDATORS[request.kind](config)
     if violations := [*misfits, *missing, *rules]:
         raise ConfigError(violations)
 

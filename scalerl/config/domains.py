@@ -53,12 +53,19 @@ def list_of(*names: str) -> Domain:
 
 
 FINITE = Domain(_number, "a finite number", "0")
+UNIT = Domain(lambda v: _number(v) and 0 <= v <= 1, "at least 0 and at most 1", "1")
 FRACTION = Domain(lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1", "1")
 TEXT = Domain(lambda v: isinstance(v, str) and v.strip() != "", "a non-empty text", "a name")
 BETAS = Domain(
     lambda v: isinstance(v, list) and len(v) == 2 and all(_number(b) and 0 <= b < 1 for b in v),
     "two numbers, each at least 0 and below 1",
     "[0.9,0.999]",
+)
+
+TWO_SIZES = Domain(
+    lambda v: isinstance(v, list) and len(v) == 2 and all(type(size) is int and size >= 2 for size in v),
+    "two whole numbers, each at least 2",
+    "[2,2]",
 )
 
 
@@ -136,6 +143,8 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "num_layers_in_first_pipeline_stage": or_null(at_least(1)),
         "num_layers_in_last_pipeline_stage": or_null(at_least(1)),
         "context_parallel_size": at_least(1),
+        "cp_comm_type": or_null(one_of("p2p", "a2a", "all_gather", "a2a+p2p")),
+        "hierarchical_context_parallel_sizes": or_null(TWO_SIZES),
         "expert_model_parallel_size": at_least(1),
         "expert_tensor_parallel_size": or_null(at_least(1)),
         "dtype": DTYPE,
@@ -182,15 +191,31 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "request_timeout_s": above(0, 600),
         "engine_kwargs": SERVER_ARGS,
     },
-    schema.RefConfig: {"model_path": or_null(TEXT)},
-    schema.AlgorithmConfig: {"adv_estimator": TEXT},
+    schema.ResourcePoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
+    schema.RefConfig: {"model_path": or_null(TEXT), "log_prob_max_token_len_per_gpu": at_least(1)},
+    schema.CriticModelConfig: {"path": TEXT},
+    schema.CriticConfig: {
+        "ppo_mini_batch_size": at_least(1),
+        "ppo_max_token_len_per_gpu": at_least(1),
+        "ppo_epochs": at_least(1),
+        "cliprange_value": above(0, 0.5),
+        "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    },
+    schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
+    schema.ScoringModelConfig: {"path": or_null(TEXT)},
     schema.RewardModelConfig: {
+        "forward_max_token_len_per_gpu": at_least(1),
         "reward_manager": TEXT,
         "timeout_s": above(0, 60),
         "on_error": one_of("stop", "zero"),
     },
-    schema.TrainerConfig: {**_RUN, "log_val_generations": at_least(0), "rollout_data_dir": or_null(TEXT)},
+    schema.TrainerConfig: {
+        **_RUN,
+        "critic_warmup": at_least(0),
+        "log_val_generations": at_least(0),
+        "rollout_data_dir": or_null(TEXT),
+    },
     schema.SFTDataConfig: {
         "train_files": FILES,
         "val_files": or_null(FILES),

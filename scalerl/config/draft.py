@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scalerl.config.domains import show
@@ -66,18 +68,17 @@ class Draft:
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
         found = []
-        for key in self.table.leaves:
-            try:
-                OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
-            except OmegaConfBaseException as error:
-                found.append(
-                    f"{key} = {self._raw(key)}: cannot be resolved: {_first_line(error)}; set {key} to a value"
-                )
-                OmegaConf.update(self._config, key, self._raw_default(key))
-        for key in sorted(OmegaConf.missing_keys(self._config), key=list(self.table.leaves).index):
+        raw = _raw_values(self._config, self.table.leaves)
+        for key in [key for key, value in raw.items() if value == MISSING]:
             if key not in self._mentioned:
                 found.append(f"{key}: missing; set {key}=...{self._about(key)}")
             OmegaConf.update(self._config, key, _PLACEHOLDER)
+        for key in [key for key, value in raw.items() if "${" in str(value)]:
+            try:
+                OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
+            except OmegaConfBaseException as error:
+                found.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
+                OmegaConf.update(self._config, key, self._raw_default(key))
         return found, OmegaConf.to_object(self._config)
 
     def _put_leaf(self, key: str, value: Any, origin: str) -> None:
@@ -93,7 +94,7 @@ class Draft:
         if key not in self.table.leaves:
             return ""
         default = self._raw_default(key)
-        return "" if default == "???" else f"; the default is {show(default)}"
+        return "" if default == MISSING else f"; the default is {show(default)}"
 
     def _about(self, key: str) -> str:
         return " (a path or [a,list,of,paths])" if key.endswith("_files") else ""
@@ -101,19 +102,14 @@ class Draft:
     def _at_root(self, name: Any) -> bool:
         return self.table.kind(str(name)) != "unknown"
 
-    def _raw(self, key: str) -> Any:
-        return _raw_value(self._config, key)
-
     def _raw_default(self, key: str) -> Any:
-        return _raw_value(self._defaults, key)
+        return _raw_values(self._defaults, [key])[key]
 
 
-def _raw_value(config: Any, key: str) -> Any:
-    """The value as written: interpolations and ??? stay."""
+def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """The values as written: interpolations and ??? stay."""
     container = OmegaConf.to_container(config, resolve=False)
-    for part in key.split("."):
-        container = container[part]
-    return container
+    return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
 
 
 def _first_line(error: Exception) -> str:

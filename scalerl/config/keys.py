@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
+
+from omegaconf import OmegaConf
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
 
@@ -47,11 +50,24 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
             yield Leaf(prefix + field.name, schema, field.name, annotation)
 
 
+@functools.cache
+def inherited_keys(schema: type) -> dict[str, str]:
+    """Keys whose default is the value of another one, and that one."""
+    raw = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
+    found = {}
+    for leaf in leaves(schema):
+        value = functools.reduce(lambda node, part: node[part], leaf.key.split("."), raw)
+        if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
+            found[leaf.key] = match[1]
+    return found
+
+
 class KeyTable:
     """The keys of one schema."""
 
     def __init__(self, schema: type) -> None:
         self.leaves = {leaf.key: leaf for leaf in leaves(schema)}
+        self.inherited = inherited_keys(schema)
         self.sections = {key.rsplit(".", depth)[0] for key in self.leaves for depth in range(1, key.count(".") + 1)}
 
     def kind(self, key: str) -> KeyKind:
@@ -70,11 +86,17 @@ class KeyTable:
         return list(dict.fromkeys(names))
 
     def nearest(self, key: str) -> str:
-        """The known key most like `key`: the whole path counts, and its last part counts again."""
-        last = key.rsplit(".", 1)[-1]
+        """The known key most like `key`: the whole path counts, its last part again, and a section that is right.
+
+        A path may lack its start. Of two that are alike, the one that the other takes its default from.
+        """
+        section, _, last = key.rpartition(".")
 
         def likeness(known: str) -> float:
-            return _ratio(known, key) + _ratio(known.rsplit(".", 1)[-1], last)
+            path = 1.0 if known.endswith("." + key) else _ratio(known, key)
+            known_section, _, known_last = known.rpartition(".")
+            source = 0.05 if known not in self.inherited else 0.0
+            return path + _ratio(known_last, last) + source + (0.2 if section == known_section else 0.0)
 
         return max([*self.leaves, *sorted(self.sections)], key=likeness)
 
@@ -100,8 +122,10 @@ _BUDGET = "micro-batches are packed up to a number of tokens: set "
 # The first match counts.
 VERL_KEYS: list[tuple[str, str]] = [
     (r"^data\.(micro_batch_size(_per_gpu)?|use_dynamic_bsz)$", _BUDGET + "data.max_token_len_per_gpu"),
+    (r"\.ref\.log_prob_micro_batch_size(_per_gpu)?$", _BUDGET + "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    (r"^critic\..*(micro_batch_size(_per_gpu)?|use_dynamic_bsz)$", _BUDGET + "critic.ppo_max_token_len_per_gpu"),
     (
-        r"(ppo|log_prob|forward)_micro_batch_size(_per_gpu)?$|log_prob_max_token_len_per_gpu$|use_dynamic_bsz$",
+        r"(ppo|log_prob|forward)_micro_batch_size(_per_gpu)?$|rollout\.log_prob_max_token_len_per_gpu$|use_dynamic_bsz$",
         _BUDGET + "actor_rollout_ref.actor.ppo_max_token_len_per_gpu; it holds for every pass",
     ),
     (r"\.strategy$|model_engine$", "training is always Megatron; remove it"),
@@ -117,23 +141,22 @@ VERL_KEYS: list[tuple[str, str]] = [
         "server arguments go to actor_rollout_ref.rollout.engine_kwargs.sglang.<argument>",
     ),
     (r"rollout\.mode$", "the rollout is always a server; remove it"),
-    (r"actor_rollout_ref\.ref\.(megatron|log_prob|strategy)", "the reference uses the actor's layout; remove it"),
     (
         r"(enable_gradient_checkpointing|override_transformer_config\.recompute_\w+)$",
         "set recompute_granularity, recompute_method, recompute_num_layers, recompute_modules of the megatron section",
     ),
-    (r"^critic(\.|$)", "there is no critic yet; use an adv_estimator without one (algorithm.adv_estimator=grpo)"),
     (
         r"^algorithm\.(use_kl_in_reward|kl_ctrl|kl_penalty)\b",
         "KL is a term of the loss: set actor_rollout_ref.actor.use_kl_loss, kl_loss_coef and kl_loss_type",
     ),
-    (r"^algorithm\.(gamma|lam)$", "GAE needs a critic, which is not there yet; remove it"),
     (r"^reward\.reward_manager(\.name)?$", "set reward_model.reward_manager"),
     (r"^reward\.custom_reward_function\b", "set custom_reward_function.path and custom_reward_function.name"),
-    (r"^reward_model\.enable$", "only reward functions are there yet; set custom_reward_function.path, or remove it"),
     (r"^data\.val_batch_size$", "all validation prompts go to the servers at once; remove it"),
     (r"partial_pretrain$", "set model.path"),
     (r"remove_previous_ckpt", "set trainer.max_actor_ckpt_to_keep"),
-    (r"max_critic_ckpt_to_keep$", "there is no critic yet; set trainer.max_actor_ckpt_to_keep"),
+    (r"max_critic_ckpt_to_keep$", "a checkpoint holds actor and critic: set trainer.max_actor_ckpt_to_keep"),
+    (r"^critic\.enable$", "a critic is there with algorithm.adv_estimator=gae; remove it"),
+    (r"^reward_model\.enable_resource_pool$", "set reward_model.resource_pool.nnodes"),
+    (r"^reward_model\.(nnodes|n_gpus_per_node)$", "set reward_model.resource_pool.nnodes and n_gpus_per_node of it"),
     (r"^hydra(\.|/|$)", "scalerl makes no Hydra run directory; set trainer.default_local_dir"),
 ]

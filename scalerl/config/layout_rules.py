@@ -155,12 +155,33 @@ def world_violations(megatron: MegatronConfig, world_size: int, prefix: str) -> 
 
 
 def _context(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
-    if sizes.num_attention_heads % tp_size == 0 and sizes.num_attention_heads // tp_size % cp_size:
-        heads = sizes.num_attention_heads // tp_size
+    """Ranks that swap tokens for heads inside attention must divide the heads."""
+    cp_size, tp_size, kind = megatron.context_parallel_size, megatron.tensor_model_parallel_size, megatron.cp_comm_type
+    if sizes.num_attention_heads % tp_size:
+        return
+    heads, kv_heads = sizes.num_attention_heads // tp_size, sizes.num_kv_heads // tp_size
+    key = f"{prefix}.context_parallel_size"
+    if kind is None and heads % cp_size:
         yield (
-            f"{prefix}.context_parallel_size = {cp_size}: must divide the {heads} attention heads of a tensor-parallel "
-            f"rank, which it shares out inside attention; set one of {divisors_text(heads)}"
+            f"{key} = {cp_size}: must divide the {heads} attention heads of a tensor-parallel rank, which it shares "
+            f"out inside attention; set one of {divisors_text(heads)}"
+        )
+    if sizes.num_kv_heads % tp_size:
+        return
+    # Transformer Engine does not repeat key/value heads where there are fewer than ranks.
+    common = math.gcd(heads, kv_heads)
+    both = f"the {heads} attention heads and the {kv_heads} key/value heads of a tensor-parallel rank"
+    if kind == "a2a" and common % cp_size:
+        yield (
+            f"{key} = {cp_size}: must divide {both}, which {prefix}.cp_comm_type = a2a shares out; set one of "
+            f"{divisors_text(common)}, or {prefix}.cp_comm_type=p2p, which shares out none"
+        )
+    hierarchy = megatron.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p" and hierarchy is not None and common % hierarchy[0]:
+        yield (
+            f"{prefix}.hierarchical_context_parallel_sizes = [{hierarchy[0]},{hierarchy[1]}]: the first number must "
+            f"divide {both}, which that many ranks share out; set one of {divisors_text(common)} in its place, or "
+            f"{prefix}.cp_comm_type=p2p"
         )
 
 

@@ -13,7 +13,7 @@ from omegaconf import MISSING
 
 from scalerl.config import schema
 from scalerl.config.domains import show
-from scalerl.config.keys import Leaf, leaves
+from scalerl.config.keys import Leaf, inherited_keys, leaves
 
 SCHEMAS: dict[str, type] = {"ppo": schema.PPOConfig, "sft": schema.SFTConfig}
 # Fields without a comment mean what the namesake in this class means.
@@ -36,21 +36,46 @@ class KeyDoc:
 
 def key_docs(kind: Literal["ppo", "sft"]) -> list[KeyDoc]:
     """Every key, in the order of the source. A field without a comment may have a namesake's."""
-    return [KeyDoc(leaf.key, leaf.type_text, _default(leaf), _comment(leaf)) for leaf in leaves(SCHEMAS[kind])]
+    inherited = inherited_keys(SCHEMAS[kind])
+    return [
+        KeyDoc(leaf.key, leaf.type_text, _inherited(inherited, leaf) or _default(leaf), _comment(leaf))
+        for leaf in leaves(SCHEMAS[kind])
+    ]
 
 
 def help_text(kind: Literal["ppo", "sft"]) -> str:
-    """All keys with default and comment, by section."""
+    """All keys with default and comment, by section; one line for a section whose keys are all as another section's."""
     lines: list[str] = []
     section = None
-    for doc in key_docs(kind):
+    docs = key_docs(kind)
+    same_sections = _same_sections(kind, docs)
+    for doc in docs:
         head = doc.key.rpartition(".")[0]
         if head != section:
             section = head
             lines.append("" if lines else "Keys:")
+            if head in same_sections:
+                lines.append(f"  {head}.*: the keys of {same_sections[head]}; each = as there")
+        if head in same_sections:
+            continue
         name = f"  {doc.key} ({doc.type_text}) = {doc.default}"
         lines += [name, f"      {doc.comment}"] if doc.comment else [name]
     return "\n".join(lines)
+
+
+def _same_sections(kind: str, docs: list[KeyDoc]) -> dict[str, str]:
+    """Sections of which each key is inherited from its namesake in another section -> that section."""
+    inherited = inherited_keys(SCHEMAS[kind])
+    sources: dict[str, set[str]] = {}
+    for doc in docs:
+        section, _, name = doc.key.rpartition(".")
+        source, _, source_name = inherited.get(doc.key, "").rpartition(".")
+        sources.setdefault(section, set()).add(source if source_name == name else "")
+    return {section: found.pop() for section, found in sources.items() if len(found) == 1 and "" not in found}
+
+
+def _inherited(inherited: dict[str, str], leaf: Leaf) -> str | None:
+    return f"as {inherited[leaf.key]}" if leaf.key in inherited else None
 
 
 def _default(leaf: Leaf) -> str:

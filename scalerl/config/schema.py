@@ -5,13 +5,18 @@ Key names are those of verl where verl has the concept. A size says its unit in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from omegaconf import MISSING
 
 # Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
 ROLLOUT_NAMES = ("sglang", "embedded")
+
+
+def same_as(key: str) -> Any:
+    """A default that is the value of another key."""
+    return f"${{{key}}}"
 
 
 @dataclass
@@ -79,6 +84,13 @@ class MegatronConfig:
     num_layers_in_last_pipeline_stage: int | None = None
     # Devices that share each sequence.
     context_parallel_size: int = 1
+    # null: torch's attention; ranks that share a sequence swap tokens for heads (Ulysses). p2p | a2a | all_gather |
+    # a2a+p2p: Transformer Engine's attention (needs GPUs), whose ranks exchange keys and values in that way; with
+    # context_parallel_size 1 it exchanges nothing, whichever of them is set.
+    cp_comm_type: str | None = None
+    # Only with a2a+p2p: [ranks next to each other that swap tokens for heads, groups of those that pass keys and values
+    # on].
+    hierarchical_context_parallel_sizes: list[int] | None = None
     # Devices that share the experts of each layer.
     expert_model_parallel_size: int = 1
     # Devices that share each expert; null: tensor_model_parallel_size.
@@ -122,6 +134,20 @@ class MegatronConfig:
     min_loss_scale: float = 1.0
     # Updates.
     loss_scale_window: int = 1000
+
+
+def _as_actor() -> MegatronConfig:
+    """Each key as the actor's: a role in the actor's processes must have its sizes, and often wants the rest."""
+    section = "actor_rollout_ref.actor.megatron"
+    return MegatronConfig(**{field.name: same_as(f"{section}.{field.name}") for field in fields(MegatronConfig)})
+
+
+@dataclass
+class ResourcePoolConfig:
+    # Nodes whose devices are this role's alone; 0: it shares the actor's devices, processes and layout.
+    nnodes: int = 0
+    # Devices (on CPU: processes) per node of that pool.
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node")
 
 
 @dataclass
@@ -208,6 +234,10 @@ class RolloutConfig:
 class RefConfig:
     # Directory of the reference model; null: the actor's starting weights.
     model_path: str | None = None
+    # Tokens of a packed micro-batch on one device.
+    log_prob_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    megatron: MegatronConfig = field(default_factory=_as_actor)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
 
 
 @dataclass
@@ -221,11 +251,66 @@ class ActorRolloutRefConfig:
 
 
 @dataclass
+class CriticModelConfig:
+    # Directory of a language model, whose head a value head replaces, or of a critic.
+    path: str = same_as("actor_rollout_ref.model.path")
+    # Run Python code that the model directory brings along.
+    trust_remote_code: bool = same_as("actor_rollout_ref.model.trust_remote_code")
+
+
+@dataclass
+class CriticConfig:
+    """The value model of algorithm.adv_estimator=gae; other estimators have none."""
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    # Prompts per optimizer update (times rollout.n = samples).
+    ppo_mini_batch_size: int = same_as("actor_rollout_ref.actor.ppo_mini_batch_size")
+    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
+    ppo_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    # Passes over a step's samples.
+    ppo_epochs: int = same_as("actor_rollout_ref.actor.ppo_epochs")
+    # A value counts in the loss up to this far from what it was when the step began.
+    cliprange_value: float = 0.5
+    # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    loss_agg_mode: str = same_as("actor_rollout_ref.actor.loss_agg_mode")
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    megatron: MegatronConfig = field(default_factory=_as_actor)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
+
+
+@dataclass
 class AlgorithmConfig:
-    # A name registered with algorithms.register_adv_est.
+    # A name registered with algorithms.register_adv_est, or gae (needs a critic).
     adv_estimator: str = "grpo"
     # Divide by the standard deviation of the group.
     norm_adv_by_std_in_grpo: bool = True
+    # Discount of rewards per token (gae).
+    gamma: float = 1.0
+    # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
+    lam: float = 1.0
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What is done where trainer and sampler disagree. Ratio: trainer's probability of a token / sampler's."""
+
+    # Weight of a token in the policy loss: token: its ratio; sequence: the product of its response's ratios;
+    # geometric: their geometric mean; null: 1.
+    rollout_is: str | None = None
+    # A number: larger weights are cut to it (TIS). [lower, upper] or "lower_upper": weights outside become 0 (MIS; for
+    # tokens: IcePop), and the token still counts in the loss's divisor.
+    rollout_is_threshold: Any = 2.0
+    # Divide the weights by their mean over the step.
+    rollout_is_batch_normalize: bool = False
+    # Tests, as a list or separated by commas; a token (token_*) or response (seq_*) that fails one leaves the loss.
+    # token_k1 | token_k2 | token_k3 | seq_sum_k1 .. k3 | seq_mean_k1 .. k3 | seq_max_k2 | seq_max_k3
+    rollout_rs: Any = None
+    # One for all tests or one each. k1: [lower, upper] of the ratio, and u means [1/u, u]; k2, k3: largest divergence.
+    rollout_rs_threshold: Any = None
+    # A response with a token whose ratio is below this leaves the loss; null: none does.
+    rollout_token_veto_threshold: float | None = None
+    # Take the sampler's log-probs as old_logprobs, without a pass of the trainer; excludes weights and rejection.
+    bypass_mode: bool = False
 
 
 @dataclass
@@ -238,7 +323,24 @@ class CustomRewardFunctionConfig:
 
 
 @dataclass
+class ScoringModelConfig:
+    # Directory of a model with a score head of one number (architectures *ForSequenceClassification) and the policy's
+    # tokenizer; required with reward_model.enable.
+    path: str | None = None
+    # Run Python code that the model directory brings along.
+    trust_remote_code: bool = False
+
+
+@dataclass
 class RewardModelConfig:
+    # Score the samples of prompts whose reward_model.style is "model" with reward_model.model; the others keep the
+    # reward function's score.
+    enable: bool = False
+    model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
+    # Tokens of a packed micro-batch on one device.
+    forward_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    megatron: MegatronConfig = field(default_factory=_as_actor)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
     # A name registered with rewards.register_reward_manager.
     reward_manager: str = "naive"
     # Seconds that scoring one sample may take.
@@ -267,6 +369,8 @@ class TrainerConfig:
     save_freq: int = -1
     # Steps between validations; -1: none in between.
     test_freq: int = -1
+    # First steps in which the critic learns and the actor does not.
+    critic_warmup: int = 0
     # Validate before the first step.
     val_before_train: bool = True
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
@@ -290,6 +394,7 @@ class PPOConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

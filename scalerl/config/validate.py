@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from scalerl.config.attention_rules import (
+    attention_violations,
+    transformer_engine_version,
+    transformer_engine_violations,
+)
 from scalerl.config.domains import domain_violations, show
+from scalerl.config.keys import inherited_keys
 from scalerl.config.layout_rules import (
     ACTOR,
     ROLLOUT,
@@ -22,6 +28,7 @@ from scalerl.config.layout_rules import (
     tokens_per_device,
     world_size,
 )
+from scalerl.config.model_roles import LAYOUT_FIELDS, ModelRole, RoleName, all_model_roles, different_sizes
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 # Estimators whose baseline is the other samples of the same prompt.
@@ -53,17 +60,55 @@ class Rule:
 
 def _validate(cfg: Any, rules: list[Rule], device: str | None) -> list[str]:
     outside = dict(domain_violations(cfg))
-    found = list(outside.values())
+    found = said_once(cfg, outside)
     for rule in [*rules, *_device_rules(cfg, device, outside)]:
         if outside.keys().isdisjoint(rule.keys):
             found += rule.check(cfg)
     return found
 
 
+def said_once(cfg: Any, outside: dict[str, str]) -> list[str]:
+    """The violations without those of values that come from another key with the same violation."""
+    sources = inherited_keys(type(cfg))
+
+    def repeats(key: str) -> bool:
+        return sources.get(key) in outside and _value(cfg, key) == _value(cfg, sources[key])
+
+    return [text for key, text in outside.items() if not repeats(key)]
+
+
 def _device_rules(cfg: Any, device: str | None, outside: dict[str, str]) -> list[Rule]:
-    if "trainer.device" in outside or not isinstance(cfg, PPOConfig):
+    if "trainer.device" in outside:
         return []
-    return [REPLICAS_ON_CUDA] if (device or cfg.trainer.device) == "cuda" else []
+    found = []
+    # What is installed counts on the machine that has the devices, which knows them.
+    if device is not None or cfg.trainer.device == "cpu":
+        found += _transformer_engine_rules(cfg, device or cfg.trainer.device)
+    if isinstance(cfg, PPOConfig) and (device or cfg.trainer.device) == "cuda":
+        found.append(REPLICAS_ON_CUDA)
+    return found
+
+
+def _transformer_engine_rules(cfg: Any, device: str) -> list[Rule]:
+    trained = "megatron" if isinstance(cfg, SFTConfig) else f"{ACTOR}.megatron"
+    roles = [] if isinstance(cfg, SFTConfig) else [role for role in all_model_roles(cfg) if role.active]
+    others = [
+        f"{role.section}.megatron" for role in roles if role.megatron.cp_comm_type != megatron_of(cfg).cp_comm_type
+    ]
+
+    def rule(megatron: str) -> Rule:
+        def check(cfg: Any) -> Iterator[str]:
+            yield from transformer_engine_violations(
+                _value(cfg, megatron).cp_comm_type,
+                _value(cfg, megatron).context_parallel_size,
+                prefix=megatron,
+                device=device,
+                version=transformer_engine_version(),
+            )
+
+        return Rule((f"{megatron}.cp_comm_type", f"{megatron}.context_parallel_size"), check)
+
+    return [rule(megatron) for megatron in (trained, *others)]
 
 
 def _value(cfg: Any, key: str) -> Any:
@@ -144,8 +189,8 @@ def _lr_rules(optim: str) -> list[Rule]:
     ]
 
 
-def _megatron_rules(megatron: str) -> list[Rule]:
-    """What megatron-core allows together, whatever the model."""
+def _megatron_rules(megatron: str, unless: str | None = None) -> list[Rule]:
+    """What megatron-core allows together, whatever the model. unless: another section, whose equal has been judged."""
     granularity, method = f"{megatron}.recompute_granularity", f"{megatron}.recompute_method"
     num_layers, modules = f"{megatron}.recompute_num_layers", f"{megatron}.recompute_modules"
     initial, lowest = f"{megatron}.initial_loss_scale", f"{megatron}.min_loss_scale"
@@ -182,9 +227,26 @@ def _megatron_rules(megatron: str) -> list[Rule]:
                 f"{lowest}={_value(cfg, initial):g} or less"
             )
 
+    def attention(cfg: Any) -> Iterator[str]:
+        yield from attention_violations(_value(cfg, megatron), prefix=megatron)
+
+    def judged(check: Callable[[Any], Iterator[str]], *keys: str) -> Rule:
+        def unless_equal(cfg: Any) -> Iterator[str]:
+            if unless is None or _value(cfg, megatron) != _value(cfg, unless):
+                yield from check(cfg)
+
+        return Rule(keys, unless_equal)
+
     return [
-        Rule((granularity, method, num_layers, modules), recompute),
-        Rule((initial, lowest), loss_scale),
+        judged(recompute, granularity, method, num_layers, modules),
+        judged(loss_scale, initial, lowest),
+        judged(
+            attention,
+            f"{megatron}.cp_comm_type",
+            f"{megatron}.hierarchical_context_parallel_sizes",
+            f"{megatron}.context_parallel_size",
+            f"{megatron}.dtype",
+        ),
     ]
 
 
@@ -282,6 +344,124 @@ def _reference_used(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+def _role(cfg: PPOConfig, name: RoleName) -> ModelRole:
+    return next(role for role in all_model_roles(cfg) if role.name == name)
+
+
+def _role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
+    """Of a model beside the actor; a rule holds only where the run has it."""
+    megatron, pool = f"{section}.megatron", f"{section}.resource_pool"
+    sizes = [f"{prefix}.{size}" for prefix in (megatron, f"{ACTOR}.megatron") for size in LAYOUT_FIELDS]
+    nodes = (f"{pool}.nnodes", f"{pool}.n_gpus_per_node")
+
+    def layout_of_the_actor(cfg: PPOConfig) -> Iterator[str]:
+        role, actor = _role(cfg, name), cfg.actor_rollout_ref.actor.megatron
+        if not role.active or role.has_own_pool:
+            return
+        for size in different_sizes(role, actor):
+            yield (
+                f"{megatron}.{size} = {show(getattr(role.megatron, size))}: shares the actor's processes, whose "
+                f"{ACTOR}.megatron.{size} is {show(getattr(actor, size))}; leave it out, or give the {section} devices "
+                f"of its own with {pool}.nnodes=1"
+            )
+
+    def pool_of_its_own(cfg: PPOConfig) -> Iterator[str]:
+        role = _role(cfg, name)
+        if role.has_own_pool and not role.active:
+            yield (
+                f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {section}; set {role.switch}, or "
+                f"{pool}.nnodes=0"
+            )
+        model = devices_per_model(role.megatron)
+        if role.active and role.has_own_pool and role.world_size(cfg) % model:
+            used = " x ".join(f"{megatron}.{size}" for size in dividing_sizes(role.megatron))
+            unit = model // math.gcd(model, role.pool.nnodes)
+            yield (
+                f"{pool}.nnodes x {pool}.n_gpus_per_node = {role.pool.nnodes} x {role.pool.n_gpus_per_node} = "
+                f"{role.world_size(cfg)}: must be a multiple of {used} = {model}; set {pool}.n_gpus_per_node="
+                f"{_nearest_multiples(role.pool.n_gpus_per_node, unit)}"
+            )
+
+    def budget(cfg: PPOConfig) -> Iterator[str]:
+        role = _role(cfg, name)
+        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+        needed = tokens_per_device(longest, role.megatron)
+        if role.active and role.max_tokens_per_device < needed and not _is_the_actors_budget(cfg, role):
+            yield (
+                f"{section}.{budget_key} = {role.max_tokens_per_device}: must hold the longest sample, "
+                f"data.max_prompt_length + data.max_response_length = {longest}; set {section}.{budget_key}={needed} "
+                "or more"
+            )
+
+    return [
+        Rule((*sizes, *nodes, "algorithm.adv_estimator"), layout_of_the_actor),
+        Rule((*sizes, *nodes, "trainer.nnodes", "trainer.n_gpus_per_node"), pool_of_its_own),
+        Rule(
+            (
+                "data.max_prompt_length",
+                "data.max_response_length",
+                f"{section}.{budget_key}",
+                *aligning_keys(megatron),
+                *aligning_keys(f"{ACTOR}.megatron"),
+            ),
+            budget,
+        ),
+    ]
+
+
+def _is_the_actors_budget(cfg: PPOConfig, role: ModelRole) -> bool:
+    """The same key and the same layout: `_token_budget` says it."""
+    actor = cfg.actor_rollout_ref.actor
+    return role.max_tokens_per_device == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
+
+
+def _critic_mini_batches(cfg: PPOConfig) -> Iterator[str]:
+    role, prompts, mini = _role(cfg, "critic"), cfg.data.train_batch_size, cfg.critic.ppo_mini_batch_size
+    if not role.active or mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size:
+        return
+    if prompts % mini:
+        yield (
+            f"critic.ppo_mini_batch_size = {mini}: must divide data.train_batch_size = {prompts}; set "
+            f"critic.ppo_mini_batch_size={_nearest(mini, divisors(prompts))}"
+        )
+
+
+def _critic_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
+    role, mini, n = _role(cfg, "critic"), cfg.critic.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n
+    if not role.active or role.world_size(cfg) % devices_per_model(role.megatron):
+        return
+    ranks = role.dp_size(cfg) * micro_batch_multiple(role.megatron)
+    same = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size and not role.has_own_pool
+    if mini * n < ranks and not same:
+        yield (
+            f"critic.ppo_mini_batch_size x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least "
+            f"{ranks}, so that each of the critic's {role.dp_size(cfg)} data-parallel ranks has its micro-batches; set "
+            f"critic.ppo_mini_batch_size={math.ceil(ranks / n)} or more, or give the critic fewer devices"
+        )
+
+
+def _critic_warmup(cfg: PPOConfig) -> Iterator[str]:
+    if cfg.trainer.critic_warmup and not _role(cfg, "critic").active:
+        yield (
+            f"trainer.critic_warmup = {cfg.trainer.critic_warmup}: this run has no critic that could learn first; set "
+            "trainer.critic_warmup=0, or algorithm.adv_estimator=gae"
+        )
+
+
+def _reward_model_given(cfg: PPOConfig) -> Iterator[str]:
+    reward = cfg.reward_model
+    if reward.enable and reward.model.path is None:
+        yield (
+            "reward_model.model.path = null: needed when reward_model.enable = true; set it to the directory of a "
+            "model with a score head, or reward_model.enable=false"
+        )
+    if not reward.enable and reward.model.path is not None:
+        yield (
+            f"reward_model.model.path = {reward.model.path}: has no effect when reward_model.enable = false; set "
+            "reward_model.enable=true, or reward_model.model.path=null"
+        )
+
+
 def _replicas_on_cuda(cfg: PPOConfig) -> Iterator[str]:
     rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
     tp_size = rollout.tensor_model_parallel_size
@@ -327,6 +507,29 @@ PPO_RULES = [
     Rule((f"{ROLLOUT}.n", "algorithm.adv_estimator"), _group_baseline),
     Rule((f"{ROLLOUT}.val_kwargs.n",), _greedy_repeats),
     Rule(("actor_rollout_ref.ref.model_path",), _reference_used),
+    *_role_rules("ref", "actor_rollout_ref.ref", "log_prob_max_token_len_per_gpu"),
+    *_megatron_rules("actor_rollout_ref.ref.megatron", unless=f"{ACTOR}.megatron"),
+    *_role_rules("critic", "critic", "ppo_max_token_len_per_gpu"),
+    *_megatron_rules("critic.megatron", unless=f"{ACTOR}.megatron"),
+    *_lr_rules("critic.optim"),
+    Rule((f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size", "critic.ppo_mini_batch_size"), _critic_mini_batches),
+    Rule(
+        (
+            f"{ROLLOUT}.n",
+            f"{ACTOR}.ppo_mini_batch_size",
+            "critic.ppo_mini_batch_size",
+            "critic.resource_pool.nnodes",
+            "critic.resource_pool.n_gpus_per_node",
+            "trainer.nnodes",
+            "trainer.n_gpus_per_node",
+            *(f"critic.megatron.{size}" for size in LAYOUT_FIELDS),
+        ),
+        _critic_feeds_ranks,
+    ),
+    Rule(("trainer.critic_warmup", "algorithm.adv_estimator"), _critic_warmup),
+    *_role_rules("reward_model", "reward_model", "forward_max_token_len_per_gpu"),
+    *_megatron_rules("reward_model.megatron", unless=f"{ACTOR}.megatron"),
+    Rule(("reward_model.model.path",), _reward_model_given),
     RESUME,
 ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,26 +25,87 @@ class BatchRef:
     def num_tokens_S(self) -> np.ndarray:
         return self.samples["prompt_length"] + self.samples["response_length"]
 
+    def with_samples(self, **columns: np.ndarray) -> BatchRef:
+        return replace(self, samples=self.samples | columns)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Token columns of the whole batch. fragments[dp_rank]: a reference to a DataProto with the rows of
+    plan.rows(dp_rank), in that order."""
+
+    plan: StepPlan
+    fragments: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.fragments) == self.plan.dp_size, f"{len(self.fragments)} fragments, {self.plan.dp_size} ranks"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank needs of a column. order: rows of the fragments, joined end to end, in the rank's order; None: as
+    they are."""
+
+    fragments: tuple[Any, ...]
+    order: tuple[int, ...] | None = None
+
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A step's batch placed on data-parallel ranks by the step's plan.
+    """What one pass gets: samples and token columns for the data-parallel ranks of its plan.
 
-    samples: column -> [S] in the batch's order.  columns[dp_rank]: references to DataProto fragments, each with that
-    rank's rows in `plan.rows` order; together they are its token columns.
+    A column that was made under another plan is put together from the fragments that have the rank's rows.
     """
 
     plan: StepPlan
     samples: dict[str, np.ndarray]
-    columns: tuple[tuple[Any, ...], ...]
+    columns: tuple[Column, ...] = ()
 
     def shard_samples(self, dp_rank: int) -> dict[str, np.ndarray]:
         rows = list(self.plan.rows(dp_rank))
         return {name: column[rows] for name, column in self.samples.items()}
 
-    def with_columns(self, fragments: Sequence[Any]) -> ShardedBatch:
-        """fragments[dp_rank]: reference to more token columns of that rank's rows."""
-        return replace(self, columns=tuple((*held, new) for held, new in zip(self.columns, fragments, strict=True)))
+    def parts(self, dp_rank: int) -> list[Part]:
+        """One for each column."""
+        return [self._part(column, dp_rank) for column in self.columns]
 
-    def with_samples(self, **columns: np.ndarray) -> ShardedBatch:
+    def _part(self, column: Column, dp_rank: int) -> Part:
+        # Plans of equal numbers are equal, whoever made them.
+        if column.plan.micro_batches == self.plan.micro_batches:
+            return Part((column.fragments[dp_rank],))
+        rows = self.plan.rows(dp_rank)
+        place = {
+            row: (rank, at) for rank in range(column.plan.dp_size) for at, row in enumerate(column.plan.rows(rank))
+        }
+        ranks = sorted({place[row][0] for row in rows})
+        starts = dict(
+            zip(ranks, np.cumsum([0, *(len(column.plan.rows(rank)) for rank in ranks)]).tolist(), strict=False)
+        )
+        order = tuple(starts[place[row][0]] + place[row][1] for row in rows)
+        return Part(tuple(column.fragments[rank] for rank in ranks), order)
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A step's batch as the loop holds it.
+
+    samples: column -> [S] in the batch's order.  plans: role -> how its model sees the batch.  columns: name -> Column.
+    """
+
+    samples: dict[str, np.ndarray]
+    plans: Mapping[str, StepPlan]
+    columns: Mapping[str, Column] = field(default_factory=dict)
+
+    def shards(self, role: str, *columns: str) -> ShardedBatch:
+        """The samples, and the columns that are named, for that role's ranks."""
+        missing = [name for name in columns if name not in self.columns]
+        if missing:
+            raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
+        return ShardedBatch(self.plans[role], self.samples, tuple(self.columns[name] for name in columns))
+
+    def with_column(self, name: str, role: str, fragments: Sequence[Any]) -> PlacedBatch:
+        """fragments[dp_rank]: as that role's ranks returned them."""
+        return replace(self, columns={**self.columns, name: Column(self.plans[role], tuple(fragments))})
+
+    def with_samples(self, **columns: np.ndarray) -> PlacedBatch:
         return replace(self, samples=self.samples | columns)

@@ -68,7 +68,10 @@ class ResourcePool:
     device: str
 
     @classmethod
-    def create(cls, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float) -> ResourcePool:
+    def create(
+        cls, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
+    ) -> ResourcePool:
+        """section: the keys that ask for it, for the error."""
         bundle = {"CPU": float(devices_per_node)}
         if device == "cuda":
             bundle["GPU"] = float(devices_per_node)
@@ -78,7 +81,7 @@ class ResourcePool:
             remove_placement_group(group)
             raise ResourceError(
                 f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has "
-                f"{ray.cluster_resources()}. Set trainer.nnodes and trainer.n_gpus_per_node to what is there"
+                f"{ray.cluster_resources()}. Set {section}.nnodes and {section}.n_gpus_per_node to what is there"
             )
         return cls(group, nnodes, devices_per_node, device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from scalerl.balance import StepPlan
 from scalerl.config.schema import PPOConfig, RolloutConfig
-from scalerl.controller.batch import BatchRef, ShardedBatch
+from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replica import ReplicaHost
 from scalerl.controller.rollout_worker import Generated, RolloutWorker
+from scalerl.controller.trainer_roles import TOKENS
 from scalerl.controller.worker_group import WorkerError, WorkerGroup
 from scalerl.hybrid.replicas import Replica
 from scalerl.metrics import Metric
@@ -125,7 +126,7 @@ class HybridRollout:
             config.top_p,
             config.top_k,
         )
-        keep = self.config.trainer.log_val_generations > 0
+        keep = self.config.trainer.log_val_generations > 0 or self.config.reward_model.enable
         return self._generate("val", self.val_uids, config.n, sampling, step=step, keep=keep)
 
     def _generate(
@@ -140,15 +141,17 @@ class HybridRollout:
         }
         return BatchRef(generated.batch_id, generated.samples), metrics
 
-    def place(self, samples: BatchRef, plan: StepPlan) -> ShardedBatch:
+    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+        """Cut by the first plan; ranks of the others put their rows together from these pieces."""
+        role, plan = next(iter(plans.items()))
         shards = [self.worker.shard.remote(samples.batch_id, plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
-        return ShardedBatch(plan, samples.samples, tuple((shard,) for shard in shards))
+        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, shards)
 
     def drop(self, samples: BatchRef) -> None:
         self._get("drop", [self.worker.drop.remote(samples.batch_id)])
 
     def dump(self, samples: BatchRef, path: Path) -> None:
-        self._get("rollout dump", [self.worker.dump.remote(samples.batch_id, str(path))])
+        self._get("rollout dump", [self.worker.dump.remote(samples.batch_id, samples.samples, str(path))])
 
     def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
         return self._get("texts", [self.worker.texts.remote(samples.batch_id, list(rows))])[0]

@@ -52,6 +52,7 @@ class RolloutWorker:
         self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         self.tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         self.rewards = build_reward_manager(reward, custom_reward)
+        self.model_scores = reward.enable
         self.batches: dict[int, DataProto] = {}
         self.batch_ids = itertools.count()
 
@@ -116,8 +117,11 @@ class RolloutWorker:
         return Generated(batch_id, batch.samples, gen_s, time.perf_counter() - start - gen_s)
 
     async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
-        from scalerl.rewards import ScoreRequest
+        from scalerl.rewards import ScoreRequest, ScoreResult
 
+        if self.model_scores and prompt.reward_style == "model":
+            # Until the reward model has seen it: no advantage can be made of it.
+            return ScoreResult(float("nan"))
         return await self.rewards.score(
             ScoreRequest(
                 sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
@@ -145,16 +149,17 @@ class RolloutWorker:
             decoded.append((self.tokenizer.decode(ids[:prompt_length]), self.tokenizer.decode(ids[prompt_length:])))
         return decoded
 
-    def dump(self, batch_id: int, path: str) -> None:
-        """One parquet of the batch: texts, token ids, log-probs, scores, versions. Written whole or not at all."""
+    def dump(self, batch_id: int, samples: dict[str, np.ndarray], path: str) -> None:
+        """One parquet of the batch: texts, token ids, log-probs, scores, versions. Written whole or not at all.
+
+        samples: the sample columns as they are by now.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         batch = self.batches[batch_id]
         texts = self.texts(batch_id, range(len(batch)))
-        columns: dict[str, Any] = {
-            name: list(column) for name, column in batch.samples.items() if name != "reward_extra"
-        }
+        columns: dict[str, Any] = {name: list(column) for name, column in samples.items() if name != "reward_extra"}
         columns |= {name: [column[row].tolist() for row in range(len(batch))] for name, column in batch.tokens.items()}
         columns |= {"prompt": [prompt for prompt, _ in texts], "response": [response for _, response in texts]}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -201,6 +206,7 @@ def _to_batch(outputs: list[GenerateOutput], prompts: list[PromptRow], results: 
     for name, values in {
         "finish_reason": [o.finish_reason for o in outputs],
         "data_source": [p.data_source for p in prompts],
+        "reward_style": [p.reward_style for p in prompts],
         "reward_extra": [result.extra for result in results],
     }.items():
         samples[name] = np.empty(len(outputs), dtype=object)

@@ -54,12 +54,15 @@ class WorkerGroup:
         metrics, columns = [], []
         for rank, actor in enumerate(self.ranks):
             dp_rank = self.layout.coordinates(rank).dp_rank
+            parts = batch.parts(dp_rank)
+            # Ray resolves references among the arguments themselves, not inside of them.
             call = actor.run_on_shard.options(num_returns=2).remote(
                 name,
                 batch.plan.local_micro_batches(dp_rank),
                 batch.shard_samples(dp_rank),
                 kwargs,
-                *batch.columns[dp_rank],
+                [(len(part.fragments), part.order) for part in parts],
+                *(fragment for part in parts for fragment in part.fragments),
             )
             metrics.append(call[0])
             columns.append(call[1])

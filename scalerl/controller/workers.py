@@ -1,4 +1,4 @@
-"""`MegatronWorker`: one trainer rank. Actor and reference live in the same process and share its process groups."""
+"""`MegatronWorker`: one trainer rank. The models of one pool live in the same processes and share process groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
-    from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+    from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, MegatronConfig, OptimConfig
+    from scalerl.families import Head
     from scalerl.hybrid.replicas import Replica
 
 # [mini-batch][micro-batch] -> positions in the shard's rows.
@@ -88,23 +89,40 @@ class MegatronWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def build_engine(
-        self, role: str, model_path: str, megatron: MegatronConfig, optim: OptimConfig | None, trust_remote_code: bool
+        self,
+        role: str,
+        model_path: str,
+        megatron: MegatronConfig,
+        optim: OptimConfig | None,
+        *,
+        head: Head = "lm",
+        trust_remote_code: bool = False,
     ) -> None:
-        """role: `actor` (trainable) or `ref` (frozen; optim None)."""
+        """role: actor, ref, critic or reward_model. optim None: frozen."""
         from scalerl.parallel.engine import MegatronEngine
 
         self.engines[role] = MegatronEngine(
-            model_path, megatron, self.groups, optim=optim, trust_remote_code=trust_remote_code
+            model_path, megatron, self.groups, optim=optim, head=head, trust_remote_code=trust_remote_code
         )
         self.engines[role].leave_device()
 
     def run_on_shard(
-        self, method: str, micro_batches: MicroBatches, samples: dict, kwargs: dict, *columns: DataProto
+        self,
+        method: str,
+        micro_batches: MicroBatches,
+        samples: dict,
+        kwargs: dict,
+        parts: list[tuple[int, tuple[int, ...] | None]],
+        *fragments: DataProto,
     ) -> Result:
-        """Entry of every DP_COMPUTE_PROTO call: joins the shard's fragments, then calls the method."""
-        shard = DataProto(samples=samples)
-        for fragment in columns:
-            shard = shard.union(DataProto(tokens=fragment.tokens))
+        """Entry of every DP_COMPUTE_PROTO call: puts the shard together, then calls the method.
+
+        parts: per column, how many of the fragments it has and `batch.Part.order`.
+        """
+        shard, given = DataProto(samples=samples), iter(fragments)
+        for count, order in parts:
+            held = [DataProto(tokens=next(given).tokens) for _ in range(count)]
+            shard = shard.union(held[0] if order is None else DataProto.concat(held).select(order))
         return getattr(self, method)(shard, micro_batches, **kwargs)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -132,11 +150,47 @@ class MegatronWorker:
         outputs = self._logprobs("ref", shard, micro_batches, temperature)
         return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("values", "params", role="critic")
+    def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Column values."""
+        outputs = self.engines["critic"].values(shard, _flat(micro_batches))
+        return {}, DataProto(outputs) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("reward_model", "params", role="reward_model")
+    def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Sample column scores: the reward model's, after the last token."""
+        outputs = self.engines["reward_model"].scores(shard, _flat(micro_batches))
+        return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_gae(self, shard: DataProto, micro_batches: MicroBatches, *, config: AlgorithmConfig) -> Result:
+        """Columns advantages (whitened over all samples) and returns, of the column values and the samples' scores."""
+        import torch
+
+        from scalerl.algorithms import gae, masked_whiten, rewards_at_last_token
+        from scalerl.metrics import explained_variance_sums, token_stat_sums
+
+        mask, values = shard.tokens["response_mask"], shard.tokens["values"].values
+        rewards = rewards_at_last_token(
+            torch.as_tensor(shard.samples["score"].astype(np.float32)), mask.values, mask.cu_seqlens
+        )
+        advantages, returns = gae(rewards, values, mask.values, mask.cu_seqlens, gamma=config.gamma, lam=config.lam)
+        # Collectives run on the device's backend.
+        whitened = masked_whiten(advantages.to(self.device), mask.values.to(self.device), group=self.groups.dp).cpu()
+        metrics = {}
+        if not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank):
+            metrics = explained_variance_sums(values, returns, mask.values)
+            for name, column in (("advantages", whitened), ("returns", returns), ("values", values)):
+                metrics |= token_stat_sums(f"critic/{name}", column, mask.values)
+        columns = {"advantages": Jagged(whitened, mask.cu_seqlens), "returns": Jagged(returns, mask.cu_seqlens)}
+        return metrics, DataProto(columns)
+
     def _logprobs(
         self, role: str, shard: DataProto, micro_batches: MicroBatches, temperature: float
     ) -> dict[str, Jagged]:
-        flat = [rows for mini_batch in micro_batches for rows in mini_batch]
-        return self.engines[role].logprobs(shard, flat, temperature=temperature)
+        return self.engines[role].logprobs(shard, _flat(micro_batches), temperature=temperature)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_actor")
@@ -153,19 +207,47 @@ class MegatronWorker:
 
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
         """
-        import torch
-
         from scalerl.algorithms import PolicyObjective
 
-        shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        if "advantages" not in shard.tokens:
+            shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        updates = self._update(
+            "actor", shard, micro_batches, config.ppo_epochs, totals, PolicyObjective, config, temperature=temperature
+        )
+        return self._update_metrics(updates, "actor"), None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_critic", role="critic")
+    def update_critic(
+        self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
+    ) -> Result:
+        """As update_actor, on the columns values and returns."""
+        from scalerl.algorithms import ValueObjective
+
+        updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
+        return self._update_metrics(updates, "critic"), None
+
+    def _update(
+        self,
+        role: str,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        num_epochs: int,
+        totals: list[dict[str, int]],
+        objective: Callable,
+        config: ActorConfig | CriticConfig,
+        **kwargs: Any,
+    ) -> list[dict[str, float]]:
+        """One optimizer update per epoch and mini-batch."""
+        import torch
+
         updates = []
-        for _ in range(config.ppo_epochs):
+        for _ in range(num_epochs):
             for mini_batch, total in zip(micro_batches, totals, strict=True):
-                objective = PolicyObjective(config, **total)
-                updates.append(self.engines["actor"].update(shard, mini_batch, objective, temperature=temperature))
+                updates.append(self.engines[role].update(shard, mini_batch, objective(config, **total), **kwargs))
         # What torch keeps for reuse is not there for the rollout server, which takes the device next.
         torch.cuda.empty_cache()
-        return self._update_metrics(updates, "actor"), None
+        return updates
 
     @register(Dispatch.ONE_TO_ALL)
     def set_dataset(self, name: str, dataset: Any) -> None:
@@ -260,19 +342,19 @@ class MegatronWorker:
         return self.weight_sync.sync(policy_version, verify=verify)
 
     @register(Dispatch.ONE_TO_ALL)
-    @phase("save_checkpoint", "params", "optimizer")
-    def save_checkpoint(self, directory: str) -> None:
-        """Writes the actor's distributed checkpoint into an existing directory."""
+    def save_checkpoint(self, role: str, directory: str) -> None:
+        """Writes that role's distributed checkpoint into an existing directory."""
         from scalerl.checkpoint.megatron import save_engine
 
-        save_engine(self.engines["actor"], directory)
+        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
+            save_engine(self.engines[role], directory)
 
     @register(Dispatch.ONE_TO_ALL)
-    @phase("load_checkpoint", "params", "optimizer")
-    def load_checkpoint(self, directory: str) -> None:
+    def load_checkpoint(self, role: str, directory: str) -> None:
         from scalerl.checkpoint.megatron import load_engine
 
-        load_engine(self.engines["actor"], directory)
+        with memory_phase("load_checkpoint"), self.engines[role].on_device("params", "optimizer"):
+            load_engine(self.engines[role], directory)
 
     @register(Dispatch.RANK_ZERO)
     def peak_flops(self, dtype: str) -> float | None:
@@ -290,6 +372,11 @@ class MegatronWorker:
         from scalerl.metrics import memory_metrics
 
         return memory_metrics()
+
+
+def _flat(micro_batches: MicroBatches) -> list[Sequence[int]]:
+    """All micro-batches, whatever their mini-batch."""
+    return [rows for mini_batch in micro_batches for rows in mini_batch]
 
 
 def _per_token(shard: DataProto, name: str) -> Jagged:

@@ -29,7 +29,10 @@ _REWARD_SHAPE = 'write it as {"style": "rule", "ground_truth": "..."}'
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt. uid: its position in the data set.  prompt_length_before: tokens before truncation."""
+    """One prompt. uid: its position in the data set.  prompt_length_before: tokens before truncation.
+
+    reward_style: rule (a reward function scores it), model (a reward model, where the run has one), or another name.
+    """
 
     uid: int
     input_ids: list[int]
@@ -38,10 +41,11 @@ class PromptRow:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]]
+    reward_style: str
 
 
 # input_ids, then the fields of PromptRow after it.
-_KeptRow = tuple[np.ndarray, int, str, Any, dict[str, Any], list[dict[str, Any]]]
+_KeptRow = tuple[np.ndarray, int, str, Any, dict[str, Any], list[dict[str, Any]], str]
 
 
 class RLHFDataset:
@@ -132,10 +136,10 @@ class RLHFDataset:
                         overlong[row] = num_tokens
                         continue
                     tokens = truncate(tokens, config.max_prompt_length, config.truncation)
-                data_source, messages, ground_truth, extra_info = fields
+                data_source, messages, ground_truth, extra_info, style = fields
                 # An array: a list of Python integers is ten times larger while the other rows are read.
                 ids = np.asarray(tokens, np.int32)
-                kept.append((ids, num_tokens, data_source, ground_truth, extra_info, messages))
+                kept.append((ids, num_tokens, data_source, ground_truth, extra_info, messages, style))
         _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
         problems.raise_if_any()
         return kept
@@ -160,8 +164,8 @@ class _Columns:
         return [self.data_source, self.prompt, "ability", "reward_model", "extra_info"]
 
 
-# data_source, messages, ground_truth, extra_info
-_Fields = tuple[str, list[dict[str, Any]], Any, dict[str, Any]]
+# data_source, messages, ground_truth, extra_info, reward_style
+_Fields = tuple[str, list[dict[str, Any]], Any, dict[str, Any], str]
 
 
 def _check_rows(chunk: Chunk, columns: _Columns, problems: FileProblems) -> list[tuple[int, _Fields]]:
@@ -179,7 +183,7 @@ def _check_rows(chunk: Chunk, columns: _Columns, problems: FileProblems) -> list
             messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
         if not problems:
             fields = values[columns.data_source], messages, values["reward_model"]["ground_truth"]
-            rows.append((row, (*fields, values["extra_info"] or {})))
+            rows.append((row, (*fields, values["extra_info"] or {}, values["reward_model"]["style"])))
     return rows
 
 

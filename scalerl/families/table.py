@@ -121,30 +121,53 @@ class Param:
             return (full[0], full[1] // tp_size, *full[2:])
         return (full[0] // tp_size, *full[1:])
 
-    def shard(self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """Megatron-Core shard of this rank, contiguous, in the stored dtype; reads only the slices it needs.
+    def shard(
+        self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Megatron-Core shard of this rank in `out`, in its dtype; None: contiguous, in the stored dtype.
 
-        Raises ValueError naming every Hugging Face tensor whose shape is wrong.
+        Reads only the slices it needs, one Hugging Face tensor after the other, straight into their places. Raises
+        ValueError naming every Hugging Face tensor whose shape is wrong.
         """
         self._check_divides(shape, tp_size)
-        sources = [read(hf) for hf in self.hf]
-        self._check_sources(sources, shape)
+        self._check_sources(read, shape)
+        for number, hf in enumerate(self.hf):
+            out = self._fill(out, number, self._slice(read(hf), shape, tp_rank, tp_size), shape, tp_size)
+        return out
+
+    def _fill(
+        self, out: torch.Tensor | None, number: int, part: torch.Tensor, shape: ModelShape, tp_size: int
+    ) -> torch.Tensor:
+        """Puts this rank's part of the Hugging Face tensor of that number in its place."""
+        if out is None:
+            out = part.new_empty(self.mcore_shape(shape, tp_size))
+        self._places(out, shape)[number][: len(part)].copy_(part)
+        if self.kind == "vocab":
+            out[len(part) :].zero_()
+        return out
+
+    def _slice(self, source: LazyTensor, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
+        """What this rank holds of one Hugging Face tensor."""
         if self.kind == "qkv":
             groups = shape.num_kv_heads // tp_size
-            parts = [_rows(s, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim)) for s in sources]
-            out = torch.cat(parts, dim=1).flatten(0, 2)
-        elif self.kind == "gate_up":
-            out = torch.cat([_rows(s, tp_rank, tp_size) for s in sources])
-        elif self.kind == "vocab":
-            out = _vocab_rows(sources[0], shape.vocab_size, tp_rank, tp_size)
-        elif self.kind == "column":
-            out = _rows(sources[0], tp_rank, tp_size)
-        elif self.kind == "row":
-            columns = sources[0].get_shape()[1] // tp_size
-            out = sources[0][:, tp_rank * columns : (tp_rank + 1) * columns]
-        else:
-            out = sources[0][:]
-        return out.contiguous()
+            return _rows(source, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim))
+        if self.kind in ("gate_up", "column"):
+            return _rows(source, tp_rank, tp_size)
+        if self.kind == "vocab":
+            return _vocab_rows(source, shape.vocab_size, tp_rank, tp_size)
+        if self.kind == "row":
+            columns = source.get_shape()[1] // tp_size
+            return source[:, tp_rank * columns : (tp_rank + 1) * columns]
+        return source[:]
+
+    def _places(self, out: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
+        """Views of the shard, one for each Hugging Face tensor."""
+        if self.kind == "qkv":
+            heads_per_group = shape.num_attention_heads // shape.num_kv_heads
+            return out.unflatten(0, (-1, heads_per_group + 2, shape.head_dim)).split([heads_per_group, 1, 1], dim=1)
+        if self.kind == "gate_up":
+            return out.chunk(2)
+        return [out]
 
     def join(self, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
         """Tensor-parallel shards, in rank order -> the whole tensor as the distributed checkpoint has it.
@@ -205,12 +228,9 @@ class Param:
             if size % tp_size:
                 raise ValueError(f"{self.name}: {what} {size} is not divisible by {over} {tp_size}")
 
-    def _check_sources(self, sources: Sequence[LazyTensor], shape: ModelShape) -> None:
-        wrong = [
-            f"{hf}: shape {tuple(source.get_shape())}, config.json says {expected}"
-            for source, (hf, expected) in zip(sources, self.hf_shapes(shape).items(), strict=True)
-            if tuple(source.get_shape()) != expected
-        ]
+    def _check_sources(self, read: Read, shape: ModelShape) -> None:
+        found = {hf: (tuple(read(hf).get_shape()), expected) for hf, expected in self.hf_shapes(shape).items()}
+        wrong = [f"{hf}: shape {size}, config.json says {want}" for hf, (size, want) in found.items() if size != want]
         if wrong:
             raise ValueError("wrong tensor shapes: " + "; ".join(wrong))
 
@@ -221,15 +241,11 @@ def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
 
 
 def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
+    """Without padding."""
     rows = padded_vocab_size(vocab_size, tp_size) // tp_size
     start, stop = min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size)
-    if start == stop:
-        # A rank that holds padding alone: one row tells dtype and width.
-        return torch.zeros_like(source[:1]).repeat(rows, 1)
-    part = source[start:stop]
-    if stop - start == rows:
-        return part
-    return torch.cat([part, part.new_zeros(rows - (stop - start), *part.shape[1:])])
+    # A rank that holds padding alone: one row tells dtype and width.
+    return source[start:stop] if start < stop else source[:1][:0]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +24,10 @@ SINGLE_NAME = "model.safetensors"
 class HFWeights:
     """The tensors of a model directory: model.safetensors, or the shards that model.safetensors.index.json names.
 
+    Files are mapped, and pages that were read stay resident until they are unmapped. So before tensors that add up to
+    more than the largest one are read, those before are unmapped: `read` leaves no more of the files resident than that
+    one takes, unless the caller keeps what it got.
+
     Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
     or call close().
     """
@@ -29,6 +35,7 @@ class HFWeights:
     def __init__(self, model_dir: str | Path) -> None:
         self.dir = Path(model_dir)
         self._open_files: dict[str, Any] = {}
+        self._resident_bytes = 0
         self._file_of = self._locate()
 
     def _locate(self) -> dict[str, str]:
@@ -77,6 +84,21 @@ class HFWeights:
 
     def read(self, name: str) -> LazyTensor:
         """Lazy tensor: its shape, and the slices that are asked for. Raises ValueError when there is none."""
+        source = self._slice(name)
+        num_bytes = _num_bytes(source)
+        if self._resident_bytes + num_bytes > self.largest_bytes:
+            self.close()
+            source = self._slice(name)
+        # Whole tensors: a rank's columns lie on all pages of theirs.
+        self._resident_bytes += num_bytes
+        return source
+
+    @cached_property
+    def largest_bytes(self) -> int:
+        """Size of the largest tensor as stored."""
+        return max((_num_bytes(self._slice(name)) for name in self.names()), default=0)
+
+    def _slice(self, name: str) -> Any:
         if name not in self._file_of:
             raise ValueError(f"{self.dir} has no tensor {name}")
         file_name = self._file_of[name]
@@ -99,7 +121,7 @@ class HFWeights:
         problems += [f"unexpected {n}" for n in extra]
         for name, size in expected.items():
             if name in self._file_of:
-                found = tuple(self.read(name).get_shape())
+                found = tuple(self._slice(name).get_shape())
                 if found != size:
                     problems.append(f"{name} has shape {found}, config.json says {size}")
         if problems:
@@ -111,9 +133,16 @@ class HFWeights:
     def close(self) -> None:
         """Unmaps the files; tensors already read stay valid."""
         self._open_files.clear()
+        self._resident_bytes = 0
 
     def __enter__(self) -> HFWeights:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _num_bytes(source: Any) -> int:
+    """Of a safetensors slice; its dtype is named by its bits (BF16, F8_E4M3), but for BOOL."""
+    bits = re.search(r"\d+", source.get_dtype())
+    return math.prod(source.get_shape()) * int(bits[0] if bits else 8) // 8

@@ -57,11 +57,19 @@ def _merge(key: str, metrics: list[Metric]) -> Metric:
         # A common finite value stays exactly itself: sum(w * v) / sum(w) may round it away.
         if len({value for value, _ in counted}) == 1:
             return Metric(counted[0][0], reduction, weight)
-        return Metric(math.fsum(v * w for v, w in counted) / weight if counted else math.nan, reduction, weight)
+        return Metric(_total([v * w for v, w in counted]) / weight if counted else math.nan, reduction, weight)
     if any(math.isnan(value) for value in values):
         return Metric(math.nan, reduction, weight)
-    reduce = {"sum": math.fsum, "max": max, "min": min}[reduction]
+    reduce = {"sum": _total, "max": max, "min": min}[reduction]
     return Metric(reduce(values), reduction, weight)
+
+
+def _total(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        # fsum raises for opposite infinities and beyond the largest float: NaN and infinity are what they add up to.
+        return float(sum(values))
 
 
 def to_floats(metrics: Mapping[str, Metric | float]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerl.parallel.packing import Packing
-from scalerl.parallel.rotary import rotate
+from scalerl.parallel.rotary import rotate_queries_and_keys
 from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
 
 try:
@@ -21,11 +21,6 @@ except ImportError:
 
 # torch 2.12 and newer; 2.11 wants as many key as query heads.
 _VARLEN_HAS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-@lru_cache(maxsize=1)
-def _compiled_rotate() -> Any:
-    return torch.compile(rotate, dynamic=True)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -75,10 +70,7 @@ class PackedAttention(torch.nn.Module):
         t: this cp rank's tokens, P / cp.
         """
         packing = packed_seq_params
-        if packing.cos_sin is not None:
-            # On CUDA one kernel instead of five.
-            turn = _compiled_rotate() if query.is_cuda else rotate
-            query, key = (turn(x, packing.cos_sin) for x in (query, key))
+        query, key = rotate_queries_and_keys(query, key, packing.cos_sin)
         if packing.order is not None:
             query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
         if query.is_cuda and varlen_attn is not None and query.dtype in (torch.bfloat16, torch.float16):

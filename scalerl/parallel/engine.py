@@ -37,7 +37,7 @@ from scalerl.parallel.output import output_weight, whole_hidden
 from scalerl.parallel.packing import MicroBatch, pack, unpack
 from scalerl.parallel.pipeline import run_schedule
 from scalerl.parallel.rotary import Rotary
-from scalerl.parallel.routing import ROUTED_EXPERTS, add_routing, recorded_experts
+from scalerl.parallel.routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
 from scalerl.parallel.ulysses import gather_replicated
 from scalerl.protocol import DataProto, Jagged
 
@@ -206,7 +206,7 @@ class MegatronEngine:
         self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float | None = None
     ) -> dict[str, float]:
         """One optimizer update. Returns the objective's metrics over all dp ranks (last stage), lr, skipped_updates,
-        grad_norm (unless skipped) and loss_scale (float16).
+        grad_norm (unless skipped), loss_scale (float16), moe_aux_loss and moe_z_loss (where they have a coefficient).
 
         temperature: of the log-probs; None with a value head, whose objective is called with (values_T, columns).
 
@@ -226,7 +226,7 @@ class MegatronEngine:
         if found["skipped_updates"]:
             for bias, before in biases:
                 bias.copy_(before)
-        return found | self._sum_over_dp(outputs)
+        return found | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
 
     @torch.no_grad()
     def _step(self) -> dict[str, float]:

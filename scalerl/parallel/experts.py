@@ -169,9 +169,11 @@ class Router(TopKRouter):
         is_real_T = rows_T >= 0
         loss = logits_TE.new_zeros(())
         if z:
-            loss = loss + z * (logits_TE.logsumexp(-1).square() * is_real_T).sum()
+            found = (logits_TE.logsumexp(-1).square() * is_real_T).sum()
+            loss = loss + z * self.micro_batch.add_loss("moe_z_loss", found)
         if balance:
-            loss = loss + balance * self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
+            found = self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
+            loss = loss + balance * self.micro_batch.add_loss("moe_aux_loss", found)
         return loss / self.micro_batch.num_update_tokens
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,6 +33,7 @@ class Layout:
     experts count their own way over the same ranks: etp first, then ep, then the data-parallel copies of an expert.
 
     vpp_size: model chunks of a stage (1: the pipeline is not interleaved).
+    hierarchical_cp_sizes: how cp ranks divide into groups of groups, neighbours first; () when nobody asks.
     first_stage_layers, last_stage_layers: layers of that stage where they differ from the others.
     """
 
@@ -44,6 +46,7 @@ class Layout:
     vpp_size: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    hierarchical_cp_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size % (self.tp_size * self.cp_size * self.pp_size):
@@ -56,6 +59,8 @@ class Layout:
                 f"the {self._ranks_per_stage} ranks of a pipeline stage are not a multiple of etp_size * ep_size = "
                 f"{self.etp_size} * {self.ep_size}"
             )
+        if self.hierarchical_cp_sizes and math.prod(self.hierarchical_cp_sizes) != self.cp_size:
+            raise ValueError(f"the product of {self.hierarchical_cp_sizes} is not cp_size = {self.cp_size}")
 
     @classmethod
     def of(cls, megatron: MegatronConfig, world_size: int) -> Layout:
@@ -69,6 +74,7 @@ class Layout:
             vpp_size=megatron.virtual_pipeline_model_parallel_size or 1,
             first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
             last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
+            hierarchical_cp_sizes=tuple(megatron.hierarchical_context_parallel_sizes or ()),
         )
 
     @property
@@ -152,6 +158,7 @@ class Groups:
     """The process groups that scalerl's own collectives use, and this rank's place in them.
 
     dp: the copies that see other samples. dp_cp: those that see other tokens (dp x cp). etp, ep: of the experts.
+    hierarchical_cp: of each of the layout's hierarchical_cp_sizes; () without them.
     """
 
     layout: Layout
@@ -163,6 +170,7 @@ class Groups:
     pp: dist.ProcessGroup
     etp: dist.ProcessGroup
     ep: dist.ProcessGroup
+    hierarchical_cp: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def is_first_stage(self) -> bool:
@@ -185,6 +193,7 @@ def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> 
         layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vpp_size if layout.vpp_size > 1 else None,
         context_parallel_size=layout.cp_size,
+        hierarchical_context_parallel_sizes=list(layout.hierarchical_cp_sizes) or None,
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
@@ -212,4 +221,5 @@ def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> 
         pp=parallel_state.get_pipeline_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
         ep=parallel_state.get_expert_model_parallel_group(),
+        hierarchical_cp=tuple(parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()),
     )

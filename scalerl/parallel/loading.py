@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -45,10 +45,21 @@ def load_hf_weights(
 
     A value model may start from a language model, whose head is left out: its own keeps what it was built with.
     """
-    weights = HFWeights(model_path)
     stored = ModelShape.from_hf(model_path)
-    weights.check(family, stored)
-    names = family.hf_shapes(stored)
+    with HFWeights(model_path) as weights:
+        weights.check(family, stored)
+        _fill(chunks, weights, family, shape, family.hf_shapes(stored).keys(), groups)
+
+
+def _fill(
+    chunks: Sequence[torch.nn.Module],
+    weights: HFWeights,
+    family: Family,
+    shape: ModelShape,
+    names: Collection[str],
+    groups: Groups,
+) -> None:
+    """names: of the tensors that the directory has."""
     tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
     at, layout = groups.at, groups.layout
     for param, chunk, name in local_params(family, shape, groups):
@@ -56,9 +67,9 @@ def load_hf_weights(
         if param.hf[0] not in names:
             continue
         rank, size = (at.tp_rank, layout.tp_size) if param.expert is None else (at.etp_rank, layout.etp_size)
-        shard = param.shard(weights.read, shape, rank, size)
-        assert target.shape == shard.shape, f"{name}: model {tuple(target.shape)}, table {tuple(shard.shape)}"
-        target.copy_(shard)
+        expected = param.mcore_shape(shape, size)
+        assert target.shape == expected, f"{name}: model {tuple(target.shape)}, table {expected}"
+        param.shard(weights.read, shape, rank, size, out=target)
         if param.kind != "replicated" and param.expert is None:
             # megatron marks split parameters only while it initialises them, which we skip; without the mark the
             # gradient norm counts one tp rank's part alone.

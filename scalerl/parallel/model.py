@@ -19,6 +19,7 @@ from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.mla import latent_config, latent_layer_spec
 from scalerl.parallel.output import hand_out_hidden
 from scalerl.parallel.recompute import recompute_arguments
+from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
 from scalerl.parallel.values import put_value_head
 
 if TYPE_CHECKING:
@@ -54,8 +55,11 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         context_parallel_size=layout.cp_size,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.etp_size,
+        cp_comm_type=config.cp_comm_type,
+        hierarchical_context_parallel_sizes=list(layout.hierarchical_cp_sizes) or None,
+        # A model without experts may live beside one that has them.
+        expert_model_parallel_size=layout.ep_size if shape.num_experts else 1,
+        expert_tensor_parallel_size=layout.etp_size if shape.num_experts else None,
         sequence_parallel=config.sequence_parallel and layout.tp_size > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -91,6 +95,14 @@ def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwarg
     finalize_model_grads(model, None, **kwargs)
 
 
+def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
+    """Rotary embedding and attention of each layer: torch's, or Transformer Engine's with cp_comm_type."""
+    if config.cp_comm_type is None:
+        return ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp})
+    require_transformer_engine(config, groups)
+    return ModuleSpec(module=TransformerEngineAttention)
+
+
 def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) -> list[GPTModel]:
     """This stage's model chunks, weights not set."""
     if config.multi_latent_attention:
@@ -102,7 +114,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     # Checkpoint keys are the parameter names of families/, not transformer-engine's fused ones.
     layer.submodules.sharded_state_dict_keys_map = {}
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp})
+    attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:
         attention.q_layernorm = ModuleSpec(module=RMSNorm)
         attention.k_layernorm = ModuleSpec(module=RMSNorm)
@@ -121,7 +133,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
             post_process=groups.is_last_stage and index == len(chunks) - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            # PackedAttention applies the rotary embedding.
+            # The core attention applies the rotary embedding.
             position_embedding_type="none",
             vp_stage=index if len(chunks) > 1 else None,
         )

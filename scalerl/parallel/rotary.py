@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,3 +41,17 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[:, :, None]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+@lru_cache(maxsize=1)
+def _compiled_rotate() -> Any:
+    return torch.compile(rotate, dynamic=True)
+
+
+def rotate_queries_and_keys(query: Tensor, key: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`rotate` of both. cos_sin None: they have been rotated already."""
+    if cos_sin is None:
+        return query, key
+    # On CUDA one kernel instead of five.
+    turn = _compiled_rotate() if query.is_cuda else rotate
+    return turn(query, cos_sin), turn(key, cos_sin)

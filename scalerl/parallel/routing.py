@@ -1,9 +1,11 @@
-"""What the routers of a mixture of experts know about a micro-batch: whose its tokens are, which experts to take."""
+"""What the routers of a mixture of experts know about a micro-batch (whose its tokens are, which experts to take), and
+what they say of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from scalerl.protocol import Jagged
 
 # Token column of the experts chosen in every layer: [T, layers, experts per token] integers, -1: no choice is known.
 ROUTED_EXPERTS = "routed_experts"
+# Losses of the routers -> the field of megatron's configuration with their coefficient.
+LOSS_COEFFICIENTS = {"moe_aux_loss": "moe_aux_loss_coeff", "moe_z_loss": "moe_z_loss_coeff"}
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Routing:
     num_update_tokens: of all micro-batches and dp ranks of the update.
     replayed: [t, layers, k] experts to take, -1: the router's own choice; None: all its own.
     recorded: layer -> [t / tp, k] experts that were taken; None: nobody wants to know.
+    loss_sums: of this rank's layers and tokens, before the coefficients, by name of LOSS_COEFFICIENTS.
     """
 
     rows: Tensor
@@ -32,6 +37,12 @@ class Routing:
     num_update_tokens: int
     replayed: Tensor | None = None
     recorded: dict[int, Tensor] | None = field(default=None)
+    loss_sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def add_loss(self, name: str, loss: Tensor) -> Tensor:
+        """Counts a sum over tokens, which it returns."""
+        self.loss_sums[name] = self.loss_sums.get(name, 0.0) + loss.detach().double()
+        return loss
 
 
 def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool = False, with_losses: bool) -> None:
@@ -78,6 +89,26 @@ def recorded_experts(
             column_T[:, layer] = batch.of_token(_gathered(whole, groups.cp))
         columns.append(column_T)
     return unpack(num_rows, batches, columns)
+
+
+def router_losses(batches: Sequence[MicroBatch], shape: ModelShape, config: Any, groups: Groups) -> dict[str, float]:
+    """Losses whose coefficient is not 0, before it: means over the tokens of the update and the layers with experts.
+
+    config: megatron's. Collective over all ranks of the model.
+    """
+    names = [name for name, coefficient in LOSS_COEFFICIENTS.items() if getattr(config, coefficient)]
+    if not names:
+        return {}
+    sums = torch.zeros(len(names), dtype=torch.float64, device=batches[0].input_ids.device)
+    for routing in (batch.packing.routing for batch in batches):
+        for at, name in enumerate(names):
+            # A stage may be without a mixture.
+            sums[at] += routing.loss_sums.get(name, 0.0)
+    # A mixture trains over tp with sequence parallelism alone, where each rank routes tokens of its own.
+    for group in (groups.tp, groups.dp_cp, groups.pp):
+        dist.all_reduce(sums, group=group)
+    num_tokens = batches[0].packing.routing.num_update_tokens
+    return dict(zip(names, (sums / (num_tokens * sum(shape.moe_layers))).tolist(), strict=True))
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -7,68 +7,31 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 
-from scalerl.errors import UserError
+from scalerl.rollout.requests import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    SamplingParams,
+    ServerLostError,
+    check_request,
+)
 from scalerl.rollout.weights import EngineKind
+from scalerl.rollout.wire import Slot, generate_body, output_of, slots_of
 
-FINISH_REASONS = ("stop", "length", "abort")
+__all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
+
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-
-
-class RolloutError(UserError, RuntimeError):
-    """A rollout server refused a request, broke its contract or went away. The message holds what the server said."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """temperature 0 is greedy; top_k -1 and top_p 1.0 are off. A sample ends early at an end-of-text token."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """n samples for one prompt.
-
-    seeds: one per sample. The embedded engine needs them; SGLang draws from its own generator and ignores them.
-    """
-
-    request_id: int | str
-    input_ids: list[int]
-    n: int
-    sampling: SamplingParams
-    seeds: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class GenerateOutput:
-    """One sample. output_ids include the end-of-text token that stopped it.
-
-    logprobs: of each output token under softmax(logits / temperature) (temperature 1 when greedy), whole vocabulary.
-    finish_reason: stop | length | abort.  policy_version: of the weights of its first token.
-    """
-
-    request_id: int | str
-    sample_index: int
-    output_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    policy_version: int
 
 
 class RolloutClient:
     """One server.
 
-    max_concurrency: samples in flight at a time; for the embedded engine the samples of one batch.
+    max_concurrency: samples in flight at a time.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
     timeout_s: for one request, its time in the server's queue included.
     """
@@ -82,6 +45,7 @@ class RolloutClient:
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self._http: aiohttp.ClientSession | None = None
+        self._num_users = 0
         self._has_session: bool | None = None
         self._released: set[str] = set()
 
@@ -89,34 +53,36 @@ class RolloutClient:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep connections open across several `generate` calls of one event loop."""
-        if self._http is not None:
+        """Keep connections open across several calls of one event loop; calls that overlap share them."""
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._num_users += 1
+        try:
             yield
-            return
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._http:
-            try:
-                yield
-            finally:
-                self._http = None
+        finally:
+            self._num_users -= 1
+            if self._num_users == 0:
+                http, self._http = self._http, None
+                await http.close()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        """All samples of all requests, in the order in which they finish.
+        """All samples of all requests, as they come back.
 
         Raises ValueError for a request that cannot be sent and RolloutError for one that the server did not serve; the
         rest is given up then.
         """
-        units = work_units(requests, self.kind, self.max_concurrency)
-        in_flight = asyncio.Semaphore(
-            max(1, self.max_concurrency // max((request.n for request in requests), default=1))
-        )
+        for request in requests:
+            check_request(request, self.max_model_len)
+        largest = max((request.n for request in requests), default=1)
+        in_flight = asyncio.Semaphore(max(1, self.max_concurrency // largest))
 
-        async def bounded(unit: list[GenerateRequest]) -> list[GenerateOutput]:
+        async def bounded(request: GenerateRequest) -> list[GenerateOutput]:
             async with in_flight:
-                return await self._generate_unit(unit)
+                return await self._generate_one(request)
 
         async with self.connected():
-            tasks = [asyncio.ensure_future(bounded(unit)) for unit in units]
+            tasks = [asyncio.ensure_future(bounded(request)) for request in requests]
             try:
                 for finished in asyncio.as_completed(tasks):
                     for output in await finished:
@@ -126,64 +92,52 @@ class RolloutClient:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _generate_unit(self, unit: list[GenerateRequest]) -> list[GenerateOutput]:
-        """One HTTP request: for SGLang one prompt with n samples, for the embedded engine any number of samples."""
-        body, owners = self._embedded_body(unit) if self.kind == "embedded" else self._sglang_body(unit)
-        who = f"request {unit[0].request_id!r}" + (f" and {len(unit) - 1} more" if len(unit) > 1 else "")
+    async def abort_all(self) -> None:
+        """Ends everything that the server runs, whoever asked for it; what it has so far comes back as aborted.
+
+        A request that is on its way to the scheduler slips through: repeat until all have come back.
+        """
+        async with self.connected():
+            await self._call("POST", "/abort_request", {"abort_all": True}, "abort")
+
+    async def _generate_one(self, request: GenerateRequest) -> list[GenerateOutput]:
+        """One HTTP request for the samples that have room; the others are as long as they may be."""
+        who = f"request {request.request_id!r}"
+        slots = slots_of(request, self.max_model_len)
+        asked = [slot for slot in slots if slot.room > 0]
+        answers: list[Any] = []
+        if asked:
+            text = await self._call("POST", "/generate", generate_body(request, asked, self.kind), who)
+            parsed = json.loads(text)
+            answers = parsed if isinstance(parsed, list) else [parsed]
+        if len(answers) != len(asked):
+            raise RolloutError(f"{self.url}/generate gave {len(answers)} samples for {who}, asked for {len(asked)}")
+        outputs = [output_of(slot, answer, self.kind) for slot, answer in zip(asked, answers, strict=True)]
+        return outputs + await self._full([slot for slot in slots if slot.room <= 0])
+
+    async def _full(self, slots: Sequence[Slot]) -> list[GenerateOutput]:
+        if not slots:
+            return []
+        info = json.loads(await self._call("GET", "/model_info", None, "its policy version"))
+        version = int(info["weight_version"])
+        return [slot.extended([], [], [(0, version)], "length") for slot in slots]
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None, who: str) -> str:
+        """-> the answer's text; RolloutError, naming the server and `who`, unless it is a success."""
         assert self._http is not None
         try:
-            async with self._http.post(f"{self.url}/generate", json=body) as response:
+            async with self._http.request(method, self.url + path, json=body) as response:
                 text = await response.text()
                 if response.status != 200:
-                    raise RolloutError(f"{self.url}/generate refused {who}: {_message(text)}")
+                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(text)}")
+                return text
         except TimeoutError as error:
             raise RolloutError(
-                f"{self.url}/generate did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "
+                f"{self.url}{path} did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "
                 "actor_rollout_ref.rollout.request_timeout_s"
             ) from error
         except aiohttp.ClientError as error:
-            raise RolloutError(f"{self.url} went away during {who}: {error!r}; see the server's log") from error
-        answers = json.loads(text)
-        answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != len(owners):
-            raise RolloutError(f"{self.url}/generate gave {len(answers)} samples for {who}, asked for {len(owners)}")
-        return [_output(*owner, answer) for owner, answer in zip(owners, answers, strict=True)]
-
-    def _sampling_body(self, request: GenerateRequest) -> dict[str, Any]:
-        room = self.max_model_len - len(request.input_ids)
-        if room < 1 or not request.input_ids:
-            raise ValueError(
-                f"request {request.request_id!r}: a prompt of {len(request.input_ids)} tokens leaves no room for a "
-                f"response in max_model_len={self.max_model_len}"
-            )
-        sampling = request.sampling
-        return {
-            "max_new_tokens": min(sampling.max_new_tokens, room),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "ignore_eos": sampling.ignore_eos,
-        }
-
-    def _sglang_body(self, unit: list[GenerateRequest]) -> tuple[dict[str, Any], list[tuple[int | str, int]]]:
-        (request,) = unit
-        body = {
-            "input_ids": request.input_ids,
-            "sampling_params": self._sampling_body(request) | {"n": request.n, "skip_special_tokens": False},
-            "return_logprob": True,
-        }
-        return body, [(request.request_id, index) for index in range(request.n)]
-
-    def _embedded_body(self, unit: list[GenerateRequest]) -> tuple[dict[str, Any], list[tuple[int | str, int]]]:
-        prompts, params, owners = [], [], []
-        for request in unit:
-            if request.seeds is None or len(request.seeds) != request.n:
-                raise ValueError(f"request {request.request_id!r}: the embedded engine needs seeds, one per sample")
-            for index, seed in enumerate(request.seeds):
-                prompts.append(request.input_ids)
-                params.append(self._sampling_body(request) | {"sampling_seed": seed})
-                owners.append((request.request_id, index))
-        return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}, owners
+            raise ServerLostError(f"{self.url} went away during {who}: {error!r}; see the server's log") from error
 
     # --- weights ---
 
@@ -289,47 +243,6 @@ class RolloutClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise RolloutError(f"{self.url}{path} failed: {answer.get('message')}")
         return {} if answer is None else answer
-
-
-def work_units(
-    requests: Sequence[GenerateRequest], kind: EngineKind, max_samples: int
-) -> Iterator[list[GenerateRequest]]:
-    """Requests that go to the server in one HTTP call: one by one for SGLang, in batches for the embedded engine."""
-    unit: list[GenerateRequest] = []
-    num_samples = 0
-    for request in requests:
-        if unit and (kind == "sglang" or num_samples + request.n > max_samples):
-            yield unit
-            unit, num_samples = [], 0
-        unit.append(request)
-        num_samples += request.n
-    if unit:
-        yield unit
-
-
-def _output(request_id: int | str, sample_index: int, answer: dict[str, Any]) -> GenerateOutput:
-    meta = answer["meta_info"]
-    output_ids = answer["output_ids"]
-    triples = meta["output_token_logprobs"]
-    if [token for _, token, _ in triples] != output_ids:
-        raise RolloutError(
-            f"request {request_id!r} sample {sample_index}: the server's log-probs are of other tokens than its output "
-            f"({len(triples)} log-probs, {len(output_ids)} tokens)"
-        )
-    finish_reason = (meta["finish_reason"] or {}).get("type")
-    if finish_reason not in FINISH_REASONS:
-        raise RolloutError(
-            f"request {request_id!r} sample {sample_index}: unknown finish reason {meta['finish_reason']}"
-        )
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"]}]
-    return GenerateOutput(
-        request_id=request_id,
-        sample_index=sample_index,
-        output_ids=output_ids,
-        logprobs=[logprob for logprob, _, _ in triples],
-        finish_reason=finish_reason,
-        policy_version=int(spans[0]["version"]),
-    )
 
 
 def _tp_rank(rank: dict[str, Any]) -> int:

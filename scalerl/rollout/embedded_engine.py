@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import threading
+import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +15,9 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from scalerl.rollout.decode_rows import NUM_ROWS, DecodeRows, prefill
 from scalerl.rollout.file_tensors import file_tensors
 from scalerl.rollout.sampling import SampleSettings, sample
 from scalerl.rollout.weights import tensor_checksum
@@ -27,21 +31,35 @@ class RefusedError(ValueError):
 
 @dataclass
 class _Sequence:
-    index: int
+    """position: index of its first new token in the response."""
+
     input_ids: list[int]
     settings: SampleSettings
+    position: int
     max_new_tokens: int
     stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+    request: _Request
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
 
 
-class EmbeddedEngine:
-    """One model. Every public method but `pause` and `resume_generation` holds one lock: one request is one batch.
+class _Request:
+    """Sequences that one caller waits for."""
 
-    A batch is computed as it came, so that its result does not depend on what else the server does. Sequences are taken
-    in descending order of prompt length (then of position in the request), `max_batch_size` at a time.
+    def __init__(self) -> None:
+        self.sequences: list[_Sequence] = []
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+
+class EmbeddedEngine:
+    """One model, one thread that computes; callers wait.
+
+    Up to `max_batch_size` sequences run at a time, each beginning when a place is free. What a sequence becomes depends
+    on its tokens, settings and seed and on the weights, bit by bit, and not on what runs beside it (`decode_rows`).
     """
 
     def __init__(
@@ -65,43 +83,62 @@ class EmbeddedEngine:
         self._model.to(self._device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
-        self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id)
-        self._lock = threading.Lock()
-        self._running = threading.Event()
-        self._running.set()
+        self._tokenizer = _tokenizer(model_path, trust_remote_code)
+        self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)
+        self._changed = threading.Condition()
+        self._waiting: deque[_Sequence] = deque()
+        # Place -> sequence; place i is row i % NUM_ROWS of block i // NUM_ROWS.
+        self._live: dict[int, _Sequence] = {}
+        self._blocks: list[DecodeRows] = []
+        self._paused = False
         self._session_open = False
         self._released: set[str] = set()
+        threading.Thread(target=self._compute, name="engine", daemon=True).start()
 
     # --- generation ---
 
     def generate(self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """-> per prompt {"output_ids", "meta_info"} as SGLang answers. RefusedError on input the model cannot take."""
-        sequences = [
-            self._sequence(index, prompt, params)
-            for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True))
-        ]
-        self._running.wait()
-        with self._lock:
+        request = _Request()
+        for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            request.sequences.append(self._sequence(index, prompt, params, request))
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused)
             if self._session_open or self._released:
                 state = (
                     "a weight-update session is open" if self._session_open else f"{sorted(self._released)} is released"
                 )
                 raise RefusedError(f"cannot generate: {state}")
-            ordered = sorted(sequences, key=lambda s: (-len(s.input_ids), s.index))
-            for first in range(0, len(ordered), self.max_batch_size):
-                self._generate_batch(ordered[first : first + self.max_batch_size])
-            return [self._answer(sequence) for sequence in sequences]
+            self._waiting.extend(request.sequences)
+            self._changed.notify_all()
+        request.done.wait()
+        if request.error is not None:
+            raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
+        return [self._answer(sequence) for sequence in request.sequences]
+
+    def abort_all(self) -> None:
+        """End what runs or waits with what it has (finish reason abort)."""
+        with self._changed:
+            for sequence in (*self._live.values(), *self._waiting):
+                sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": "Aborted"}
 
     def pause(self) -> None:
-        """End the running batch with what it has (finish reason abort) and hold new ones until `resume_generation`."""
-        self._running.clear()
-        with self._lock:  # the running batch has ended when this returns
-            pass
+        """`abort_all`, and hold new requests until `resume_generation`."""
+        with self._changed:
+            self._paused = True
+        self.abort_all()
+        with self._changed:
+            self._wait_idle()
 
     def resume_generation(self) -> None:
-        self._running.set()
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
-    def _sequence(self, index: int, prompt: list[int], params: dict[str, Any]) -> _Sequence:
+    def _wait_idle(self) -> None:
+        self._changed.wait_for(lambda: not self._live and not self._waiting)
+
+    def _sequence(self, index: int, prompt: list[int], params: dict[str, Any], request: _Request) -> _Sequence:
         max_new_tokens = params["max_new_tokens"]
         if not prompt:
             raise RefusedError(f"prompt {index} is empty")
@@ -123,60 +160,118 @@ class EmbeddedEngine:
                 f"prompt {index}: temperature {settings.temperature} must be at least 0, top_p {settings.top_p} in "
                 f"(0, 1] and max_new_tokens {max_new_tokens} at least 1"
             )
-        stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids
-        return _Sequence(index, list(prompt), settings, max_new_tokens, stop_ids)
+        stop_strings = tuple(params["stop"])
+        if stop_strings and self._tokenizer is None:
+            raise RefusedError(f"prompt {index}: stop {list(stop_strings)} needs a tokenizer in {self.model_path}")
+        stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids | set(params["stop_token_ids"])
+        position = int(params["sampling_position"])
+        return _Sequence(list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, request)
+
+    # --- the computing thread ---
+
+    def _compute(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._live or self._waiting)
+                self._leave()
+                entering = self._enter()
+            try:
+                self._advance(entering)
+            except Exception as error:
+                traceback.print_exc()
+                self._fail(error)
+
+    def _leave(self) -> None:
+        """Gives finished sequences to their callers."""
+        finished = [s for s in (*self._live.values(), *self._waiting) if s.finish_reason is not None]
+        for place in [place for place, s in self._live.items() if s.finish_reason is not None]:
+            del self._live[place]
+            self._blocks[place // NUM_ROWS].clear(place % NUM_ROWS)
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        for request in {id(s.request): s.request for s in finished}.values():
+            if all(s.finish_reason is not None for s in request.sequences):
+                request.done.set()
+        if not self._live and not self._waiting:
+            self._changed.notify_all()
+
+    def _enter(self) -> list[tuple[int, _Sequence]]:
+        """-> the sequences that begin, with their places: the lowest free ones, so that few blocks are in use."""
+        free = [place for place in range(self.max_batch_size) if place not in self._live]
+        entering = [(place, self._waiting.popleft()) for place in free[: len(self._waiting)]]
+        self._live.update(entering)
+        while len(self._blocks) * NUM_ROWS <= max(self._live, default=-1):
+            self._blocks.append(DecodeRows(self._model, self.max_model_len))
+        return entering
 
     @torch.inference_mode()
-    def _generate_batch(self, batch: list[_Sequence]) -> None:
-        longest = max(len(sequence.input_ids) for sequence in batch)
-        input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-        mask = torch.zeros(len(batch), longest, dtype=torch.int64)
-        for row, sequence in enumerate(batch):
-            input_ids[row, longest - len(sequence.input_ids) :] = torch.tensor(sequence.input_ids)
-            mask[row, longest - len(sequence.input_ids) :] = 1
-        input_ids, mask = input_ids.to(self._device), mask.to(self._device)
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self._model.config)
-        while batch:
-            logits_SV = self._model(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
-            tokens, logprobs = sample(logits_SV, [s.settings for s in batch], [len(s.output_ids) for s in batch])
-            for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
+    def _advance(self, entering: list[tuple[int, _Sequence]]) -> None:
+        """One token for every live sequence. Equal prompts that enter together are read once."""
+        begun = {place for place, _ in entering}
+        for ids, group in itertools.groupby(entering, key=lambda entry: entry[1].input_ids):
+            places, sequences = zip(*group, strict=True)
+            prefilled = prefill(self._model, ids)
+            self._draw(prefilled.logits_V.expand(len(places), -1), sequences)
+            for place in places:
+                self._blocks[place // NUM_ROWS].put(place % NUM_ROWS, prefilled)
+        for index, block in enumerate(self._blocks):
+            rows = [
+                (place, sequence)
+                for place, sequence in self._live.items()
+                if place // NUM_ROWS == index and place not in begun and sequence.finish_reason is None
+            ]
+            if rows:
+                logits_SV = block.step([(place % NUM_ROWS, sequence.output_ids[-1]) for place, sequence in rows])
+                self._draw(logits_SV, [sequence for _, sequence in rows])
+
+    def _draw(self, logits_SV: Tensor, sequences: Sequence[_Sequence]) -> None:
+        positions = [sequence.position + len(sequence.output_ids) for sequence in sequences]
+        tokens, logprobs = sample(logits_SV, [sequence.settings for sequence in sequences], positions)
+        with self._changed:
+            for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
                 self._append(sequence, token, logprob)
-            kept = [row for row, sequence in enumerate(batch) if sequence.finish_reason is None]
-            rows = torch.tensor(kept, dtype=torch.int64, device=self._device)
-            if len(kept) < len(batch):
-                batch = [batch[row] for row in kept]
-                if batch:
-                    cache.batch_select_indices(rows)
-            input_ids = torch.tensor(tokens, device=self._device)[rows, None]
-            mask = torch.cat([mask[rows], torch.ones_like(rows)[:, None]], dim=1)
-            position_ids = position_ids[rows, -1:] + 1
 
     def _append(self, sequence: _Sequence, token: int, logprob: float) -> None:
+        if sequence.finish_reason is not None:  # aborted while this token was computed
+            return
+        if not sequence.spans or sequence.spans[-1]["version"] != self.policy_version:
+            sequence.spans.append({"version": self.policy_version, "start": len(sequence.output_ids)})
         sequence.output_ids.append(token)
         sequence.logprobs.append(logprob)
-        if token in sequence.stop_ids:
-            sequence.finish_reason = {"type": "stop", "matched": token}
+        matched = token if token in sequence.stop_ids else self._stop_string(sequence)
+        if matched is not None:
+            sequence.finish_reason = {"type": "stop", "matched": matched}
         elif len(sequence.output_ids) >= sequence.max_new_tokens:
             sequence.finish_reason = {"type": "length", "length": sequence.max_new_tokens}
-        elif not self._running.is_set():
-            sequence.finish_reason = {"type": "abort", "message": "paused"}
+
+    def _stop_string(self, sequence: _Sequence) -> str | None:
+        if not sequence.stop_strings:
+            return None
+        assert self._tokenizer is not None
+        # A token is at least a byte of text, or text of its own.
+        num_tokens = max(len(string.encode()) for string in sequence.stop_strings) + 1
+        text = self._tokenizer.decode(sequence.output_ids[-num_tokens:], skip_special_tokens=False)
+        return next((string for string in sequence.stop_strings if string in text), None)
+
+    def _fail(self, error: Exception) -> None:
+        """Everything that runs gets the error; the engine goes on with empty blocks."""
+        with self._changed:
+            for sequence in (*self._live.values(), *self._waiting):
+                sequence.request.error = error
+                sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": repr(error)}
+            self._leave()
+            self._blocks.clear()
 
     def _answer(self, sequence: _Sequence) -> dict[str, Any]:
+        ends = [span["start"] for span in sequence.spans[1:]] + [len(sequence.output_ids)]
+        spans = sequence.spans or [{"version": self.policy_version, "start": 0}]
         return {
             "output_ids": sequence.output_ids,
             "meta_info": {
                 "finish_reason": sequence.finish_reason,
                 "prompt_tokens": len(sequence.input_ids),
                 "completion_tokens": len(sequence.output_ids),
-                "weight_version": self.policy_version,
+                "weight_version": spans[-1]["version"],
+                "weight_versions": [span | {"end": end} for span, end in zip(spans, ends, strict=True)],
                 "output_token_logprobs": [
                     [logprob, token, None]
                     for logprob, token in zip(sequence.logprobs, sequence.output_ids, strict=True)
@@ -187,20 +282,22 @@ class EmbeddedEngine:
     # --- weights ---
 
     def begin_weight_update(self) -> None:
-        with self._lock:
+        """Waits for what runs."""
+        with self._changed:
+            self._wait_idle()
             if self._session_open:
                 raise RefusedError("a weight-update session is already open; call end_weight_update first")
             self._session_open = True
 
     def end_weight_update(self) -> None:
-        with self._lock:
+        with self._changed:
             if not self._session_open:
                 raise RefusedError("no weight-update session is open; call begin_weight_update first")
             self._session_open = False
 
     def update_weights(self, blob: str, policy_version: str | None) -> None:
         """Load one bucket; all of it or, on an unknown name or a wrong shape, nothing."""
-        with self._lock:
+        with self._changed:
             if not self._session_open:
                 raise RefusedError(
                     "update_weights_from_tensor must run between begin_weight_update and end_weight_update"
@@ -222,21 +319,22 @@ class EmbeddedEngine:
                 self.policy_version = policy_version
 
     def set_policy_version(self, policy_version: str) -> None:
-        with self._lock:
+        with self._changed:
             self.policy_version = policy_version
 
     def checksums(self) -> dict[str, str]:
-        with self._lock:
+        with self._changed:
             return {name: tensor_checksum(parameter.data.cpu()) for name, parameter in self._parameters.items()}
 
     # --- memory: the engine keeps none that is worth releasing; the calls are held to SGLang's order ---
 
     def release(self, tags: Sequence[str] | None) -> None:
-        with self._lock:
+        with self._changed:
+            self._wait_idle()
             self._released |= _known_tags(tags)
 
     def resume(self, tags: Sequence[str] | None) -> None:
-        with self._lock:
+        with self._changed:
             missing = _known_tags(tags) - self._released
             if missing:
                 raise RefusedError(f"cannot resume {sorted(missing)}: not released")
@@ -259,12 +357,19 @@ def _known_tags(tags: Sequence[str] | None) -> set[str]:
     return set(tags or MEMORY_TAGS)
 
 
-def _eos_ids(model_path: str, config_eos: int | list[int] | None) -> frozenset[int]:
+def _tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    if not (Path(model_path) / "tokenizer_config.json").exists():
+        return None
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+
+
+def _eos_ids(
+    model_path: str, config_eos: int | list[int] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
     """As SGLang: of the model's config, its generation config and its tokenizer, whichever exist."""
     found: list[int | list[int] | None] = [config_eos]
-    directory = Path(model_path)
-    if (directory / "generation_config.json").exists():
+    if (Path(model_path) / "generation_config.json").exists():
         found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
-    if (directory / "tokenizer_config.json").exists():
-        found.append(AutoTokenizer.from_pretrained(model_path).eos_token_id)
+    if tokenizer is not None:
+        found.append(tokenizer.eos_token_id)
     return frozenset(token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids]))

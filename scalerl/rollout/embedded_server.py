@@ -19,7 +19,11 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": -1,
     "ignore_eos": False,
+    "stop": [],
+    "stop_token_ids": [],
     "sampling_seed": 0,
+    # Index in its response of the first token to draw.
+    "sampling_position": 0,
     "n": 1,
 }
 SUCCESS = {"success": True, "message": "Success"}
@@ -45,6 +49,7 @@ class Endpoints:
             "/weights_checker": self._weights_checker,
             # There is no cache between requests.
             "/flush_cache": lambda body: SUCCESS,
+            "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": lambda body: engine.resume_generation() or SUCCESS,
             "/release_memory_occupation": lambda body: engine.release(body.get("tags")),
@@ -85,6 +90,12 @@ class Endpoints:
         if body.get("action") != "checksum":
             raise RefusedError(f"action {body.get('action')!r} is not known; known: checksum")
         return SUCCESS | {"ranks": [{"checksums": self._engine.checksums()}]}
+
+    def _abort(self, body: dict[str, Any]) -> Any:
+        if body.get("abort_all") is not True:
+            raise RefusedError("the embedded engine aborts all requests or none; set abort_all")
+        self._engine.abort_all()
+        return SUCCESS
 
     def _pause(self, body: dict[str, Any]) -> Any:
         if body.get("mode", "abort") != "abort":
@@ -135,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
+    # Connections that wait to be accepted: a client opens one per request.
+    request_queue_size = 1024
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from scalerl.config import PPOConfig, SFTConfig, save_resolved, world_size
-from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved
+from scalerl.config.schema import ResourcePoolConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor, MegatronReference
+from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
 from scalerl.controller.worker_group import WorkerGroup
 from scalerl.controller.workers import MegatronWorker
 from scalerl.data import PromptCursor
@@ -20,6 +20,7 @@ from scalerl.families import ModelShape
 from scalerl.metrics import FlopsShape, Timers, Tracking
 from scalerl.parallel.layout import Layout
 from scalerl.trainer import checkpoints
+from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.step_metrics import Yardstick
@@ -39,32 +40,46 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
         tracker.phase("start")
-        pool, layout = start_pool(stack, cfg, inputs.device, actor_config.megatron)
+        stack.enter_context(ray_cluster(num_workers=num_devices(cfg), device=inputs.device))
+        pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
         rollout = HybridRollout(
             cfg, pool, {"train": inputs.train, "val": inputs.val}, log_dir=Path(trainer.default_local_dir) / "logs"
         )
         stack.callback(rollout.stop)
-        workers = start_workers(stack, pool, layout, trainer, inputs.device, actor_config.megatron.seed)
+        groups = start_groups(stack, cfg, pool, inputs.device)
+        workers = groups["actor"]
         model = cfg.actor_rollout_ref.model
-        workers.build_engine("actor", model.path, actor_config.megatron, actor_config.optim, model.trust_remote_code)
-        reference = None
-        if actor_config.use_kl_loss:
-            ref_path = cfg.actor_rollout_ref.ref.model_path or model.path
-            workers.build_engine("ref", ref_path, actor_config.megatron, None, model.trust_remote_code)
-            reference = MegatronReference(workers, rollout_config.temperature)
+        workers.build_engine(
+            "actor",
+            model.path,
+            actor_config.megatron,
+            actor_config.optim,
+            trust_remote_code=model.trust_remote_code,
+        )
+        for role in model_roles(cfg):
+            groups[role.name].build_engine(
+                role.name,
+                role.model_path,
+                role.megatron,
+                cfg.critic.optim if role.name == "critic" else None,
+                head=role.head,
+                trust_remote_code=role.trust_remote_code,
+            )
         rollout.wait_ready(workers)
+        temperature = rollout_config.temperature
         run = Run(
             config=cfg,
             prompts=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
             rollout=rollout,
-            actor=MegatronActor(workers, actor_config, rollout_config.temperature),
-            reference=reference,
+            actor=MegatronActor(workers, actor_config, temperature),
+            reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
+            critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
+            reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
+            worker_groups=list({id(group): group for group in groups.values()}.values()),
+            planners=planners(cfg, inputs),
+            yardsticks=yardsticks(cfg, inputs, groups),
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            yardstick=Yardstick(
-                flops_shape(inputs.shape), workers.peak_flops(actor_config.megatron.dtype), layout.world_size
-            ),
-            dp_size=layout.dp_size,
             total_steps=total_steps,
             stop=stop,
         )
@@ -104,18 +119,66 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
 
 
 def start_pool(
-    stack: ExitStack, cfg: PPOConfig | SFTConfig, device: str, megatron: object
-) -> tuple[ResourcePool, Layout]:
-    world = world_size(cfg)
-    stack.enter_context(ray_cluster(num_workers=world, device=device))
+    stack: ExitStack,
+    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig,
+    device: str,
+    timeout_s: float,
+    section: str = "trainer",
+) -> ResourcePool:
+    """devices: the section that says how many; its name is for errors."""
     pool = ResourcePool.create(
-        nnodes=cfg.trainer.nnodes,
-        devices_per_node=cfg.trainer.n_gpus_per_node,
+        nnodes=devices.nnodes,
+        devices_per_node=devices.n_gpus_per_node,
         device=device,
-        timeout_s=cfg.trainer.timeout_s,
+        timeout_s=timeout_s,
+        section=section,
     )
     stack.callback(pool.release)
-    return pool, Layout.of(megatron, world)
+    return pool
+
+
+def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
+    """Role -> the ranks that have its model: the actor's, or those of a pool of its own."""
+    actor = cfg.actor_rollout_ref.actor.megatron
+    groups = {"actor": start_workers(stack, pool, Layout.of(actor, pool.world_size), cfg.trainer, device, actor.seed)}
+    for role in model_roles(cfg):
+        if not role.has_own_pool:
+            groups[role.name] = groups["actor"]
+            continue
+        own = start_pool(stack, role.pool, device, cfg.trainer.timeout_s, f"{role.section}.resource_pool")
+        layout = Layout.of(role.megatron, own.world_size)
+        groups[role.name] = start_workers(stack, own, layout, cfg.trainer, device, role.megatron.seed)
+    return groups
+
+
+def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
+    """The actor's first: the rollout's tokens are cut by its plan. A role that can use the same plan does."""
+    actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
+    flops = flops_shape(inputs.shapes["actor"])
+    first = Planner(actor.megatron, dp_size(cfg), actor.ppo_max_token_len_per_gpu, actor.ppo_mini_batch_size * n, flops)
+    found = {"actor": first}
+    for role in model_roles(cfg):
+        per_update = cfg.critic.ppo_mini_batch_size * n if role.name == "critic" else None
+        own = Planner(
+            role.megatron,
+            role.dp_size(cfg),
+            role.max_tokens_per_device,
+            per_update,
+            flops_shape(inputs.shapes[role.name]),
+        )
+        found[role.name] = first if not role.has_own_pool and own.fits_into(first) else own
+    return found
+
+
+def yardsticks(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, Yardstick]:
+    """Of the models that train."""
+    peak = groups["actor"].peak_flops(cfg.actor_rollout_ref.actor.megatron.dtype)
+    found = {"actor": Yardstick(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
+    if "critic" in groups:
+        peak = groups["critic"].peak_flops(cfg.critic.megatron.dtype)
+        shape = flops_shape(inputs.shapes["critic"])
+        found["critic"] = Yardstick(shape, peak, groups["critic"].layout.world_size)
+    return found
 
 
 def start_workers(
@@ -140,7 +203,7 @@ def start_workers(
 
 
 def flops_shape(shape: ModelShape) -> FlopsShape:
-    return FlopsShape(
+    whole = FlopsShape(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_heads=shape.num_attention_heads,
@@ -159,3 +222,4 @@ def flops_shape(shape: ModelShape) -> FlopsShape:
         qk_rope_head_dim=shape.qk_rope_head_dim or 0,
         v_head_dim=shape.v_head_dim or 0,
     )
+    return whole.as_critic() if shape.head == "value" else whole

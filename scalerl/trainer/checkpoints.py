@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from scalerl.checkpoint.store import (
     rotate,
     write_trainer_state,
 )
-from scalerl.families import ModelShape
+from scalerl.families import Head, ModelShape, value_model_config
 
 # What a Hugging Face model directory holds beside its weights: merge copies these into the merged model.
 _NOT_WEIGHTS = (".json", ".jinja", ".txt", ".model", ".py")
@@ -52,11 +53,28 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None)
     return Resumed(directory, read_trainer_state(directory))
 
 
-def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str) -> None:
+@dataclass(frozen=True)
+class SavedModel:
+    """A model of a checkpoint. write: its distributed checkpoint, into the directory given.
+
+    model_path: what it began as, whose configuration and tokenizer go with it.  head: what it has by now.
+    """
+
+    write: Callable[[str], None]
+    model_path: str
+    head: Head = "lm"
+
+
+def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role: str = "actor") -> None:
     """Raises ValueError when the checkpoint's model is of another architecture than the run's."""
     if resumed.directory is None:
         return
-    stored = ModelShape.from_hf(resumed.directory / "actor" / "huggingface")
+    if not (resumed.directory / role).is_dir():
+        raise ValueError(
+            f"checkpoint {resumed.directory} has no {role}: it is of a run without one. Give another "
+            "trainer.default_local_dir, or trainer.resume_mode=disable"
+        )
+    stored = ModelShape.from_hf(resumed.directory / role / "huggingface")
     different = [
         f"{field.name} {getattr(stored, field.name)} there, {getattr(shape, field.name)} here"
         for field in fields(ModelShape)
@@ -64,34 +82,34 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str) -> No
     ]
     if different:
         raise ValueError(
-            f"checkpoint {resumed.directory} is from another model than {model_path}: {'; '.join(different)}. Give the "
-            "model that the run began with, another trainer.default_local_dir, or trainer.resume_mode=disable"
+            f"checkpoint {resumed.directory / role} is from another model than {model_path}: {'; '.join(different)}. "
+            "Give the model that the run began with, another trainer.default_local_dir, or trainer.resume_mode=disable"
         )
 
 
-def save(
-    root: str,
-    step: int,
-    *,
-    write_actor: Callable[[str], None],
-    model_path: str,
-    state: dict[str, Any],
-    keep: int | None,
-) -> Path:
-    """One whole checkpoint, then rotation. write_actor: writes the distributed checkpoint into the directory given."""
+def save(root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None) -> Path:
+    """One whole checkpoint, then rotation. models: role -> SavedModel; each gets a directory of its name."""
     tmp = begin_save(root, step)
-    actor = tmp / "actor"
-    actor.mkdir()
-    write_actor(str(actor))
-    huggingface = actor / "huggingface"
-    huggingface.mkdir()
-    for file in sorted(Path(model_path).iterdir()):
-        if file.suffix in _NOT_WEIGHTS and not file.name.endswith(".index.json"):
-            shutil.copy2(file, huggingface / file.name)
+    for role, model in models.items():
+        directory = tmp / role
+        directory.mkdir()
+        model.write(str(directory))
+        _describe(model, directory / "huggingface")
     write_trainer_state(tmp, state | {"step": step})
     directory = commit(tmp, root, step)
     rotate(root, keep)
     return directory
+
+
+def _describe(model: SavedModel, huggingface: Path) -> None:
+    """All of a Hugging Face model directory but the weights."""
+    huggingface.mkdir()
+    for file in sorted(Path(model.model_path).iterdir()):
+        if file.suffix in _NOT_WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copy2(file, huggingface / file.name)
+    if model.head == "value":
+        config = huggingface / "config.json"
+        config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")
 
 
 def is_due(step: int, every: int, total: int) -> bool:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from scalerl.algorithms import get_adv_estimator
-from scalerl.balance import StepPlan, plan_step
 from scalerl.config import PPOConfig
-from scalerl.controller.batch import BatchRef
+from scalerl.controller.batch import PlacedBatch
 from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor, MegatronReference
+from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
+from scalerl.controller.worker_group import WorkerGroup
 from scalerl.data import PromptCursor
-from scalerl.metrics import Timers, Tracking, validation_metrics
+from scalerl.metrics import Metric, Timers, Tracking, merge_metrics, validation_metrics
 from scalerl.trainer import checkpoints
-from scalerl.trainer.packing_rules import packing_rules
+from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
 from scalerl.trainer.stop import StopRequest
 
@@ -31,10 +31,15 @@ class Run:
     rollout: HybridRollout
     actor: MegatronActor
     reference: MegatronReference | None
+    critic: MegatronCritic | None
+    reward_model: MegatronRewardModel | None
+    # One for each pool.
+    worker_groups: list[WorkerGroup]
+    # By role.
+    planners: dict[str, Planner]
+    yardsticks: dict[str, Yardstick]
     tracker: Tracking
     timers: Timers
-    yardstick: Yardstick
-    dp_size: int
     total_steps: int
     stop: StopRequest
     step: int = 0
@@ -62,7 +67,7 @@ def fit(run: Run) -> dict[str, float]:
         if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
-        metrics = step_metrics(run.config, outcome, run.yardstick, run.timers.pop(), step=step, epoch=epoch)
+        metrics = step_metrics(run.config, outcome, run.yardsticks, run.timers.pop(), step=step, epoch=epoch)
         run.tracker.log(metrics | tested, step=step)
     return validation
 
@@ -75,10 +80,13 @@ def train_step(run: Run, step: int) -> StepOutcome:
         samples, metrics = run.rollout.generate(prompts, step=step)
         run.rollout.release_device()
 
-    # One plan for every pass of the step, so that a sample's log-probs stay on its rank.
+    # One plan for all passes of a model over the step, so that what they make of a sample stays on its rank.
     with phase("balance"):
-        plan = plan_samples(run, samples)
-        batch = run.rollout.place(samples, plan)
+        plans = plan_roles(run.planners, samples)
+        batch = run.rollout.place(samples, plans)
+    if run.reward_model is not None:
+        with phase("reward_model"):
+            batch = batch.with_samples(score=model_scores(run.reward_model, batch))
     with phase("old_log_prob"):
         batch, found = run.actor.logprobs(batch)
         metrics |= found
@@ -86,64 +94,78 @@ def train_step(run: Run, step: int) -> StepOutcome:
         with phase("ref"):
             batch, found = run.reference.logprobs(batch)
             metrics |= found
+    if run.critic is not None:
+        with phase("values"):
+            batch, found = run.critic.values(batch)
+            metrics |= found
 
     with phase("adv"):
-        batch = batch.with_samples(advantages=estimate_advantages(cfg, batch.samples))
-    with phase("update_actor"):
-        metrics |= run.actor.update(batch)
+        batch, found = estimate_advantages(run, batch)
+        metrics |= found
+    if run.critic is not None:
+        with phase("update_critic"):
+            metrics |= run.critic.update(batch)
+    if step > cfg.trainer.critic_warmup:
+        with phase("update_actor"):
+            metrics |= run.actor.update(batch)
     with phase("update_weights"):
         metrics |= run.rollout.sync_weights(policy_version=step)
 
     with phase("dump_rollout_generations"):
         if cfg.trainer.rollout_data_dir:
-            run.rollout.dump(samples, Path(cfg.trainer.rollout_data_dir) / f"step_{step}.parquet")
+            scored = samples.with_samples(score=batch.samples["score"])
+            run.rollout.dump(scored, Path(cfg.trainer.rollout_data_dir) / f"step_{step}.parquet")
         run.rollout.drop(samples)
-    return StepOutcome(batch.samples, plan, metrics | run.actor.memory())
+    return StepOutcome(batch.samples, plans["actor"], metrics | memory(run))
 
 
-def plan_samples(run: Run, samples: BatchRef) -> StepPlan:
-    """Mini-batches of whole groups in the order of the prompts, packed for the actor's token budget."""
-    actor = run.config.actor_rollout_ref.actor
-    rows_per_update = actor.ppo_mini_batch_size * run.config.actor_rollout_ref.rollout.n
-    rows = range(len(samples))
-    return plan_step(
-        samples.num_tokens_S,
-        dp_size=run.dp_size,
-        mini_batches=[rows[start : start + rows_per_update] for start in range(0, len(samples), rows_per_update)],
-        workload_S=run.yardstick.flops.forward_each(samples.num_tokens_S),
-        sample_names=[f"prompt {uid}" for uid in samples.samples["prompt_uid"]],
-        **packing_rules(actor.megatron, actor.ppo_max_token_len_per_gpu),
-    )
+def model_scores(reward_model: MegatronRewardModel, batch: PlacedBatch) -> np.ndarray:
+    """[S]: the reward model's for samples of reward style "model", the reward function's for the others."""
+    return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
 
 
-def estimate_advantages(cfg: PPOConfig, samples: dict[str, np.ndarray]) -> np.ndarray:
-    """[S] float32, one advantage per sample."""
-    estimator = get_adv_estimator(cfg.algorithm.adv_estimator)
-    scores_S = torch.tensor(samples["score"], dtype=torch.float32)
-    return estimator(scores_S, samples["uid"], cfg.algorithm).numpy()
+def estimate_advantages(run: Run, batch: PlacedBatch) -> tuple[PlacedBatch, dict[str, Metric]]:
+    """The batch with its advantages: of each token with a critic, of each sample without."""
+    algorithm = run.config.algorithm
+    if run.critic is not None:
+        return run.actor.gae(batch, algorithm)
+    estimator = get_adv_estimator(algorithm.adv_estimator)
+    scores_S = torch.tensor(batch.samples["score"], dtype=torch.float32)
+    return batch.with_samples(advantages=estimator(scores_S, batch.samples["uid"], algorithm).numpy()), {}
+
+
+def memory(run: Run) -> dict[str, Metric]:
+    """Of all ranks of all pools."""
+    return merge_metrics(part for group in run.worker_groups for part in group.memory())
 
 
 def validate(run: Run) -> dict[str, float]:
     """val-core/* over the whole validation set; a table of the first samples when configured."""
     samples, _ = run.rollout.validate(step=run.step)
+    if run.reward_model is not None:
+        planner = replace(run.planners["reward_model"], samples_per_update=None)
+        placed = run.rollout.place(samples, {"reward_model": planner.plan(samples)})
+        samples = samples.with_samples(score=model_scores(run.reward_model, placed))
     columns = samples.samples
     num_rows = min(run.config.trainer.log_val_generations, len(samples))
     if num_rows:
         texts = run.rollout.texts(samples, range(num_rows))
         table = [[prompt, response, float(columns["score"][row])] for row, (prompt, response) in enumerate(texts)]
         run.tracker.log_table("val/generations", ["prompt", "response", "score"], table, step=run.step)
-        run.rollout.drop(samples)
+    run.rollout.drop(samples)
     return validation_metrics(columns["data_source"], columns["uid"], columns["score"])
 
 
 def save(run: Run) -> Path:
     """The whole state of the run at this step."""
     cfg = run.config
+    models = {"actor": checkpoints.SavedModel(run.actor.save, cfg.actor_rollout_ref.model.path)}
+    if run.critic is not None:
+        models["critic"] = checkpoints.SavedModel(run.critic.save, cfg.critic.model.path, head="value")
     return checkpoints.save(
         cfg.trainer.default_local_dir,
         run.step,
-        write_actor=run.actor.save,
-        model_path=cfg.actor_rollout_ref.model.path,
+        models,
         state={"prompts": run.prompts.state_dict(), "mlflow_run_id": run.tracker.run_id},
         keep=cfg.trainer.max_actor_ckpt_to_keep,
     )
@@ -154,5 +176,7 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     if resumed.directory is None:
         return
     run.actor.load(str(resumed.directory / "actor"))
+    if run.critic is not None:
+        run.critic.load(str(resumed.directory / "critic"))
     run.prompts.load_state_dict(resumed.state["prompts"])
     run.step = resumed.step

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from scalerl.config import (
     ConfigError,
-    ModelSizes,
     PPOConfig,
     SFTConfig,
-    layout_violations,
-    recompute_violations,
+    model_roles,
+    uses_critic,
     validate_ppo,
     validate_sft,
     world_size,
 )
-from scalerl.config.schema import DataConfig, MegatronConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
-from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.config.schema import DataConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.families import ModelShape
 from scalerl.trainer import checkpoints
 from scalerl.trainer.device import resolve_device
+from scalerl.trainer.model_checks import (
+    actor_violations,
+    model_layout_violations,
+    read_model,
+    read_role,
+    role_violations,
+)
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from scalerl.data import RLHFDataset, SFTDataset
 
 Checked = TypeVar("Checked")
@@ -30,7 +39,8 @@ Checked = TypeVar("Checked")
 
 @dataclass(frozen=True)
 class PPOInputs:
-    shape: ModelShape
+    # Role -> its model's.
+    shapes: dict[str, ModelShape]
     train: RLHFDataset
     val: RLHFDataset
     device: str
@@ -55,46 +65,45 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     findings = _Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_ppo(cfg, device=device))
-    shape = findings.run(lambda: _check_model(cfg.actor_rollout_ref.model.path))
-    if cfg.actor_rollout_ref.ref.model_path:
-        findings.run(lambda: _check_model(cfg.actor_rollout_ref.ref.model_path))
-    if shape:
-        findings.violations.extend(
-            _layout(
-                shape,
-                cfg.actor_rollout_ref.actor.megatron,
-                world_size(cfg),
-                prefix="actor_rollout_ref.actor.megatron",
-                rollout_tp=cfg.actor_rollout_ref.rollout.tensor_model_parallel_size,
-            )
-        )
-        rollout = cfg.actor_rollout_ref.rollout
-        if shape.num_experts and rollout.name == "sglang" and rollout.verify_weights_every:
-            findings.violations.append(
-                f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an "
-                f"SGLang server are not known for a mixture of experts ({shape.model_type}); set it to 0"
-            )
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        if longest > shape.max_position_embeddings:
-            findings.violations.append(
-                f"data.max_prompt_length + data.max_response_length = {longest}: the model has "
-                f"{shape.max_position_embeddings} positions (max_position_embeddings); shorten one"
-            )
-    findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
-    findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
-    findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
     model = cfg.actor_rollout_ref.model
     tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
+    shapes = _check_models(findings, cfg, tokenizer)
+    if not uses_critic(cfg):
+        findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
+    findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
+    findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
     train = val = None
     if tokenizer is not None:
-        val_data = replace(cfg.data, filter_overlong_prompts=cfg.data.filter_overlong_prompts)
         train = findings.run(
             lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples)
         )
-        val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, val_data, None, cfg.data.val_max_samples))
-    resumed = _check_resume(findings, cfg.trainer, cfg.data, shape, model.path, train)
+        val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, cfg.data, None, cfg.data.val_max_samples))
+    trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
+    resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
     findings.raise_if_any()
-    return PPOInputs(shape, train, val, device, resumed)
+    return PPOInputs(shapes, train, val, device, resumed)
+
+
+def trained_models(cfg: PPOConfig) -> dict[str, str]:
+    """Role -> the model that it begins as, of the models that a checkpoint holds."""
+    critic = {"critic": cfg.critic.model.path} if uses_critic(cfg) else {}
+    return {"actor": cfg.actor_rollout_ref.model.path} | critic
+
+
+def _check_models(
+    findings: _Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, ModelShape]:
+    """Role -> the model's shape, with the head of its role; without the models that cannot be read."""
+    shapes = {"actor": findings.run(lambda: read_model(cfg.actor_rollout_ref.model.path))}
+    if shapes["actor"] is not None:
+        findings.violations.extend(actor_violations(cfg, shapes["actor"]))
+    for role in model_roles(cfg):
+        if role.model_path is None:
+            continue
+        shape = shapes[role.name] = findings.run(partial(read_role, role))
+        if shape is not None:
+            findings.violations.extend(role_violations(cfg, role, shape, tokenizer))
+    return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
 def check_sft(cfg: SFTConfig) -> SFTInputs:
@@ -104,16 +113,18 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     findings = _Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_sft(cfg, device=device))
-    shape = findings.run(lambda: _check_model(cfg.model.path))
+    shape = findings.run(lambda: read_model(cfg.model.path))
     if shape:
-        findings.violations.extend(_layout(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None))
+        findings.violations.extend(
+            model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
+        )
     tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     train = val = None
     if tokenizer is not None:
         train = findings.run(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
         if cfg.data.val_files:
             val = findings.run(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
-    resumed = _check_resume(findings, cfg.trainer, cfg.data, shape, cfg.model.path, train)
+    resumed = _check_resume(findings, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train)
     findings.raise_if_any()
     return SFTInputs(shape, train, val, device, resumed)
 
@@ -139,11 +150,10 @@ def _check_resume(
     findings: _Findings,
     trainer: TrainerConfig | SFTTrainerConfig,
     data: DataConfig | SFTDataConfig,
-    shape: ModelShape | None,
-    model_path: str,
+    models: dict[str, tuple[str, ModelShape | None]],
     train: RLHFDataset | SFTDataset | None,
 ) -> checkpoints.Resumed | None:
-    """The checkpoint that the run goes on from, if it is this model's and of these prompts."""
+    """The checkpoint that the run goes on from, if it is of these models and prompts. models: role -> path, shape."""
     from scalerl.data import PromptCursor
 
     resumed = findings.run(
@@ -151,32 +161,10 @@ def _check_resume(
     )
     if resumed is None or resumed.directory is None:
         return resumed
-    if shape is not None:
-        findings.run(lambda: checkpoints.check_same_model(resumed, shape, model_path))
+    for role, (path, shape) in models.items():
+        if shape is not None:
+            findings.run(partial(checkpoints.check_same_model, resumed, shape, path, role))
     if train is not None:
         cursor = PromptCursor(len(train), data.seed, data.shuffle)
         findings.run(lambda: cursor.load_state_dict(resumed.state["prompts"]))
     return resumed
-
-
-def _check_model(path: str) -> ModelShape:
-    shape = ModelShape.from_hf(path)
-    HFWeights(path).check(family_of(shape), shape)
-    return shape
-
-
-def _layout(
-    shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
-) -> list[str]:
-    sizes = ModelSizes(
-        num_attention_heads=shape.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads,
-        num_layers=shape.num_layers,
-        ffn_hidden_size=0 if shape.moe_layers and all(shape.moe_layers) else shape.ffn_hidden_size,
-        num_experts=shape.num_experts,
-        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
-        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
-        latent_attention=shape.kv_lora_rank is not None,
-    )
-    found = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
-    return found or recompute_violations(sizes, megatron, prefix=prefix)

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import ray
 
 from scalerl.balance import packing_metrics, plan_step
-from scalerl.config import SFTConfig
+from scalerl.config import SFTConfig, world_size
 from scalerl.controller.batch import ShardedBatch
+from scalerl.controller.pools import ray_cluster
 from scalerl.controller.worker_group import WorkerGroup
 from scalerl.data import PromptCursor, SFTDataset
-from scalerl.metrics import Timers, Tracking, mfu, to_floats
+from scalerl.metrics import Timers, Tracking, merge_metrics, mfu, to_floats
+from scalerl.parallel.layout import Layout
 from scalerl.trainer import checkpoints
 from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers
 from scalerl.trainer.packing_rules import packing_rules
@@ -59,6 +62,7 @@ def fit(run: SFTRun) -> None:
         if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
+        metrics |= merge_metrics(run.workers.memory())
         run.tracker.log(to_floats(metrics) | throughput(run, batch, run.timers.pop()), step=step)
 
 
@@ -79,7 +83,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         "num_tokens": num_tokens_S,
         "num_loss_tokens": np.array([sum(row.loss_mask) for row in picked]),
     }
-    return ShardedBatch(plan, samples, tuple(() for _ in range(run.dp_size)))
+    return ShardedBatch(plan, samples)
 
 
 def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> dict[str, float]:
@@ -101,8 +105,7 @@ def save(run: SFTRun) -> Path:
     return checkpoints.save(
         cfg.trainer.default_local_dir,
         run.step,
-        write_actor=run.workers.save_checkpoint,
-        model_path=cfg.model.path,
+        {"actor": checkpoints.SavedModel(partial(run.workers.save_checkpoint, "actor"), cfg.model.path)},
         state={"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
         keep=cfg.trainer.max_actor_ckpt_to_keep,
     )
@@ -119,9 +122,13 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
     with ExitStack() as stack:
         tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
         tracker.phase("start")
-        pool, layout = start_pool(stack, cfg, inputs.device, cfg.megatron)
+        stack.enter_context(ray_cluster(num_workers=world_size(cfg), device=inputs.device))
+        pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
+        layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(stack, pool, layout, trainer, inputs.device, cfg.megatron.seed)
-        workers.build_engine("actor", cfg.model.path, cfg.megatron, cfg.optim, cfg.model.trust_remote_code)
+        workers.build_engine(
+            "actor", cfg.model.path, cfg.megatron, cfg.optim, trust_remote_code=cfg.model.trust_remote_code
+        )
         workers.set_dataset("train", ray.put(inputs.train))
         if inputs.val is not None:
             workers.set_dataset("val", ray.put(inputs.val))
@@ -139,7 +146,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
             stop=stop,
         )
         if resumed.directory is not None:
-            workers.load_checkpoint(str(resumed.directory / "actor"))
+            workers.load_checkpoint("actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step = resumed.step
             tracker.message(f"resumed from {resumed.directory}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalerl.balance import StepPlan, packing_metrics, seqlen_metrics
-from scalerl.config import PPOConfig
+from scalerl.config import PPOConfig, num_devices
 from scalerl.metrics import (
     FlopsShape,
     Metric,
@@ -23,7 +23,10 @@ from scalerl.metrics import (
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """samples: the step's per-sample columns, advantages included.  metrics: what the roles measured."""
+    """samples: the step's per-sample columns; advantages among them unless the tokens of a sample differ in them.
+
+    plan: the actor's.  metrics: what the roles measured.
+    """
 
     samples: Mapping[str, np.ndarray]
     plan: StepPlan
@@ -32,7 +35,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What throughput is measured against. peak: FLOP/s of one device; None (unknown device) leaves MFU out."""
+    """What a model's throughput is measured against. peak: FLOP/s of one device; None (unknown device): no MFU."""
 
     flops: FlopsShape
     peak: float | None
@@ -42,29 +45,32 @@ class Yardstick:
 def step_metrics(
     config: PPOConfig,
     outcome: StepOutcome,
-    yardstick: Yardstick,
+    yardsticks: Mapping[str, Yardstick],
     timing_s: Mapping[str, float],
     *,
     step: int,
     epoch: int,
 ) -> dict[str, float]:
-    """timing_s: seconds by part of the whole step, `step` among them."""
+    """yardsticks: actor's and critic's.  timing_s: seconds by part of the whole step, `step` among them."""
     samples = outcome.samples
     prompt_S, response_S = samples["prompt_length"], samples["response_length"]
     num_tokens_S = prompt_S + response_S
     metrics = {"training/global_step": float(step), "training/epoch": float(epoch)}
     metrics |= to_floats(rollout_diff_metrics(outcome.metrics))
     metrics |= compute_data_metrics(
-        samples, samples["advantages"], config.data.max_prompt_length, config.data.max_response_length
+        samples, samples.get("advantages"), config.data.max_prompt_length, config.data.max_response_length
     )
     metrics |= reward_extra_means(samples["reward_extra"])
     metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
     metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()))
-    metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], yardstick.num_devices)
-    update_flops = yardstick.flops.train(num_tokens_S.tolist()) * config.actor_rollout_ref.actor.ppo_epochs
-    utilization = mfu(update_flops, timing_s["update_actor"], yardstick.num_devices, yardstick.peak)
-    if utilization is not None:
-        metrics["perf/mfu/actor"] = utilization
+    metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
+    epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
+    for role, yardstick in yardsticks.items():
+        # A step of the critic's warm-up has no update of the actor.
+        if f"update_{role}" in timing_s:
+            flops = yardstick.flops.train(num_tokens_S.tolist()) * epochs[role]
+            utilization = mfu(flops, timing_s[f"update_{role}"], yardstick.num_devices, yardstick.peak)
+            metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
     return metrics
 
 

@@ -186,7 +186,8 @@ def save_on(layouts: dict[str, Sizes], model: Path, root: Path) -> Saved:
         def write(directory: str, name: str = name, sizes: Sizes = sizes) -> None:
             continued[name] = run_ranks(sizes["world_size"], train_and_save, str(model), sizes, directory)
 
-        path = checkpoints.save(str(root / name), 7, write_actor=write, model_path=str(model), state={}, keep=None)
+        models = {"actor": checkpoints.SavedModel(write, str(model))}
+        path = checkpoints.save(str(root / name), 7, models, state={}, keep=None)
         directories[name] = str(path / "actor")
     return Saved(model, directories, continued)
 

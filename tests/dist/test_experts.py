@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 LENGTHS = (9, 17, 2, 12, 31, 8, 5, 21)
 MICRO_BATCHES = ((3, 0, 2), (4,), (7, 1, 6, 5))
-# Of two dp ranks: even and odd rows.
+# Of two dp ranks: even and odd rows. Two micro-batches, as an interleaved pipeline of two stages wants them too.
 HALVES = ((3, 0, 2, 5), (4, 7, 1, 6))
 VOCAB_SIZE = 300
 BALANCE, Z = 0.5, 0.1
@@ -64,7 +64,8 @@ class Rank:
         self.engine = MegatronEngine(model, config, groups, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
         self.mine = [row for row in range(len(LENGTHS)) if row % dp_size == groups.at.dp_rank]
         self.micro_batches = [
-            [self.mine.index(row) for row in rows if row in self.mine] for rows in (MICRO_BATCHES, HALVES)[dp_size - 1]
+            [self.mine.index(row) for row in rows if row in self.mine]
+            for rows in (HALVES if dp_size == 2 or groups.layout.vpp_size > 1 else MICRO_BATCHES)
         ]
 
     def shard(self, routed: Sequence[Tensor] | None = None) -> Any:
@@ -93,13 +94,16 @@ class Rank:
 # --- losses ---
 
 
-def gradients(rank: Rank) -> dict[str, Tensor]:
-    """Under the names of the files."""
-    rank.update()
+Update = tuple[dict[str, float], dict[str, Tensor]]
+
+
+def losses_and_gradients(rank: Rank) -> Update:
+    """What an update says of the routers' losses; gradients under the names of the files."""
+    losses = {name: value for name, value in rank.update().items() if name.startswith("moe_")}
     with torch.no_grad():
         for parameter in itertools.chain(*(chunk.parameters() for chunk in rank.engine.chunks)):
             parameter.copy_(parameter.main_grad)
-    return rank.exported()
+    return losses, rank.exported()
 
 
 def routers(hf: PreTrainedModel) -> dict[int, torch.nn.Module]:
@@ -129,10 +133,10 @@ def router_logits(hf: PreTrainedModel, ids: Tensor) -> tuple[Tensor, dict[int, T
     return logprobs, seen
 
 
-def expected_gradients(path: Path) -> dict[str, Tensor]:
-    """Of transformers' parameters that are stored under their own names."""
+def expected_update(path: Path) -> Update:
+    """Losses, without coefficients, of a mean layer; gradients of transformers' parameters stored under their names."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    loss, num_tokens = torch.zeros(()), sum(LENGTHS)
+    loss, balance, z, num_tokens = torch.zeros(()), torch.zeros(()), torch.zeros(()), sum(LENGTHS)
     for ids in batch():
         logprobs, logits = router_logits(hf, ids)
         loss = loss - logprobs.sum() / num_tokens
@@ -141,28 +145,58 @@ def expected_gradients(path: Path) -> dict[str, Tensor]:
             scores = scores / scores.sum(-1, keepdim=True)
             share = torch.bincount(routed(routers(hf)[layer], x).flatten(), minlength=8) / (2 * len(ids))
             # Equations 17 to 20 of arXiv 2412.19437, weighted by the length of the sequence.
-            loss = loss + BALANCE * len(ids) / num_tokens * 8 * (share * scores.mean(0)).sum()
-            loss = loss + Z * x.logsumexp(-1).square().sum() / num_tokens
-    loss.backward()
-    return {name: p.grad for name, p in hf.named_parameters() if ".experts." not in name}
+            balance = balance + len(ids) / num_tokens * 8 * (share * scores.mean(0)).sum()
+            z = z + x.logsumexp(-1).square().sum() / num_tokens
+    (loss + BALANCE * balance + Z * z).backward()
+    num_layers = len(routers(hf))
+    losses = {"moe_aux_loss": balance.item() / num_layers, "moe_z_loss": z.item() / num_layers}
+    return losses, {name: p.grad for name, p in hf.named_parameters() if ".experts." not in name}
+
+
+def assert_same(found: Update, expected: Update) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=RELATIVE, abs=0)
+    for name, gradient in expected[1].items():
+        assert float((found[1][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> dict[str, Tensor]:
-    return expected_gradients(model)
+def expected(model: Path) -> Update:
+    return expected_update(model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_of_the_router(ranks_on: Callable, expected: dict[str, Tensor], layout: str) -> None:
-    """However the tokens are split and padded, the gradient is that of the plain formula."""
+def test_losses_of_the_router(ranks_on: Callable, expected: Update, layout: str) -> None:
+    """However the tokens are split and padded, losses and gradient are those of the plain formula."""
     for rank in ranks_on(layout):
-        for name, gradient in expected.items():
-            assert float((rank["gradients"][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
+        assert_same(rank["update"], expected)
 
 
-def recomputed(model: str, layout: dict[str, int], recompute: dict[str, Any]) -> dict[str, Tensor]:
-    losses = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
-    return gradients(Rank(model, layout, use_distributed_optimizer=False, **losses, **recompute))
+def update_with_losses(model: str, layout: dict[str, int], megatron: dict[str, Any]) -> Update:
+    settings = {"moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z} | megatron
+    return losses_and_gradients(Rank(model, layout, use_distributed_optimizer=False, **settings))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"world_size": 2, "pp_size": 2, "vpp_size": 2},
+        {"world_size": 4, "pp_size": 2},
+        {"world_size": 2, "cp_size": 2, "ep_size": 2},
+    ],
+    ids=["vpp2_pp2", "pp2_dp2", "ep2_cp2"],
+)
+def test_losses_of_many_layers(tmp_path: Path, layout: dict[str, int]) -> None:
+    options = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1, "num_experts": 8, "num_layers": 4}
+    path = make_tiny_model(tmp_path / "qwen3_moe", "qwen3_moe", **options)
+    expected = expected_update(path)
+    for found in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}):
+        assert_same(found, expected)
+
+
+def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Update) -> None:
+    for name, other in (("moe_aux_loss", "moe_z_loss_coeff"), ("moe_z_loss", "moe_aux_loss_coeff")):
+        ((losses, _),) = run_ranks(1, update_with_losses, str(model), LAYOUTS["one"], {other: 0.0})
+        assert losses == pytest.approx({name: expected[0][name]}, rel=RELATIVE, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -173,20 +207,17 @@ def recomputed(model: str, layout: dict[str, int], recompute: dict[str, Any]) ->
     ],
     ids=["moe", "full"],
 )
-def test_losses_of_a_router_that_is_computed_again(
-    model: Path, expected: dict[str, Tensor], recompute: dict[str, Any]
-) -> None:
+def test_losses_of_a_router_that_is_computed_again(model: Path, expected: Update, recompute: dict[str, Any]) -> None:
     """Two stages, so that other micro-batches pass the router before the first comes back."""
-    for found in run_ranks(2, recomputed, str(model), LAYOUTS["pp2"], recompute):
-        for name, gradient in expected.items():
-            assert float((found[name] - gradient).norm() / gradient.norm()) < RELATIVE, name
+    for found in run_ranks(2, update_with_losses, str(model), LAYOUTS["pp2"], recompute):
+        assert_same(found, expected)
 
 
 # --- replay ---
 
 
-def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str, dict[str, Any]]:
-    """Log-probs and choices without replay, of the run's own choices and of the given ones; then gradients."""
+def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str, Any]:
+    """Log-probs and choices without replay, of the run's own choices and of the given ones; then an update."""
     # Without the distributed optimizer every rank has the whole sum of the gradients.
     rank = Rank(model, layout, use_distributed_optimizer=False, moe_aux_loss_coeff=BALANCE, moe_z_loss_coeff=Z)
     own = rank.logprobs()
@@ -194,7 +225,7 @@ def measure(model: str, layout: dict[str, int], given: list[Tensor]) -> dict[str
     for row, column in own["routed_experts"].items():
         again[row] = column
     replayed = {"own": own, "again": rank.logprobs(again), "given": rank.logprobs(given)}
-    return replayed | {"gradients": gradients(rank)}
+    return replayed | {"update": losses_and_gradients(rank)}
 
 
 def other_experts(hf: PreTrainedModel) -> list[Tensor]:

@@ -290,8 +290,8 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     )
     worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     config = MegatronConfig(dtype="bfloat16", **megatron)
-    worker.build_engine("actor", model, config, OptimConfig(lr=1e-3), False)
-    worker.build_engine("ref", model, config, None, False)
+    worker.build_engine("actor", model, config, OptimConfig(lr=1e-3))
+    worker.build_engine("ref", model, config, None)
 
     def on_device() -> dict[str, dict[str, int]]:
         return {role: engine.device_bytes() for role, engine in worker.engines.items()}

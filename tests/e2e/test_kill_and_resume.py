@@ -27,7 +27,7 @@ STEPS = 4
 LAYOUTS = {
     "tp2": ["+layout=tp2"],
     "pp2": ["+layout=pp2"],
-    "dp2": [],
+    "dp2 with a critic": ["algorithm.adv_estimator=gae"],
 }
 # Clocks and memory, which no two runs share.
 MEASURED = re.compile(
@@ -59,7 +59,7 @@ def uninterrupted(
 
     def run(layout: str) -> Path:
         if layout not in done:
-            run_dir = tmp_path_factory.mktemp(f"uninterrupted_{layout}")
+            run_dir = tmp_path_factory.mktemp("uninterrupted")
             job = start_job(command(inputs, layout, run_dir), run_dir)
             assert job.finish() == 0, job.tail()
             done[layout] = run_dir
@@ -108,8 +108,14 @@ def assert_same_weights(expected: Path, run_dir: Path, tmp_path: Path) -> None:
 
 
 def merged(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
-    merge(run_dir / f"global_step_{STEPS}" / "actor", target)
-    return load_file(target / "model.safetensors")
+    """Of all models of the last checkpoint, by model and name."""
+    tensors = {}
+    for model in sorted((run_dir / f"global_step_{STEPS}").iterdir()):
+        if model.is_dir():
+            merge(model, target / model.name)
+            found = load_file(target / model.name / "model.safetensors")
+            tensors |= {f"{model.name} {name}": tensor for name, tensor in found.items()}
+    return tensors
 
 
 def mlflow_run_id(run_dir: Path, step: int) -> str:
@@ -224,8 +230,8 @@ def test_sigkill_while_a_checkpoint_is_written(
 def test_sigusr1_ends_the_step_saves_and_exits_75(
     inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    expected, run_dir, pause = uninterrupted("dp2"), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = command(inputs, "dp2", run_dir, pause)
+    expected, run_dir, pause = uninterrupted("dp2 with a critic"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = command(inputs, "dp2 with a critic", run_dir, pause)
     pause.in_step(3)
     asked = start_job(arguments, run_dir)
     asked.wait_for(pause.reached, "step 3")
@@ -240,6 +246,7 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
     finish_resumed(start_job, arguments, run_dir, resumed_from=3)
     # A resumed run validates where it starts, which the other did not do at step 3.
     assert_same_samples(expected, run_dir)
+    assert any(name.startswith("critic ") for name in merged(run_dir, tmp_path / "critic_too"))
     assert_same_weights(expected, run_dir, tmp_path)
     ours, theirs = Record.read(run_dir).final, Record.read(expected).final
     for step in range(1, STEPS + 1):
@@ -266,7 +273,7 @@ def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
     checkpoint = run_dir / f"global_step_{STEPS}"
     only(
         violations,
-        f"{checkpoint} is from another model than {model}",
+        f"{checkpoint / 'actor'} is from another model than {model}",
         f"num_layers {inputs.config['num_hidden_layers']} there, 1 here",
     )
     only(violations, "the prompts changed since the checkpoint", "num_rows", "-> 100")

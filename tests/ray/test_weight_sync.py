@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.balance import plan_step
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
-from scalerl.controller.batch import ShardedBatch
-from scalerl.controller.trainer_roles import MegatronActor
+from scalerl.controller.batch import PlacedBatch
+from scalerl.controller.trainer_roles import TOKENS, MegatronActor
 from scalerl.controller.worker_group import WorkerError, WorkerGroup
 from scalerl.hybrid.replicas import Replica
 from scalerl.parallel.layout import Layout
@@ -57,7 +57,7 @@ def servers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def connect(group: WorkerGroup, model: Model, servers: dict[str, Future[RolloutServer]], lr: float) -> WorkerGroup:
-    group.build_engine("actor", str(model.path), MegatronConfig(dtype="float32"), OptimConfig(lr=lr), False)
+    group.build_engine("actor", str(model.path), MegatronConfig(dtype="float32"), OptimConfig(lr=lr))
     group.connect_rollout(
         [Replica(servers[kind].result().url, kind, 1) for kind in KINDS],
         json.loads((model.path / "config.json").read_text()),
@@ -120,7 +120,8 @@ def train(group: WorkerGroup) -> None:
         "response_length": np.array(lengths) - 3,
         "advantages": np.array([1.0, -1.0, 0.5, -0.5], dtype=np.float32),
     }
-    batch = ShardedBatch(plan, samples, tuple((ray.put(shard(dp_rank)),) for dp_rank in range(dp_size)))
+    shards = [ray.put(shard(dp_rank)) for dp_rank in range(dp_size)]
+    batch = PlacedBatch(samples, {"actor": plan}).with_column(TOKENS, "actor", shards)
     actor = MegatronActor(group, ActorConfig(), temperature=1.0)
     batch, _ = actor.logprobs(batch)
     metrics = actor.update(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from ray import cloudpickle
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.controller.batch import BatchRef, ShardedBatch
+from scalerl.controller.batch import BatchRef, Column, ShardedBatch
 from scalerl.controller.worker_group import WorkerError, WorkerGroup
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
@@ -37,11 +38,12 @@ def place(lengths: list[int], max_tokens: int = 8) -> ShardedBatch:
     """A batch of rows with these lengths, its ids in the object store."""
     plan = plan_step(lengths, dp_size=2, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=max_tokens)
     rows = rows_of(lengths)
-    columns = tuple(
-        (ray.put(DataProto({"input_ids": Jagged.from_list([rows[row] for row in plan.rows(dp_rank)], torch.int64)})),)
+    fragments = tuple(
+        ray.put(DataProto({"input_ids": Jagged.from_list([rows[row] for row in plan.rows(dp_rank)], torch.int64)}))
         for dp_rank in range(2)
     )
-    return ShardedBatch(plan, {"uid": np.arange(len(lengths)), "length": np.array(lengths)}, columns)
+    samples = {"uid": np.arange(len(lengths)), "length": np.array(lengths)}
+    return ShardedBatch(plan, samples, (Column(plan, fragments),))
 
 
 def test_rank_zero(group: WorkerGroup) -> None:
@@ -94,17 +96,40 @@ def test_columns_of_output_ranks_are_collected(group: WorkerGroup) -> None:
 def test_collected_columns_reach_the_next_call(group: WorkerGroup) -> None:
     batch = place(LENGTHS)
     _, columns = group.measure(batch, scale=7)
-    group.see(batch.with_columns(columns).with_samples(advantages=np.arange(6.0)))
+    group.see(with_column(batch, columns))
     for rank, seen in enumerate(group.what_was_seen()):
         assert seen["tokens"].keys() == {"input_ids", "scaled", "rank"}
         assert seen["tokens"]["scaled"] == [[7 * value for value in row] for row in seen["tokens"]["input_ids"]]
         assert {value for row in seen["tokens"]["rank"] for value in row} == {LAYOUT.coordinates(rank).dp_rank + 2}
 
 
+def with_column(batch: ShardedBatch, fragments: list[ray.ObjectRef]) -> ShardedBatch:
+    return replace(batch, columns=(*batch.columns, Column(batch.plan, tuple(fragments))))
+
+
+def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) -> None:
+    """What one pool made on its own plan, read by ranks that hold other rows in another order."""
+    made = place(LENGTHS)
+    _, columns = group.measure(made, scale=7)
+    lengths = np.array(LENGTHS)
+    plan = plan_step(
+        LENGTHS, dp_size=2, mini_batches=[range(3), range(3, len(LENGTHS))], max_tokens_per_micro_batch=30,
+        workload_S=1.0 / lengths,
+    )  # fmt: skip
+    assert [plan.rows(rank) for rank in range(2)] != [made.plan.rows(rank) for rank in range(2)]
+    group.see(replace(with_column(made, columns), plan=plan))
+    rows = rows_of(LENGTHS)
+    for rank, seen in enumerate(group.what_was_seen()):
+        mine = list(plan.rows(LAYOUT.coordinates(rank).dp_rank))
+        assert seen["uids"] == mine
+        assert seen["tokens"]["input_ids"] == [rows[row] for row in mine]
+        assert seen["tokens"]["scaled"] == [[7 * value for value in rows[row]] for row in mine]
+
+
 def sent_through_the_driver(batch: ShardedBatch, metrics: dict[str, Metric]) -> int:
     """Bytes of a step's messages that the controller makes or holds: calls, results and its own batch."""
     calls = [
-        (batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), {"scale": 3}, batch.columns[dp_rank])
+        (batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), {"scale": 3}, batch.parts(dp_rank))
         for dp_rank in range(2)
     ]
     return len(cloudpickle.dumps((calls, metrics, BatchRef(0, batch.samples), batch)))
@@ -116,7 +141,7 @@ def test_messages_do_not_grow_with_tokens(group: WorkerGroup) -> None:
     for scale in (4000, 16_000):
         batch = place([length * scale for length in LENGTHS], 8 * scale)
         metrics, columns = group.measure(batch, scale=3)
-        batch = batch.with_columns(columns)
+        batch = with_column(batch, columns)
         sizes[scale] = sent_through_the_driver(batch, metrics)
         stored[scale] = sum(ray.get(column).tokens["scaled"].values.nbytes for column in columns)
     assert stored[16_000] == 4 * stored[4000] > 2_000_000
@@ -131,9 +156,7 @@ def test_messages_grow_with_samples() -> None:
         plan_step([4] * count, dp_size=2, mini_batches=[range(count)], max_tokens_per_micro_batch=8)
         for count in (8, 800)
     ]
-    batches = [
-        ShardedBatch(plan, {"uid": np.arange(count)}, ((), ())) for plan, count in zip(plans, (8, 800), strict=True)
-    ]
+    batches = [ShardedBatch(plan, {"uid": np.arange(count)}) for plan, count in zip(plans, (8, 800), strict=True)]
     small, large = (sent_through_the_driver(batch, {}) for batch in batches)
     assert large > small + 800 * 8
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.requests import unfinished_requests
 from scalerl.rollout.weights import checksum_differences, expected_checksums, serialize_bucket
-from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
+from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+LONG = SamplingParams(max_new_tokens=90, temperature=1.0, ignore_eos=True)
 
 
 def requests_for(prompts: list[list[int]], sampling: SamplingParams, n: int = 1) -> list[GenerateRequest]:
@@ -80,8 +84,33 @@ def test_prompt_and_response_share_max_model_len(engine: Engine) -> None:
         prompt = [7 + i % 400 for i in range(prompt_length)]
         (output,) = engine.generate(requests_for([prompt], sampling))
         assert len(output.output_ids) == MAX_MODEL_LEN - prompt_length
-    with pytest.raises(ValueError, match="leaves no room"):
-        engine.generate(requests_for([[7] * MAX_MODEL_LEN], sampling))
+    # A prompt at the limit is whole without a token.
+    (full,) = engine.generate(requests_for([[7] * MAX_MODEL_LEN], sampling))
+    assert (full.output_ids, full.logprobs, full.finish_reason, full.policy_version) == ([], [], "length", 0)
+    with pytest.raises(ValueError, match=f"request 'p0': a prompt of {MAX_MODEL_LEN + 1} tokens"):
+        engine.generate(requests_for([[7] * (MAX_MODEL_LEN + 1)], sampling))
+
+
+def test_a_stop_token_id_ends_a_sample_and_stays_in_it(engine: Engine, model_a: Model) -> None:
+    prompt = next(p for p in PROMPTS if model_a.greedy(p, 24)[-1] != EOS_ID)
+    whole = model_a.greedy(prompt, 24)
+    stop = whole[10]
+    sampling = replace(GREEDY, stop_token_ids=(stop, 511))
+    (output,) = engine.generate(requests_for([prompt], sampling))
+    assert output.output_ids == whole[: whole.index(stop) + 1]
+    assert output.finish_reason == "stop"
+    with pytest.raises(ValueError, match="ignore_eos=true ignores stop_token_ids"):
+        engine.generate(requests_for([prompt], replace(sampling, ignore_eos=True)))
+
+
+def test_a_stop_string_ends_a_sample_over_token_borders(engine: Engine, model_a: Model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_a.path)
+    prompt = next(p for p in PROMPTS if model_a.greedy(p, 24)[-1] != EOS_ID)
+    whole = model_a.greedy(prompt, 24)
+    text = tokenizer.decode(whole[4:6])
+    end = next(end for end in range(1, 25) if text in tokenizer.decode(whole[:end]))
+    (output,) = engine.generate(requests_for([prompt], replace(GREEDY, stop=("no such text", text))))
+    assert (output.output_ids, output.finish_reason) == (whole[:end], "stop")
 
 
 def test_a_refused_request_shows_the_servers_words(engine: Engine) -> None:
@@ -153,24 +182,105 @@ def test_release_and_resume_keep_their_order(engine: Engine, model_a: Model) -> 
     assert output.output_ids == model_a.greedy(PROMPTS[0], 24)
 
 
-def test_pause_ends_running_samples_and_holds_new_ones(engine: Engine) -> None:
-    long = SamplingParams(max_new_tokens=90, temperature=1.0, ignore_eos=True)
+def test_pause_ends_running_samples_and_holds_new_ones(engine: Engine, model_a: Model) -> None:
+    requests = requests_for([[5]] * 8, LONG, n=2)
 
     async def scenario() -> list[GenerateOutput]:
-        running = asyncio.create_task(_all(engine.client, requests_for([[5]] * 8, long, n=2)))
+        running = asyncio.create_task(_all(engine.client, requests))
         await asyncio.sleep(0.02)
         await asyncio.to_thread(engine.client.pause)
-        outputs = await running
-        held = asyncio.create_task(_all(engine.client, requests_for([[5]], GREEDY)))
-        done, _ = await asyncio.wait([held], timeout=1.0)
-        assert not done
-        await asyncio.to_thread(engine.client.continue_generation)
+        try:
+            held = asyncio.create_task(_all(engine.client, requests_for([[5]], GREEDY)))
+            done, _ = await asyncio.wait([held], timeout=1.0)
+            assert not done
+        finally:
+            await asyncio.to_thread(engine.client.continue_generation)
         assert (await held)[0].finish_reason in ("stop", "length")
-        return outputs
+        # A request that reached the server after the pause ran to its end now.
+        return await running
 
-    for output in asyncio.run(scenario()):
+    outputs = asyncio.run(scenario())
+    assert sorted(output.key for output in outputs) == sorted(key for r in requests for key in r.sample_keys())
+    for output in outputs:
         assert output.finish_reason in ("abort", "length")
-        assert len(output.output_ids) == len(output.logprobs) <= 90
+        assert len(output.output_ids) == len(output.logprobs) == len(output.token_versions()) <= 90
+        assert_logprobs_match(model_a, [5], output, LONG.temperature)
+
+
+def test_an_interrupted_sample_goes_on_under_new_weights_with_their_version(
+    engine: Engine, model_a: Model, model_b: Model
+) -> None:
+    requests = requests_for(PROMPTS, replace(LONG, max_new_tokens=40), n=2)
+    stopped = _stop_early(engine, requests, num_tokens=8)
+    assert [o.key for o in stopped] == [key for r in requests for key in r.sample_keys()]
+    unfinished = [o for o in stopped if not o.finished]
+    assert sum(0 < len(o.output_ids) < 40 for o in unfinished) > 0
+
+    engine.load(model_b.weights(), policy_version=7)
+    rest = unfinished_requests(requests, stopped)
+    continued = asyncio.run(generate_samples([engine.client], rest))
+
+    assert sorted(o.key for o in continued) == sorted(o.key for o in unfinished)
+    before = {o.key: o for o in unfinished}
+    for output in continued:
+        old, prompt = before[output.key], PROMPTS[int(str(output.request_id)[1:])]
+        kept = len(old.output_ids)
+        assert output.output_ids[:kept] == old.output_ids
+        assert output.logprobs[:kept] == old.logprobs
+        assert (len(output.output_ids), output.finish_reason) == (40, "length")
+        assert output.token_versions() == [0] * kept + [7] * (40 - kept)
+        expected = model_b.logprobs(prompt, output.output_ids, LONG.temperature)[kept:]
+        torch.testing.assert_close(torch.tensor(output.logprobs[kept:]), expected, atol=1e-4, rtol=0)
+
+
+def test_any_number_of_interruptions_keeps_the_model_length_and_every_sample(engine: Engine) -> None:
+    prompts = [[7 + i % 400 for i in range(length)] for length in (1, MAX_MODEL_LEN - 7, MAX_MODEL_LEN)]
+    requests = requests_for(prompts, replace(LONG, max_new_tokens=1000), n=2)
+    finished: dict[object, GenerateOutput] = {}
+    left, num_interruptions = requests, 0
+    while left:
+        # The longer it takes the more it may do: it ends on the slowest machine.
+        outputs = _stop_early(engine, left, num_tokens=4 + num_interruptions)
+        assert [o.key for o in outputs] == [key for r in left for key in r.sample_keys()]
+        for output in outputs:
+            prompt = prompts[int(str(output.request_id)[1:])]
+            assert len(prompt) + len(output.output_ids) <= MAX_MODEL_LEN
+            if output.finished:
+                assert output.key not in finished
+                assert len(prompt) + len(output.output_ids) == MAX_MODEL_LEN
+                finished[output.key] = output
+        left, num_interruptions = unfinished_requests(left, outputs), num_interruptions + 1
+    assert len(finished) == 6
+    assert num_interruptions > 1
+
+
+def test_an_abort_by_somebody_else_is_continued_when_asked_for(engine: Engine, model_a: Model) -> None:
+    requests = requests_for(PROMPTS, replace(GREEDY, max_new_tokens=60, ignore_eos=True), n=2)
+
+    async def scenario() -> list[GenerateOutput]:
+        running = asyncio.create_task(generate_samples([engine.client], requests, continue_aborted=True))
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            await engine_like(engine).abort_all()
+        return await running
+
+    outputs = asyncio.run(scenario())
+    assert [o.key for o in outputs] == [key for r in requests for key in r.sample_keys()]
+    for output in outputs:
+        prompt = PROMPTS[int(str(output.request_id)[1:])]
+        assert (len(output.output_ids), output.finish_reason) == (60, "length")
+        assert_logprobs_match(model_a, prompt, output, 1.0)
+
+
+def test_a_call_that_ends_leaves_the_connections_of_another_alone(engine: Engine) -> None:
+    async def scenario() -> list[list[GenerateOutput]]:
+        first = asyncio.create_task(_all(engine.client, requests_for([[5]], ONE_TOKEN)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(_all(engine.client, requests_for([[5]], LONG)))
+        return [await first, await second]
+
+    (short,), (long,) = asyncio.run(scenario())
+    assert (len(short.output_ids), len(long.output_ids)) == (1, 90)
 
 
 def test_shared_memory_does_not_pile_up(engine: Engine, model_b: Model) -> None:
@@ -182,6 +292,27 @@ def test_shared_memory_does_not_pile_up(engine: Engine, model_b: Model) -> None:
 
 async def _all(client: RolloutClient, requests: list[GenerateRequest]) -> list[GenerateOutput]:
     return [output async for output in client.generate(requests)]
+
+
+def engine_like(engine: Engine) -> RolloutClient:
+    """Another caller of the same server."""
+    return client_like(engine, RolloutClient)
+
+
+def _stop_early(engine: Engine, requests: list[GenerateRequest], num_tokens: int) -> list[GenerateOutput]:
+    """Generation that is stopped when a probe of `num_tokens` tokens beside it is done."""
+    seen: list[bool] = []
+
+    async def scenario() -> list[GenerateOutput]:
+        probe = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        generation = asyncio.create_task(
+            generate_samples([engine.client], requests, stop_when=lambda groups: bool(seen))
+        )
+        await _all(engine_like(engine), [GenerateRequest("probe", [5], 1, probe, [0])])
+        seen.append(True)
+        return await generation
+
+    return asyncio.run(scenario())
 
 
 class ForgetfulClient(RolloutClient):
@@ -231,5 +362,56 @@ def test_generate_samples_notices_a_lost_and_a_doubled_sample(engine: Engine) ->
 def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
     gone = RolloutClient("http://127.0.0.1:9", engine.kind, max_model_len=MAX_MODEL_LEN)
     requests = requests_for([[5, 6], [7, 8]], SamplingParams(max_new_tokens=3))
-    with pytest.raises(RolloutError, match="went away"):
+    with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9 went away during request 'p1'"):
         asyncio.run(generate_samples([engine.client, gone], requests))
+
+
+def test_finished_unfinished_and_failed_samples_are_the_submitted_ones(engine: Engine) -> None:
+    """One server of two is gone, one request is refused, the rest is stopped when two groups are complete."""
+    gone = RolloutClient("http://127.0.0.1:9", engine.kind, max_model_len=MAX_MODEL_LEN, max_concurrency=2)
+    short = [GenerateRequest(f"s{row}", [5 + row], 2, SamplingParams(4), [row, 100 + row]) for row in range(4)]
+    refused = GenerateRequest("refused", [9], 2, SamplingParams(4, top_p=1.5), [0, 1])
+    long = [GenerateRequest(f"l{row}", [50 + row], 2, LONG, [row, 100 + row]) for row in range(12)]
+    requests = [*short[:2], refused, *short[2:], *long]
+    seen: list[object] = []
+
+    outputs = asyncio.run(
+        generate_samples(
+            [client_like(engine, RolloutClient), gone],
+            requests,
+            lambda output: seen.append(output.key),
+            stop_when=lambda groups: len(groups) >= 2 and {("s1", 0), ("refused", 0)} <= set(seen),
+            raise_errors=False,
+        )
+    )
+
+    keys = [output.key for output in outputs]
+    assert keys == [key for request in requests for key in request.sample_keys()]
+    assert sorted(seen, key=str) == sorted(keys, key=str)
+    failed = [output for output in outputs if output.finish_reason == "error"]
+    unfinished = [output for output in outputs if output.finish_reason == "abort"]
+    finished = [output for output in outputs if output.finished]
+    assert len(finished) + len(unfinished) + len(failed) == len(outputs)
+    # Requests are taken in order, so the second one met the server that is gone; after that nobody did.
+    assert {o.request_id for o in failed if "127.0.0.1:9 went away during request 's1'" in str(o.error)} == {"s1"}
+    assert {o.request_id for o in failed} == {"s1", "refused"}
+    assert len(finished) >= 4
+    assert len(unfinished) > 0
+    # Nothing is left running, and the server takes requests.
+    assert {o.key for o in asyncio.run(generate_samples([engine.client], unfinished_requests(requests, outputs)[:1]))}
+
+
+def test_samples_of_a_prompt_share_a_server_and_the_load_is_even(engine: Engine) -> None:
+    class Counting(RolloutClient):
+        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
+            taken[self].extend((request.input_ids[0], request.n) for request in requests)
+            async for output in super().generate(requests):
+                yield output
+
+    clients = [client_like(engine, Counting, max_concurrency=64) for _ in range(3)]
+    taken: dict[RolloutClient, list[tuple[int, int]]] = {client: [] for client in clients}
+    prompts = [[5 + row % 6] for row in range(12)]  # every prompt twice
+    asyncio.run(generate_samples(clients, requests_for(prompts, SamplingParams(4), n=2)))
+    assert [sorted(taken[client]) for client in clients] == [
+        [(first, 2)] * 2 + [(first + 3, 2)] * 2 for first in (5, 6, 7)
+    ]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 import torch
 
-from scalerl.rollout.client import GenerateRequest, RolloutError, SamplingParams
+from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.requests import unfinished_requests
 from scalerl.rollout.weights import serialize_bucket
-from tests.sglang.conftest import PROMPTS, Engine, Model
+from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, ignore_eos=True)
 
@@ -20,21 +25,44 @@ def embedded(engine: Engine) -> Engine:
     return engine
 
 
-def test_a_sample_depends_on_its_seed_and_not_on_its_batch(embedded: Engine) -> None:
-    requests = [GenerateRequest(row, prompt, 3, SAMPLED, [row, 50 + row, 99]) for row, prompt in enumerate(PROMPTS)]
-    together = embedded.generate(requests)
-    reversed_order = embedded.generate(requests[::-1])
-    alone = [output for request in requests for output in embedded.generate([request])]
-    key = lambda output: (output.request_id, output.sample_index)  # noqa: E731
-    tokens = {key(output): output.output_ids for output in together}
-    assert {key(output): output.output_ids for output in reversed_order} == tokens
-    assert {key(output): output.output_ids for output in alone} == tokens
-    assert len({tuple(ids) for ids in tokens.values()}) == len(tokens)
+def test_a_step_replays_bitwise_whatever_the_order_the_batching_and_the_number_of_servers(embedded: Engine) -> None:
+    mixed = [SAMPLED, replace(SAMPLED, temperature=0.6, top_p=0.8), replace(SAMPLED, temperature=0.0)]
+    requests = [
+        GenerateRequest(row, PROMPTS[row % 5] + [row], 3, mixed[row % 3], [row, 50 + row, 99 + row])
+        for row in range(15)
+    ]
+    together = bits(embedded.generate(requests))
+    assert bits(embedded.generate(requests[::-1])) == together
+    alone = [output for request in requests[:4] for output in embedded.generate([request])]
+    assert bits(alone).items() <= together.items()
+    clients = [
+        RolloutClient(embedded.client.url, "embedded", max_model_len=MAX_MODEL_LEN, max_concurrency=limit)
+        for limit in (3, 5, 40)
+    ]
+    assert bits(asyncio.run(generate_samples(clients, requests))) == together
+    sampled = [ids for (request, _), (ids, _) in together.items() if request % 3 < 2]
+    assert len(set(sampled)) == len(sampled)
+
+
+def test_an_interruption_does_not_change_what_is_drawn(embedded: Engine) -> None:
+    requests = [GenerateRequest(row, prompt, 2, SAMPLED, [row, 50 + row]) for row, prompt in enumerate(PROMPTS)]
+    whole = {output.key: output for output in embedded.generate(requests)}
+    cut = [
+        replace(o, output_ids=o.output_ids[:k], logprobs=o.logprobs[:k], finish_reason="abort")
+        for k, o in enumerate(whole.values())
+    ]
+    for output in embedded.generate(unfinished_requests(requests, cut)):
+        assert output.output_ids == whole[output.key].output_ids
+        assert output.logprobs == pytest.approx(whole[output.key].logprobs, abs=1e-5)
+
+
+def bits(outputs: list[GenerateOutput]) -> dict[tuple[int, int], tuple[tuple[int, ...], tuple[float, ...]]]:
+    return {output.key: (tuple(output.output_ids), tuple(output.logprobs)) for output in outputs}
 
 
 def test_seeds_are_required(embedded: Engine) -> None:
-    with pytest.raises(ValueError, match="needs seeds"):
-        embedded.generate([GenerateRequest("p", [5], 2, SAMPLED, [1])])
+    with pytest.raises(ValueError, match="needs seeds, one per sample"):
+        embedded.generate([GenerateRequest("p", [5], 2, SAMPLED)])
 
 
 @pytest.mark.parametrize(

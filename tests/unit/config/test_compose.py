@@ -138,10 +138,10 @@ def test_everything_wrong_is_named_at_once():
         "data.shuffle = maybe: wrong type, must be bool",
         "data.seed = null: wrong type, must be int",
         "data = 3: is a section; set one of data.train_files",
-        "trainer.experiment_name = ${trainer.foo}: cannot be resolved",
         "data.train_files: missing",
         "data.val_files: missing",
         "actor_rollout_ref.model.path: missing",
+        "trainer.experiment_name = ${trainer.foo}: cannot be resolved",
         "trainer.device = tpu: must be one of",
     ]
     assert len(found) == len(expected)
@@ -272,14 +272,14 @@ def test_a_group_file_without_a_package_says_what_is_missing(tmp_path):
 
 
 def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_file(tmp_path):
-    bad = "data: {train_file: a, seed: [1], val_files: b}\ncritic: {x: 1}\nactor_rollout_ref: {model: {path: m}}\n"
+    bad = "data: {train_file: a, seed: [1], val_files: b}\ncriticism: {x: 1}\nactor_rollout_ref: {model: {path: m}}\n"
     write(tmp_path, "bad.yaml", bad)
     found = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", "trainer.node=2")
     path = os.fspath(tmp_path / "bad.yaml")
     starts = [
         f"data.train_file: no such key in {path}; did you mean data.train_files?",
         f"data.seed = [1]: wrong type in {path}, must be int",
-        f"critic: no such key in {path}; there is no critic yet",
+        f"criticism: no such key in {path}; did you mean critic?",
         "trainer.node: no such key; did you mean trainer.nnodes?",
         "data.train_files: missing",
     ]

@@ -74,6 +74,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_layers_in_first_pipeline_stage": ([0], [None, 1]),
     "num_layers_in_last_pipeline_stage": ([0], [None, 1]),
     "context_parallel_size": ([0], [1]),
+    "cp_comm_type": (["", "ring", "p2p+a2a"], [None]),
+    "hierarchical_context_parallel_sizes": ([[], [4], [2, 1], [2, 2, 2], [2, 2.0], [2, True]], [None]),
     "expert_model_parallel_size": ([0], [1]),
     "expert_tensor_parallel_size": ([0], [None, 1]),
     "moe_aux_loss_coeff": ([-0.1], [0.0, 0.01]),
@@ -92,6 +94,14 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "ppo_mini_batch_size": ([0], [1]),
     "ppo_max_token_len_per_gpu": ([0], [1024]),
     "ppo_epochs": ([0], [1]),
+    "log_prob_max_token_len_per_gpu": ([0], [1024]),
+    "forward_max_token_len_per_gpu": ([0], [1024]),
+    "ResourcePoolConfig.nnodes": ([-1], [0]),
+    "ScoringModelConfig.path": ([""], [None]),
+    "cliprange_value": ([0.0, -0.5], [0.1, 10.0]),
+    "gamma": ([-0.1, 1.1], [0.0, 1.0]),
+    "lam": ([-0.1, 1.1], [0.0, 1.0]),
+    "critic_warmup": ([-1], [0]),
     "clip_ratio": ([0.0, 1.0, -0.2], [0.001, 0.999]),
     "clip_ratio_low": ([0.0, 1.0], [None, 0.5]),
     "clip_ratio_high": ([0.0, -1.0], [None, 0.5, 5.0]),
@@ -448,7 +458,7 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.lists(by_type[get_args(annotation)[0]], max_size=3)
     if getattr(annotation, "__origin__", None) is dict:
         return st.dictionaries(st.sampled_from(["sglang", "x"]), numbers | st.just({}), max_size=2)
-    return st.one_of([by_type[part] for part in get_args(annotation)])
+    return st.one_of([values_of(part) for part in get_args(annotation)])
 
 
 @pytest.mark.parametrize("kind", ["ppo", "sft"])

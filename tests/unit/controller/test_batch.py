@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.controller.batch import BatchRef, ShardedBatch
+from scalerl.controller.batch import BatchRef, PlacedBatch, ShardedBatch
 from scalerl.controller.trainer_roles import loss_totals
 
 PROMPT_LENGTHS = np.array([4, 4, 7, 7, 3, 3, 5, 5])
@@ -41,7 +43,7 @@ def test_batch_ref_counts_tokens() -> None:
 
 
 def test_shards_follow_the_plan(plan: StepPlan) -> None:
-    batch = ShardedBatch(plan, samples(), ((), ()))
+    batch = ShardedBatch(plan, samples())
     shards = [batch.shard_samples(dp_rank) for dp_rank in range(2)]
     for dp_rank, shard in enumerate(shards):
         assert shard["name"].tolist() == ["abcdefgh"[row] for row in plan.rows(dp_rank)]
@@ -49,25 +51,54 @@ def test_shards_follow_the_plan(plan: StepPlan) -> None:
     assert sorted(name for shard in shards for name in shard["name"]) == list("abcdefgh")
 
 
-def test_columns_are_added_per_rank(plan: StepPlan) -> None:
-    first = ShardedBatch(plan, samples(), (("ids 0",), ("ids 1",)))
-    second = first.with_columns(["old 0", "old 1"])
-    assert second.columns == (("ids 0", "old 0"), ("ids 1", "old 1"))
-    assert first.columns == (("ids 0",), ("ids 1",)), "the batch before was changed"
-    with pytest.raises(ValueError):
-        first.with_columns(["old 0"])
+def test_columns_are_added_and_named(plan: StepPlan) -> None:
+    first = PlacedBatch(samples(), {"actor": plan}).with_column("tokens", "actor", ["ids 0", "ids 1"])
+    second = first.with_column("old", "actor", ["old 0", "old 1"])
+    assert [part.fragments for part in second.shards("actor", "old", "tokens").parts(1)] == [("old 1",), ("ids 1",)]
+    assert all(part.order is None for part in second.shards("actor", "tokens").parts(0))
+    assert list(first.columns) == ["tokens"], "the batch before was changed"
+    with pytest.raises(AssertionError, match="1 fragments, 2 ranks"):
+        first.with_column("old", "actor", ["old 0"])
+    with pytest.raises(KeyError, match="the batch has no values for actor; it has"):
+        second.shards("actor", "values")
 
 
 def test_samples_are_added(plan: StepPlan) -> None:
-    first = ShardedBatch(plan, samples(), ((), ()))
+    first = PlacedBatch(samples(), {"actor": plan})
     second = first.with_samples(advantages=np.arange(8.0))
-    assert second.shard_samples(1)["advantages"].tolist() == [float(row) for row in plan.rows(1)]
+    assert second.shards("actor").shard_samples(1)["advantages"].tolist() == [float(row) for row in plan.rows(1)]
     assert "advantages" not in first.samples
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=8, max_size=24),
+    made=st.tuples(st.integers(1, 4), st.integers(20, 60)),
+    wanted=st.tuples(st.integers(1, 4), st.integers(20, 60)),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_column_of_another_plan_is_put_together(
+    lengths: list[int], made: tuple[int, int], wanted: tuple[int, int]
+) -> None:
+    """Each rank gets its own rows in its own order, from no more fragments than have them."""
+
+    def plan_on(dp_size: int, cap: int) -> StepPlan:
+        rows = [range(len(lengths))]
+        return plan_step(lengths, dp_size=dp_size, mini_batches=rows, max_tokens_per_micro_batch=cap)
+
+    source, plan = plan_on(*made), plan_on(*wanted)
+    fragments = [list(source.rows(rank)) for rank in range(source.dp_size)]
+    batch = PlacedBatch({}, {"actor": source, "critic": plan}).with_column("rows", "actor", fragments)
+    for rank in range(plan.dp_size):
+        (part,) = batch.shards("critic", "rows").parts(rank)
+        joined = [row for fragment in part.fragments for row in fragment]
+        found = joined if part.order is None else [joined[at] for at in part.order]
+        assert found == list(plan.rows(rank))
+        assert all(set(fragment) & set(found) for fragment in part.fragments)
 
 
 def test_loss_totals_are_of_the_whole_mini_batch(plan: StepPlan) -> None:
     """By hand: rows 0..3 have 9 + 1 + 0 + 6 response tokens in 3 samples that have any."""
-    totals = loss_totals(ShardedBatch(plan, samples(), ((), ())))
+    totals = loss_totals(plan, samples())
     assert totals == [{"num_loss_tokens": 16, "num_sequences": 3}, {"num_loss_tokens": 30, "num_sequences": 4}]
 
 
@@ -75,13 +106,7 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
     rows = [range(4), range(4, 8)]
     lengths = PROMPT_LENGTHS + RESPONSE_LENGTHS
     totals = [
-        loss_totals(
-            ShardedBatch(
-                plan_step(lengths, dp_size=dp_size, mini_batches=rows, max_tokens_per_micro_batch=cap),
-                samples(),
-                ((),) * dp_size,
-            )
-        )
-        for dp_size, cap in ((1, 15), (1, 200), (2, 30), (4, 15))
+        loss_totals(plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=cap), samples())
+        for dp, cap in ((1, 15), (1, 200), (2, 30), (4, 15))
     ]
     assert all(found == totals[0] for found in totals)

@@ -10,7 +10,9 @@ from scalerl.rollout.client import GenerateOutput
 
 
 def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
-    return PromptRow(uid, ids, before or len(ids), f"source {uid}", "truth", {}, [{"role": "user", "content": "?"}])
+    return PromptRow(
+        uid, ids, before or len(ids), f"source {uid}", "truth", {}, [{"role": "user", "content": "?"}], "rule"
+    )
 
 
 def batch() -> DataProto:
@@ -61,6 +63,7 @@ def test_sample_columns() -> None:
         "policy_version": [4, 4, 5],
         "finish_reason": ["stop", "length", "abort"],
         "data_source": ["source 30", "source 30", "source 10"],
+        "reward_style": ["rule", "rule", "rule"],
         "reward_extra": [{"acc": 1}, {}, {}],
     }
     assert samples["score"].dtype == "float64"

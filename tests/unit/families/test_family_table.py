@@ -82,6 +82,17 @@ def test_hf_to_shards_and_back_is_bitwise_equal(model_dir, tp_size):
         assert torch.equal(tensor, original[name]), name
 
 
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_a_shard_goes_into_a_tensor_of_another_dtype(model_dir, tp_size):
+    shape = ModelShape.from_hf(model_dir)
+    with HFWeights(model_dir) as weights:
+        for param in family_of(shape).params(shape):
+            for rank in range(tp_size):
+                out = torch.full(param.mcore_shape(shape, tp_size), torch.nan, dtype=torch.float64)
+                assert param.shard(weights.read, shape, rank, tp_size, out=out) is out
+                assert torch.equal(out, param.shard(weights.read, shape, rank, tp_size).double()), param.name
+
+
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_a_rank_reads_only_its_slices(model_dir, tp_size):
     shape = ModelShape.from_hf(model_dir)

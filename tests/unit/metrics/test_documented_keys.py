@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl import metrics
+from scalerl import algorithms, metrics
+from scalerl.config.schema import RolloutCorrectionConfig
 
 DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -43,12 +44,24 @@ def made_keys() -> set[str]:
     }
     timing = {name: 1.0 for name in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")}
     logprobs = torch.tensor([-1.0, -2.0])
+    packed = (logprobs, logprobs, torch.ones(2), torch.tensor([0, 2]))
+    correction = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        rollout_rs="token_k1,seq_mean_k3",
+        rollout_rs_threshold=2.0,
+        rollout_token_veto_threshold=0.1,
+    )
     return {
         *metrics.compute_data_metrics(samples, np.ones(2), 1, 2),
         *metrics.compute_timing_metrics(timing | {"gen/reward": 1.0, "step": 8.0, "untimed": 1.0}, 1, 1),
         *metrics.compute_throughput_metrics(1, 1.0, 1),
         *metrics.memory_metrics(),
         *metrics.rollout_diff_metrics(metrics.rollout_diff_sums(logprobs, logprobs, torch.ones(2))),
+        *metrics.token_stat_sums("critic/values", logprobs, torch.ones(2)),
+        *metrics.explained_variance_metrics(metrics.explained_variance_sums(logprobs, logprobs, torch.ones(2))),
+        *metrics.mismatch_metrics(*packed),
+        *algorithms.rollout_corr_metrics(algorithms.correct(*packed, correction).metrics),
         *metrics.validation_metrics(["a/b", "a/b"], [0, 0], [0.0, 1.0]),
     }
 

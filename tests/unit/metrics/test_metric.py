@@ -53,6 +53,16 @@ def test_nan_of_one_rank_is_never_hidden(reduction, values):
     assert math.isnan(merge_metrics({"m": Metric(v, reduction)} for v in values)["m"].value)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [((math.inf, -math.inf), math.nan), ((1e308, 1.7e308), math.inf), ((-math.inf, 1.0), -math.inf)],
+)
+def test_infinities_and_overflow_are_values_not_errors(reduction, values, total):
+    merged = merge_metrics({"m": Metric(v, reduction)} for v in values)["m"].value
+    assert merged == total or (math.isnan(merged) and math.isnan(total))
+
+
 def test_parts_that_disagree_on_the_reduction_are_refused():
     with pytest.raises(ValueError, match=r"'m' has different reductions.*max, mean"):
         merge_metrics([{"m": Metric(1, "mean")}, {"m": Metric(1, "max")}])

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.client import GenerateRequest, SamplingParams, work_units
 from scalerl.rollout.context_length import check_context_length
 from scalerl.rollout.sglang_server import CONTEXT_SLACK, sglang_command
 
@@ -65,20 +64,6 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
         json.dumps({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
     )
     check_context_length(tmp_path, 2048)
-
-
-def test_work_units_keep_a_prompts_samples_together() -> None:
-    requests = [GenerateRequest(row, [1], n, SamplingParams(4)) for row, n in enumerate([3, 3, 3, 9, 1, 1])]
-    assert [[r.request_id for r in unit] for unit in work_units(requests, "sglang", 6)] == [
-        [0],
-        [1],
-        [2],
-        [3],
-        [4],
-        [5],
-    ]
-    # A prompt with more samples than fit goes alone.
-    assert [[r.request_id for r in unit] for unit in work_units(requests, "embedded", 6)] == [[0, 1], [2], [3], [4, 5]]
 
 
 def run_python(program: str) -> str:

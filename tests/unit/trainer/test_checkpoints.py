@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,23 @@ from scalerl.trainer.build import num_steps
 from tests.tiny_models import make_tiny_model
 
 
-def save(root: Path, step: int, model: Path, **options: object) -> Path:
-    def write_actor(directory: str) -> None:
+def save(
+    root: Path,
+    step: int,
+    model: Path,
+    *,
+    write: Callable[[str], None] | None = None,
+    critic: bool = False,
+    **options: object,
+) -> Path:
+    def write_weights(directory: str) -> None:
         (Path(directory) / "weights").write_text(str(step))
 
-    arguments = {
-        "write_actor": write_actor,
-        "model_path": str(model),
-        "state": {"prompts": {"position": step}},
-        "keep": None,
-    }
-    return checkpoints.save(str(root), step, **(arguments | options))
+    models = {"actor": checkpoints.SavedModel(write or write_weights, str(model))}
+    if critic:
+        models["critic"] = checkpoints.SavedModel(write_weights, str(model), head="value")
+    arguments = {"state": {"prompts": {"position": step}}, "keep": None}
+    return checkpoints.save(str(root), step, models, **(arguments | options))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +136,7 @@ def test_an_actor_that_fails_to_write_leaves_no_checkpoint(tmp_path: Path, model
 
     whole = save(tmp_path, 1, model)
     with pytest.raises(OSError, match="disk full"):
-        save(tmp_path, 2, model, write_actor=fail)
+        save(tmp_path, 2, model, write=fail)
     assert find(tmp_path).directory == whole
 
 

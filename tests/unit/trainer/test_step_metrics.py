@@ -133,11 +133,12 @@ def config() -> PPOConfig:
     config = PPOConfig()
     config.data.max_prompt_length, config.data.max_response_length = 4, 4
     config.actor_rollout_ref.actor.ppo_epochs = 2
+    config.trainer.n_gpus_per_node = 2
     return config
 
 
 def test_every_key_and_value() -> None:
-    found = step_metrics(config(), outcome(), Yardstick(SHAPE, PEAK, 2), TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), outcome(), {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert found.pop("perf/cpu_memory_used_gb") > 0
     assert found.keys() == EXPECTED.keys()
     assert found == pytest.approx(EXPECTED)
@@ -145,7 +146,7 @@ def test_every_key_and_value() -> None:
 
 
 def test_no_mfu_for_an_unknown_device() -> None:
-    found = step_metrics(config(), outcome(), Yardstick(SHAPE, None, 2), TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), outcome(), {"actor": Yardstick(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
     assert "perf/mfu/actor" not in found
 
 
@@ -153,13 +154,13 @@ def test_a_sample_over_the_limit_is_not_passed_over() -> None:
     limited = config()
     limited.data.max_response_length = 3
     with pytest.raises(ValueError, match="response_length of sample 3 is 4: over the limit of 3"):
-        step_metrics(limited, outcome(), Yardstick(SHAPE, None, 2), TIMING_S, step=7, epoch=1)
+        step_metrics(limited, outcome(), {"actor": Yardstick(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
 
 
 def test_a_step_without_sampler_logprobs() -> None:
     """No rollout_diff sums: no such metrics, and nothing else changes."""
     plain = dataclasses.replace(outcome(), metrics={"actor/pg_loss": Metric(-0.125, "mean")})
-    found = step_metrics(config(), plain, Yardstick(SHAPE, PEAK, 2), TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), plain, {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert not any("rollout" in key for key in found) and found["actor/pg_loss"] == -0.125
 
 

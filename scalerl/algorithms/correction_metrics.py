@@ -1,0 +1,112 @@
+"""What a correction did, exactly, over any split of whole sequences. T packed tokens, S sequences, N sampled tokens.
+
+The functions here on each rank -> `merge_metrics` -> `rollout_corr_metrics` once. A rank without a token sends no mean
+and no extreme; docs/metrics.md defines the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from scalerl.algorithms.sequences import Sequences
+from scalerl.metrics.metric import Metric
+
+_PREFIX = "rollout_corr/"
+_IS = f"{_PREFIX}rollout_is"
+_RS = f"{_PREFIX}rollout_rs"
+_IS_SQUARE = "rollout_corr_partial/rollout_is_square"
+
+
+def weight_metrics(
+    log_ratio_U: Tensor, weights_U: Tensor, weights_N: Tensor, sequences: Sequences, lower: float | None, upper: float
+) -> dict[str, Metric]:
+    """rollout_corr/rollout_is_*, but for std and effective sample size, which need the merged sums.
+
+    U: what has one weight: tokens, or sequences with a token.  lower None: weights over upper were truncated to it.
+    """
+    high_U = log_ratio_U > math.log(upper)
+    low_U = log_ratio_U < math.log(1.0 / upper if lower is None else lower)
+    return {
+        **_mean_and_extremes(_IS, weights_U),
+        **_mean(_IS_SQUARE, weights_U.square()),
+        **_mean(f"{_IS}_ratio_fraction_high", high_U),
+        **_mean(f"{_IS}_ratio_fraction_low", low_U),
+        **_mean(f"{_IS}_oob_ratio", high_U if lower is None else high_U | low_U),
+        **_mean_and_extremes(f"{_IS}_seq", sequences.nonempty(sequences.mean(weights_N))),
+    }
+
+
+def rejection_test_metrics(
+    option: str, statistic_U: Tensor, low_U: Tensor, high_U: Tensor, reject_N: Tensor, sequences: Sequences
+) -> dict[str, Metric]:
+    """rollout_corr/rollout_rs_{option}_*.  U: tokens for token_* options, else sequences with a token."""
+    prefix = f"{_RS}_{option}"
+    return {
+        **_mean_and_extremes(prefix, statistic_U),
+        **_mean(f"{prefix}_fraction_high", high_U),
+        **_mean(f"{prefix}_fraction_low", low_U),
+        **_masked_fractions(prefix, reject_N, sequences),
+    }
+
+
+def veto_metrics(catastrophic_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
+    """rollout_corr/rollout_is_{veto_fraction,catastrophic_token_fraction}."""
+    return {
+        **_mean(f"{_IS}_veto_fraction", sequences.nonempty(sequences.any(catastrophic_N))),
+        **_mean(f"{_IS}_catastrophic_token_fraction", catastrophic_N),
+    }
+
+
+def rejection_metrics(keep_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
+    """rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction,num_dropped}: all tests and the veto together."""
+    dropped_S = sequences.nonempty(~sequences.any(keep_N))
+    return {
+        **_masked_fractions(_RS, ~keep_N, sequences),
+        f"{_RS}_num_dropped": Metric(float(dropped_S.sum()), "sum"),
+    }
+
+
+def rollout_corr_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
+    """`metrics` with the merged partial sums replaced by the metrics they stand for; others pass through.
+
+    rollout_corr/rollout_is_std: of the weights (population), before batch normalization.
+    rollout_corr/rollout_is_eff_sample_size: (sum w)^2 / (n sum w^2), in (0, 1]; absent when all weights are 0.
+    """
+    rest = {key: metric for key, metric in metrics.items() if key != _IS_SQUARE}
+    if _IS_SQUARE not in metrics:
+        return rest
+    mean, square = (_value(metrics[key]) for key in (f"{_IS}_mean", _IS_SQUARE))
+    variance = square - mean**2
+    # Rounding can leave the difference of two equal numbers below 0; NaN stays NaN, it is the finding.
+    found = {f"{_IS}_std": math.sqrt(0.0 if variance < 0 else variance)}
+    if square != 0:
+        found[f"{_IS}_eff_sample_size"] = mean**2 / square
+    return rest | found
+
+
+def _masked_fractions(prefix: str, reject_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
+    """Share of tokens that are rejected, and of sequences with at least one such token."""
+    return {
+        **_mean(f"{prefix}_masked_fraction", reject_N),
+        **_mean(f"{prefix}_seq_masked_fraction", sequences.nonempty(sequences.any(reject_N))),
+    }
+
+
+def _mean_and_extremes(prefix: str, values: Tensor) -> dict[str, Metric]:
+    if not len(values):
+        return {}
+    extremes = {"max": values.max(), "min": values.min()}
+    return _mean(f"{prefix}_mean", values) | {
+        f"{prefix}_{name}": Metric(float(value), name) for name, value in extremes.items()
+    }
+
+
+def _mean(key: str, values: Tensor) -> dict[str, Metric]:
+    return {key: Metric(float(values.double().mean()), "mean", float(len(values)))} if len(values) else {}
+
+
+def _value(metric: Metric | float) -> float:
+    return metric.value if isinstance(metric, Metric) else float(metric)

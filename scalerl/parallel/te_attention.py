@@ -1,0 +1,111 @@
+"""Transformer Engine's attention over packed sequences, for megatron's local layer spec: config key `cp_comm_type`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from scalerl.config.attention_rules import transformer_engine_version, transformer_engine_violations
+from scalerl.parallel import platform
+from scalerl.parallel.packing import Packing
+from scalerl.parallel.rotary import rotate_queries_and_keys
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from scalerl.parallel.layout import Groups
+
+
+@dataclass
+class TransformerEnginePacking(PackedSeqParams):
+    """What Transformer Engine wants to know of a packed micro-batch; its fields are arguments of its attention.
+
+    pad_between_seqs: False also tells versions before 2.18 not to compare cu_seqlens on the device in every layer.
+    """
+
+    pad_between_seqs: bool = False
+
+
+def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
+    """The padding at the end of a sequence counts as tokens of it, as in PackedAttention: no token before sees it.
+
+    So the real and the padded cu_seqlens are one tensor, and every kernel of Transformer Engine takes it; with padding
+    between sequences some do not.
+    """
+    return TransformerEnginePacking(
+        qkv_format="thd",
+        cu_seqlens_q=packing.cu_seqlens_q,
+        cu_seqlens_kv=packing.cu_seqlens_q,
+        cu_seqlens_q_padded=packing.cu_seqlens_q,
+        cu_seqlens_kv_padded=packing.cu_seqlens_q,
+        max_seqlen_q=packing.max_seqlen_q,
+        max_seqlen_kv=packing.max_seqlen_q,
+    )
+
+
+def require_transformer_engine(config: TransformerConfig, groups: Groups) -> None:
+    """Raises ValueError when this process cannot run TransformerEngineAttention as configured, ImportError when
+    transformer-engine is installed but broken."""
+    violations = transformer_engine_violations(
+        config.cp_comm_type,
+        config.context_parallel_size,
+        prefix="megatron",
+        device=platform.device_type(),
+        version=transformer_engine_version(),
+    )
+    for violation in violations:
+        raise ValueError(violation)
+    assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
+    # megatron takes any ImportError for absence and goes on with a stand-in.
+    import transformer_engine.pytorch  # noqa: F401
+
+
+class TransformerEngineAttention(torch.nn.Module):
+    """Rotary embedding and Transformer Engine's causal attention inside each sequence of a packed micro-batch.
+
+    With context parallelism it exchanges keys and values as `config.cp_comm_type` says, over megatron's groups; a rank
+    keeps its part of the tokens in the order of `ulysses.zigzag_order`.
+    """
+
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        """options: what megatron gives to a core attention."""
+        super().__init__()
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        self.attention = TEDotProductAttention(config, **options)
+        # Names of the fields that it passes on.
+        self.attention.kept_packed_seq_params.add("pad_between_seqs")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
+
+        t: this cp rank's tokens, P / cp. CUDA, bfloat16 or float16.
+        """
+        query, key = rotate_queries_and_keys(query, key, packed_seq_params.cos_sin)
+        out = self.attention(
+            query,
+            key,
+            value,
+            None,
+            attn_mask_type=AttnMaskType.padding_causal,
+            packed_seq_params=transformer_engine_packing(packed_seq_params),
+        )
+        return out.reshape(out.shape[0], -1)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Empty: there are no weights, and checkpoints are the same with every attention."""
+        return {}

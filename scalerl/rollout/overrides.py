@@ -1,0 +1,120 @@
+"""Sampling that a prompt of the data asks for itself: `extra_info["sampling"]`."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from scalerl.rollout.requests import SamplingParams
+
+KEY = "sampling"
+
+
+def override_sampling(base: SamplingParams, extra_info: Mapping[str, Any] | None, prompt_name: str) -> SamplingParams:
+    """-> `base` with what the prompt asks for; null stands for `base`'s value, as a parquet struct has every key.
+
+    prompt_name: for errors, e.g. "train prompt 7".
+    Raises ValueError naming the prompt, the field, its value and what it may be.
+    """
+    asked = (extra_info or {}).get(KEY)
+    if asked is None:
+        return base
+    where = f"{prompt_name}: extra_info.{KEY}"
+    if not isinstance(asked, Mapping):
+        raise ValueError(f"{where} is {asked!r}; write a dict of {', '.join(_KNOWN)}, or null")
+    for name in asked:
+        if name not in _KNOWN:
+            near = difflib.get_close_matches(str(name), _KNOWN, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{where}.{name} is not known{hint} Known: {', '.join(_KNOWN)}")
+    values = {name: _check(where, name, value, base) for name, value in asked.items() if value is not None}
+    sampling = replace(base, **values)
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        raise ValueError(
+            f"{where}: ignore_eos=true ignores stop_token_ids={list(sampling.stop_token_ids)} too; set one of the two"
+        )
+    return sampling
+
+
+def _check(where: str, name: str, value: Any, base: SamplingParams) -> Any:
+    try:
+        checked = _CHECKS[name](value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}.{name} is {value!r}; it must be {_DOMAINS[name]}") from None
+    if name == "max_new_tokens" and checked > base.max_new_tokens:
+        raise ValueError(
+            f"{where}.{name} is {checked}, more than data.max_response_length={base.max_new_tokens}; lower it, or "
+            "raise data.max_response_length"
+        )
+    return checked
+
+
+def _integer(value: Any, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
+        raise ValueError
+    return int(value)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
+
+
+def _temperature(value: Any) -> float:
+    temperature = _real(value)
+    if temperature < 0.0:
+        raise ValueError
+    return temperature
+
+
+def _top_p(value: Any) -> float:
+    top_p = _real(value)
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError
+    return top_p
+
+
+def _top_k(value: Any) -> int:
+    top_k = _integer(value, -1)
+    if top_k == 0:
+        raise ValueError
+    return top_k
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError
+    return strings
+
+
+_CHECKS = {
+    "max_new_tokens": lambda value: _integer(value, 1),
+    "temperature": _temperature,
+    "top_p": _top_p,
+    "top_k": _top_k,
+    "ignore_eos": _flag,
+    "stop": _strings,
+    "stop_token_ids": lambda value: tuple(_integer(token, 0) for token in value),
+}
+_DOMAINS = {
+    "max_new_tokens": "an integer of at least 1",
+    "temperature": "a number of at least 0",
+    "top_p": "a number in (0, 1]",
+    "top_k": "an integer of at least 1, or -1 for off",
+    "ignore_eos": "true or false",
+    "stop": "a string or a list of strings, none empty",
+    "stop_token_ids": "a list of token ids",
+}
+_KNOWN = tuple(field.name for field in fields(SamplingParams))

@@ -1,0 +1,165 @@
+"""What a rollout server is asked for and what comes back: one record per sample, whole or interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from scalerl.errors import UserError
+
+# Of a sample that needs no more tokens.
+FINISHED = ("stop", "length")
+ABORTED = "abort"
+FAILED = "error"
+# The version of a sample without tokens that no server has seen.
+NO_VERSION = -1
+
+SampleKey = tuple[int | str, int]
+
+
+class RolloutError(UserError, RuntimeError):
+    """A rollout server refused a request, broke its contract or went away. The message holds what the server said."""
+
+
+class ServerLostError(RolloutError):
+    """The server closed the connection, or there is none: it can take no further request."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k -1 and top_p 1.0 are off.
+
+    max_new_tokens: of the whole response, over all interruptions.
+    A sample ends early at an end-of-text token or one of `stop_token_ids` (neither with `ignore_eos`), and where its
+    text holds one of `stop`; the response keeps what ended it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """One sample. output_ids include the token that stopped it.
+
+    logprobs: of each output token under softmax(logits / temperature) (temperature 1 when greedy), whole vocabulary.
+    finish_reason: stop | length; abort: interrupted, `unfinished_requests` asks for the rest; error: `error` says why.
+    policy_version: of the weights of its first token (without tokens: of the server, or NO_VERSION).
+    version_spans: (index of a span's first token, version of its weights), ascending; spans end where the next begins.
+    """
+
+    request_id: int | str
+    sample_index: int
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    policy_version: int
+    version_spans: tuple[tuple[int, int], ...] = ()
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.version_spans:
+            object.__setattr__(self, "version_spans", ((0, self.policy_version),))
+
+    @property
+    def key(self) -> SampleKey:
+        return self.request_id, self.sample_index
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason in FINISHED
+
+    def token_versions(self) -> list[int]:
+        """[len(output_ids)] the version of the weights that each token was drawn from."""
+        ends = [start for start, _ in self.version_spans[1:]] + [len(self.output_ids)]
+        return [
+            version for (start, version), end in zip(self.version_spans, ends, strict=True) for _ in range(start, end)
+        ]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """n samples for one prompt.
+
+    seeds: one per sample. The embedded engine needs them; SGLang draws from its own generator and ignores them.
+    progress: interrupted samples to go on with, n of them; () begins n new ones.
+    """
+
+    request_id: int | str
+    input_ids: list[int]
+    n: int
+    sampling: SamplingParams
+    seeds: list[int] | None = None
+    progress: tuple[GenerateOutput, ...] = ()
+
+    def sample_keys(self) -> list[SampleKey]:
+        indices = [output.sample_index for output in self.progress] or range(self.n)
+        return [(self.request_id, index) for index in indices]
+
+
+def check_request(request: GenerateRequest, max_model_len: int) -> None:
+    """ValueError, naming the request, for one that no server could answer as asked."""
+    who, sampling = f"request {request.request_id!r}", request.sampling
+    if not request.input_ids or len(request.input_ids) > max_model_len:
+        raise ValueError(
+            f"{who}: a prompt of {len(request.input_ids)} tokens; it must have 1 to max_model_len={max_model_len}"
+        )
+    if request.n < 1:
+        raise ValueError(f"{who} asks for n={request.n} samples; at least 1")
+    if request.seeds is not None and len(request.seeds) != request.n:
+        raise ValueError(f"{who} has {len(request.seeds)} seeds for n={request.n} samples")
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        raise ValueError(
+            f"{who}: ignore_eos=true ignores stop_token_ids={list(sampling.stop_token_ids)} too; set one of the two"
+        )
+    _check_progress(who, request)
+
+
+def _check_progress(who: str, request: GenerateRequest) -> None:
+    if not request.progress:
+        return
+    if len({output.sample_index for output in request.progress}) != request.n:
+        raise ValueError(
+            f"{who} has n={request.n} but goes on with samples {[o.sample_index for o in request.progress]}"
+        )
+    for output in request.progress:
+        if output.finished or output.request_id != request.request_id:
+            raise ValueError(
+                f"{who} cannot go on with sample {output.key}, which has finish reason {output.finish_reason!r}"
+            )
+        if output.output_ids and request.sampling.stop:
+            # The server would look for the string in the new tokens only.
+            raise ValueError(
+                f"{who}: sample {output.sample_index} has {len(output.output_ids)} tokens; a response with stop "
+                f"strings ({list(request.sampling.stop)}) cannot be continued: use stop_token_ids, or drop its tokens"
+            )
+
+
+def unfinished_requests(
+    requests: Sequence[GenerateRequest], outputs: Iterable[GenerateOutput]
+) -> list[GenerateRequest]:
+    """What is left to ask for: of each request its samples that did not finish, with the tokens they have.
+
+    requests: those that `outputs` answer; a request without an unfinished sample is left out.
+    """
+    left: dict[int | str, list[GenerateOutput]] = {}
+    for output in outputs:
+        if not output.finished:
+            left.setdefault(output.request_id, []).append(output)
+    return [_rest_of(request, left[request.request_id]) for request in requests if request.request_id in left]
+
+
+def _rest_of(request: GenerateRequest, left: list[GenerateOutput]) -> GenerateRequest:
+    left = sorted(left, key=lambda output: output.sample_index)
+    if request.sampling.stop:
+        left = [replace(output, output_ids=[], logprobs=[], version_spans=()) for output in left]
+    seeds = None
+    if request.seeds is not None:
+        by_key = dict(zip(request.sample_keys(), request.seeds, strict=True))
+        seeds = [by_key[output.key] for output in left]
+    return replace(request, n=len(left), seeds=seeds, progress=tuple(left))

@@ -1,0 +1,109 @@
+"""The JSON of /generate: a request's body, and its samples out of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalerl.rollout.requests import ABORTED, FINISHED, GenerateOutput, GenerateRequest, RolloutError
+from scalerl.rollout.weights import EngineKind
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One sample on its way. room: tokens that it may still get."""
+
+    request_id: int | str
+    sample_index: int
+    seed: int | None
+    room: int
+    output_ids: list[int]
+    logprobs: list[float]
+    version_spans: tuple[tuple[int, int], ...]
+
+    def extended(
+        self, output_ids: list[int], logprobs: list[float], spans: Sequence[tuple[int, int]], finish_reason: str
+    ) -> GenerateOutput:
+        """The sample with these tokens behind the ones it had. spans: of the new tokens."""
+        merged = list(self.version_spans) if self.output_ids else []
+        for start, version in spans if output_ids or not merged else ():
+            if not merged or merged[-1][1] != version:
+                merged.append((len(self.output_ids) + start, version))
+        return GenerateOutput(
+            request_id=self.request_id,
+            sample_index=self.sample_index,
+            output_ids=self.output_ids + output_ids,
+            logprobs=self.logprobs + logprobs,
+            finish_reason=finish_reason,
+            policy_version=merged[0][1],
+            version_spans=tuple(merged),
+        )
+
+
+def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
+    budget = min(request.sampling.max_new_tokens, max_model_len - len(request.input_ids))
+    seeds = request.seeds or [None] * request.n
+    if not request.progress:
+        return [Slot(*key, seed, budget, [], [], ()) for key, seed in zip(request.sample_keys(), seeds, strict=True)]
+    return [
+        Slot(*o.key, seed, budget - len(o.output_ids), o.output_ids, o.logprobs, o.version_spans)
+        for o, seed in zip(request.progress, seeds, strict=True)
+    ]
+
+
+def generate_body(request: GenerateRequest, slots: Sequence[Slot], kind: EngineKind) -> dict[str, Any]:
+    """slots: those of the request that have room. SGLang computes the prompt of n equal samples once."""
+    if kind == "sglang" and not request.progress:
+        sampling = _sampling(request, slots[0], kind) | {"n": len(slots)}
+        return {"input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+    return {
+        "input_ids": [request.input_ids + slot.output_ids for slot in slots],
+        "sampling_params": [_sampling(request, slot, kind) for slot in slots],
+        "return_logprob": True,
+    }
+
+
+def _sampling(request: GenerateRequest, slot: Slot, kind: EngineKind) -> dict[str, Any]:
+    sampling = request.sampling
+    body = {
+        "max_new_tokens": slot.room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": sampling.ignore_eos,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    if kind == "sglang":
+        return body | {"skip_special_tokens": False}
+    if slot.seed is None:
+        raise ValueError(f"request {request.request_id!r}: the embedded engine needs seeds, one per sample")
+    # The counter goes on where it was, so that an interruption does not change what is drawn.
+    return body | {"sampling_seed": slot.seed, "sampling_position": len(slot.output_ids)}
+
+
+def output_of(slot: Slot, answer: dict[str, Any], kind: EngineKind) -> GenerateOutput:
+    """RolloutError when the answer contradicts itself or the request."""
+    who = f"request {slot.request_id!r} sample {slot.sample_index}"
+    meta = answer["meta_info"]
+    output_ids = answer["output_ids"]
+    # SGLang leaves them out of the answer of a request that was aborted before it ran.
+    triples = meta.get("output_token_logprobs") or []
+    if [token for _, token, _ in triples] != output_ids:
+        raise RolloutError(
+            f"{who}: the server's log-probs are of other tokens than its output ({len(triples)} log-probs, "
+            f"{len(output_ids)} tokens)"
+        )
+    finish_reason = (meta["finish_reason"] or {}).get("type")
+    if finish_reason not in (*FINISHED, ABORTED):
+        raise RolloutError(f"{who}: unknown finish reason {meta['finish_reason']}")
+    if finish_reason == ABORTED and kind == "sglang":
+        # SGLang draws one more token after the abort and does not look whether it ends the sample. Whoever goes on
+        # draws it again.
+        output_ids, triples = output_ids[:-1], triples[:-1]
+    if len(output_ids) > slot.room:
+        raise RolloutError(f"{who}: {len(output_ids)} tokens came, at most {slot.room} were asked for")
+    versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
+    spans = [(s["start"], int(s["version"])) for s in versions if s["start"] < max(1, len(output_ids))]
+    return slot.extended(output_ids, [logprob for logprob, _, _ in triples], spans, finish_reason)

@@ -1,0 +1,120 @@
+"""What can be found wrong with the models of a run, and with their layouts, before a device is held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scalerl.config import ModelRole, ModelSizes, PPOConfig, layout_violations, recompute_violations, world_size
+from scalerl.config.schema import MegatronConfig
+from scalerl.families import HFWeights, ModelShape, family_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ACTOR_MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+def read_model(path: str) -> ModelShape:
+    """Raises ValueError for a model that is of no known family, or that lacks weights."""
+    shape = ModelShape.from_hf(path)
+    HFWeights(path).check(family_of(shape), shape)
+    return shape
+
+
+def read_role(role: ModelRole) -> ModelShape:
+    """With the head that the role needs. Raises ValueError as `read_model`, and for a model without that head."""
+    shape = read_model(role.model_path)
+    if role.name == "reward_model" and shape.head != "value":
+        raise ValueError(
+            f"{role.section}.model.path = {role.model_path}: is a language model, without a score head; give a reward "
+            "model (architectures *ForSequenceClassification, one label)"
+        )
+    try:
+        return shape.with_head(role.head)
+    except ValueError as error:
+        raise ValueError(f"{role.section}: {role.model_path}: {error}") from None
+
+
+def actor_violations(cfg: PPOConfig, shape: ModelShape) -> Iterator[str]:
+    rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
+    yield from model_layout_violations(
+        shape,
+        megatron,
+        world_size(cfg),
+        prefix=ACTOR_MEGATRON,
+        rollout_tp=rollout.tensor_model_parallel_size,
+    )
+    if shape.num_experts and rollout.name == "sglang" and rollout.verify_weights_every:
+        yield (
+            f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an "
+            f"SGLang server are not known for a mixture of experts ({shape.model_type}); set it to 0"
+        )
+    yield from _too_long(cfg, shape, "the model")
+
+
+def role_violations(
+    cfg: PPOConfig, role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None
+) -> Iterator[str]:
+    """Of a model beside the actor. tokenizer: the policy's."""
+    megatron = role.megatron
+    if not role.has_own_pool and not shape.num_experts:
+        # The actor's processes have groups for its experts; a model without experts does not use them.
+        megatron = replace(megatron, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+    yield from model_layout_violations(
+        shape, megatron, role.world_size(cfg), prefix=f"{role.section}.megatron", rollout_tp=None
+    )
+    yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
+    if tokenizer is not None:
+        yield from _other_vocabulary(role, shape, tokenizer)
+
+
+def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    if longest > shape.max_position_embeddings:
+        yield (
+            f"data.max_prompt_length + data.max_response_length = {longest}: {name} has "
+            f"{shape.max_position_embeddings} positions (max_position_embeddings); shorten one"
+        )
+
+
+def _other_vocabulary(role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    from scalerl.data import load_tokenizer
+
+    if shape.vocab_size < len(tokenizer):
+        yield (
+            f"{role.section}: {role.model_path} has {shape.vocab_size} words, the policy's tokenizer has "
+            f"{len(tokenizer)}: it reads the policy's tokens; give a model with the policy's tokenizer"
+        )
+        return
+    try:
+        own = load_tokenizer(role.model_path, role.trust_remote_code)
+    except (ValueError, OSError):
+        # A model directory without a tokenizer: its number of words is all that can be compared.
+        return
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    word = next((word for word, token in theirs.items() if ours.get(word) != token), None)
+    if word is not None:
+        yield (
+            f"{role.section}: {role.model_path} has another tokenizer than the policy: {word!r} is token "
+            f"{theirs[word]} there and {ours.get(word, 'unknown')} here; give a model with the policy's tokenizer"
+        )
+
+
+def model_layout_violations(
+    shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
+) -> list[str]:
+    """What of a layout, or of its recompute, the model does not allow. world: devices."""
+    sizes = ModelSizes(
+        num_attention_heads=shape.num_attention_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_layers=shape.num_layers,
+        ffn_hidden_size=0 if shape.moe_layers and all(shape.moe_layers) else shape.ffn_hidden_size,
+        num_experts=shape.num_experts,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
+        latent_attention=shape.kv_lora_rank is not None,
+    )
+    found = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
+    return found or recompute_violations(sizes, megatron, prefix=prefix)

@@ -1,0 +1,227 @@
+"""cp_comm_type and hierarchical_context_parallel_sizes: what keys, model, device and installed version allow."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+
+from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
+from scalerl.config.attention_rules import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
+from scalerl.config.schema import MegatronConfig
+
+ACTOR = "actor_rollout_ref.actor.megatron"
+NEEDED = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+PPO = compose("ppo", [*NEEDED, "actor_rollout_ref.rollout.n=4"])
+SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m"])
+KINDS = list(FIRST_VERSIONS)
+KV8 = {"num_attention_heads": 16, "num_kv_heads": 8, "num_layers": 4, "ffn_hidden_size": 256}
+
+
+def with_megatron(kind: str, values: dict[str, Any], section: str | None = None) -> Any:
+    cfg = copy.deepcopy({"ppo": PPO, "sft": SFT}[kind])
+    section = section or {"ppo": ACTOR, "sft": "megatron"}[kind]
+    megatron = functools.reduce(getattr, section.split("."), cfg)
+    for name, value in values.items():
+        setattr(megatron, name, value)
+    return cfg
+
+
+def violations(kind: str, values: dict[str, Any], device: str | None = None) -> list[str]:
+    return {"ppo": validate_ppo, "sft": validate_sft}[kind](with_megatron(kind, values), device=device)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (
+            {"hierarchical_context_parallel_sizes": [2, 4]},
+            ["sizes = [2,4]: only for cp_comm_type = a2a+p2p, which is null", "sizes=null"],
+        ),
+        (
+            {"cp_comm_type": "p2p", "context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 4]},
+            ["only for cp_comm_type = a2a+p2p, which is p2p"],
+        ),
+        (
+            {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8},
+            ["sizes = null", "product is", "context_parallel_size = 8; set [2,4] or [4,2]"],
+        ),
+        (
+            {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 2]},
+            ["sizes = [2,2]", "context_parallel_size = 8; set [2,4] or [4,2]"],
+        ),
+        # Not a product of two sizes above 1.
+        ({"cp_comm_type": "a2a+p2p"}, ["context_parallel_size = 1; set", "cp_comm_type=p2p, which needs none"]),
+        (
+            {"cp_comm_type": "a2a+p2p", "context_parallel_size": 2, "hierarchical_context_parallel_sizes": [2, 2]},
+            ["context_parallel_size = 2; set", "cp_comm_type=p2p"],
+        ),
+        (
+            {"cp_comm_type": "all_gather", "dtype": "float32"},
+            ["cp_comm_type = all_gather", "computes in 16 bits", "dtype=bfloat16"],
+        ),
+    ],
+)
+def test_a_broken_relation_is_the_one_violation(kind: str, values: dict[str, Any], texts: list[str]) -> None:
+    (violation,) = violations(kind, values)
+    for text in [*texts, "set "]:
+        assert text in violation, violation
+    assert violation.startswith({"ppo": ACTOR, "sft": "megatron."}[kind])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cp_comm_type": "p2p"},
+        {"cp_comm_type": "a2a", "context_parallel_size": 8, "dtype": "float16"},
+        {"cp_comm_type": "all_gather", "context_parallel_size": 3 * 8, "tensor_model_parallel_size": 1},
+        {"cp_comm_type": "a2a+p2p", "context_parallel_size": 8, "hierarchical_context_parallel_sizes": [4, 2]},
+        {"dtype": "float32", "context_parallel_size": 8},
+    ],
+)
+def test_what_goes_together_passes(values: dict[str, Any]) -> None:
+    world = values.get("context_parallel_size", 1)
+    cfg = with_megatron("sft", values)
+    cfg.trainer.n_gpus_per_node = world
+    assert validate_sft(cfg) == []
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("comm_type", KINDS)
+def test_the_cpu_is_refused_whether_asked_for_or_found(kind: str, comm_type: str) -> None:
+    values = {"cp_comm_type": comm_type}
+    if comm_type == "a2a+p2p":
+        values |= {"context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 4]}
+    assert violations(kind, values) == []
+    (found,) = violations(kind, values, device="cpu")
+    assert f"cp_comm_type = {comm_type}: Transformer Engine's attention runs on GPUs only" in found
+    assert "set trainer.device=cuda, or" in found and "cp_comm_type=null" in found
+    cfg = with_megatron(kind, values)
+    cfg.trainer.device = "cpu"
+    assert {"ppo": validate_ppo, "sft": validate_sft}[kind](cfg) == [found]
+
+
+def test_a_role_that_differs_is_judged_by_itself_where_the_run_has_it() -> None:
+    cfg = with_megatron("ppo", {"cp_comm_type": "p2p"}, section="critic.megatron")
+    assert validate_ppo(cfg, device="cpu") == []
+    cfg.algorithm.adv_estimator = "gae"
+    (found,) = validate_ppo(cfg, device="cpu")
+    assert found.startswith("critic.megatron.cp_comm_type = p2p: Transformer Engine's attention runs on GPUs only")
+
+
+def test_one_violation_for_all_roles_that_inherit_it() -> None:
+    used = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true"]
+    cfg = compose("ppo", [*NEEDED, *used, f"{ACTOR}.cp_comm_type=a2a"])
+    assert cfg.critic.megatron.cp_comm_type == cfg.actor_rollout_ref.ref.megatron.cp_comm_type == "a2a"
+    (found,) = validate_ppo(cfg, device="cpu")
+    assert found.startswith(f"{ACTOR}.cp_comm_type = a2a")
+
+
+def test_lists_come_through_an_override_and_to_the_roles() -> None:
+    exchange = [f"{ACTOR}.cp_comm_type=a2a+p2p", f"{ACTOR}.hierarchical_context_parallel_sizes=[4,2]"]
+    cfg = compose("ppo", [*NEEDED, "actor_rollout_ref.rollout.n=8", f"{ACTOR}.context_parallel_size=8", *exchange])
+    assert cfg.actor_rollout_ref.actor.megatron.hierarchical_context_parallel_sizes == [4, 2]
+    assert cfg.critic.megatron.hierarchical_context_parallel_sizes == [4, 2]
+
+
+# The installed version
+
+
+def judged(comm_type: str | None, cp_size: int, version: str | None) -> list[str]:
+    return list(transformer_engine_violations(comm_type, cp_size, prefix="megatron", device="cuda", version=version))
+
+
+@pytest.mark.parametrize(
+    ("comm_type", "cp_size", "refused", "taken"),
+    [
+        ("p2p", 2, "2.8.0", "2.9.0"),
+        ("a2a", 2, "2.14.1", "2.15.0+abcdef"),
+        ("all_gather", 2, "2.17.1", "2.18.0"),
+        ("a2a+p2p", 4, "2.18.0", "2.19.0"),
+        # Nothing is exchanged.
+        ("all_gather", 1, "1.13.0", "2.9.0.dev0"),
+        ("a2a", 1, "2.8.0", "10.0"),
+    ],
+)
+def test_versions_that_take_packed_sequences(comm_type: str, cp_size: int, refused: str, taken: str) -> None:
+    (found,) = judged(comm_type, cp_size, refused)
+    assert f"and {refused} is installed; install a newer one" in found
+    assert judged(comm_type, cp_size, taken) == []
+
+
+def test_an_absent_transformer_engine_is_refused_with_what_to_install() -> None:
+    (found,) = judged("a2a", 2, None)
+    assert (
+        "needs transformer-engine, which is not installed; install 2.15 or newer, or megatron.cp_comm_type=null"
+        in found
+    )
+    assert judged(None, 2, None) == []
+
+
+def test_the_machine_is_asked_once_the_device_is_known() -> None:
+    found = violations("sft", {"cp_comm_type": "p2p"}, device="cuda")
+    assert found == judged("p2p", 1, transformer_engine_version())
+    cfg = with_megatron("sft", {"cp_comm_type": "p2p"})
+    cfg.trainer.device = "cuda"
+    # A run may be composed where it does not run.
+    assert validate_sft(cfg) == []
+
+
+# The model
+
+
+def model_violations(model: dict[str, int], world: int, **megatron: Any) -> list[str]:
+    config = MegatronConfig(context_parallel_size=world // megatron.get("tensor_model_parallel_size", 1), **megatron)
+    return layout_violations(ModelSizes(**{**KV8, **model}), megatron=config, world_size=world)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "megatron"),
+    [
+        # Shared out by nobody.
+        ({"num_attention_heads": 3, "num_kv_heads": 1}, 4, {"cp_comm_type": "p2p"}),
+        ({"num_attention_heads": 3, "num_kv_heads": 1}, 4, {"cp_comm_type": "all_gather"}),
+        ({}, 8, {"cp_comm_type": "a2a"}),
+        ({}, 8, {"cp_comm_type": "a2a", "tensor_model_parallel_size": 2}),
+        # Ulysses repeats key/value heads.
+        ({}, 16, {}),
+        ({}, 64, {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [8, 8]}),
+    ],
+)
+def test_context_parallel_sizes_that_the_heads_allow(model: dict[str, int], world: int, megatron: Any) -> None:
+    assert model_violations(model, world, **megatron) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "megatron", "texts"),
+    [
+        (
+            {},
+            16,
+            {"cp_comm_type": "a2a"},
+            ["context_parallel_size = 16: must divide the 16 attention heads and the 8 key", "1, 2, 4, 8, or", "p2p"],
+        ),
+        (
+            {},
+            16,
+            {"cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
+            ["context_parallel_size = 8: must divide the 8 attention heads and the 4 key/value heads", "1, 2, 4, or"],
+        ),
+        (
+            {},
+            32,
+            {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [16, 2]},
+            ["sizes = [16,2]: the first number must divide", "one of 1, 2, 4, 8 in its place"],
+        ),
+        ({}, 3, {}, ["context_parallel_size = 3: must divide the 16 attention heads"]),
+    ],
+)
+def test_context_parallel_sizes_that_the_heads_do_not_allow(
+    model: dict[str, int], world: int, megatron: Any, texts: list[str]
+) -> None:
+    (violation,) = model_violations(model, world, **megatron)
+    for text in texts:
+        assert text in violation, violation

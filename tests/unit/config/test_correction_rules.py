@@ -1,0 +1,90 @@
+"""What the values of the rollout correction mean, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalerl.config.correction_rules import RS_OPTIONS, correction_violations, is_bounds, rs_bounds
+from scalerl.config.schema import RolloutCorrectionConfig
+
+
+def violations(**keys) -> list[str]:
+    return correction_violations(RolloutCorrectionConfig(**keys), prefix="p")
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds"),
+    [(2.0, (None, 2.0)), (3, (None, 3.0)), ("2.5", (None, 2.5)), ("0.5_5.0", (0.5, 5.0)), ([0.5, 5], (0.5, 5.0))],
+)
+def test_a_number_truncates_and_a_band_zeroes(value, bounds):
+    assert is_bounds(RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=value)) == bounds
+
+
+@pytest.mark.parametrize(
+    ("tests", "threshold", "bounds"),
+    [
+        ("token_k1", 2.0, {"token_k1": (0.5, 2.0)}),
+        ("token_k1", [0.4, 2.0], {"token_k1": (0.4, 2.0)}),
+        ("seq_mean_k1", "0.999_1.001", {"seq_mean_k1": (0.999, 1.001)}),
+        (["seq_max_k2"], [0.1], {"seq_max_k2": (None, 0.1)}),
+        ("token_k2, seq_sum_k3", 0.1, {"token_k2": (None, 0.1), "seq_sum_k3": (None, 0.1)}),
+        ("token_k1,seq_mean_k3", "0.5_2.0,0.01", {"token_k1": (0.5, 2.0), "seq_mean_k3": (None, 0.01)}),
+        (["seq_mean_k3", "token_k1"], [0.01, [0.5, 2]], {"seq_mean_k3": (None, 0.01), "token_k1": (0.5, 2.0)}),
+        (["token_k1", "seq_sum_k1"], "0.5_2.0", {"token_k1": (0.5, 2.0), "seq_sum_k1": (0.5, 2.0)}),
+        (None, None, {}),
+    ],
+)
+def test_thresholds_go_to_their_tests(tests, threshold, bounds):
+    config = RolloutCorrectionConfig(rollout_rs=tests, rollout_rs_threshold=threshold)
+    assert rs_bounds(config) == bounds
+    assert correction_violations(config, prefix="p") == []
+
+
+@pytest.mark.parametrize("option", RS_OPTIONS)
+def test_every_test_can_be_named(option):
+    assert violations(rollout_rs=option, rollout_rs_threshold=2.0) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout_is": "seq"}, "p.rollout_is = seq: must be null or one of token, sequence, geometric"),
+        # What YAML and Hydra make of 0.5_5.
+        ({"rollout_is_threshold": 0.55}, "p.rollout_is_threshold = 0.55: the upper bound of a ratio must be at"),
+        ({"rollout_is_threshold": "5.0_0.5"}, "the upper bound of a ratio must be at least 1"),
+        ({"rollout_is_threshold": "1.5_5.0"}, "the lower bound of a ratio must be above 0 and at most 1"),
+        ({"rollout_is_threshold": [0, 5]}, "the lower bound of a ratio must be above 0"),
+        ({"rollout_is_threshold": [0.1, 2, 3]}, "must be a number or a band"),
+        ({"rollout_is_threshold": "low_high"}, "must be a number or a band"),
+        ({"rollout_is_threshold": None}, "p.rollout_is_threshold = None: must be a number or a band"),
+        ({"rollout_is_threshold": True}, "must be a number or a band"),
+        ({"rollout_is_threshold": float("nan")}, "must be a number or a band"),
+        ({"rollout_is_batch_normalize": True}, "there are no weights; set rollout_is"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "no test 'token_k4'"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "no test 'seq_max_k1'"),
+        ({"rollout_rs": "token_k1,token_k1", "rollout_rs_threshold": 2}, "name each test once"),
+        ({"rollout_rs": "", "rollout_rs_threshold": 2}, "at least one"),
+        ({"rollout_rs": "token_k1"}, "p.rollout_rs_threshold = null: token_k1 need thresholds"),
+        ({"rollout_rs_threshold": 2.0}, "there are no tests; set rollout_rs"),
+        ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"}, "3 thresholds for 2 tests"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": [0.5, 2]}, "token_k2 needs one number above 0"),
+        ({"rollout_rs": "token_k3", "rollout_rs_threshold": 0}, "token_k3 needs one number above 0"),
+        ({"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 0.999}, "must be at least 1"),
+        ({"rollout_token_veto_threshold": 1.0}, "p.rollout_token_veto_threshold = 1.0: must be null or above 0"),
+        ({"rollout_token_veto_threshold": 0}, "above 0 and below 1"),
+        ({"bypass_mode": True, "rollout_is": "token"}, "p.rollout_is = token: bypass_mode takes"),
+        ({"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}, "p.rollout_rs = token_k1: bypass"),
+        ({"bypass_mode": True, "rollout_token_veto_threshold": 0.1}, "p.rollout_token_veto_threshold = 0.1: bypass"),
+    ],
+)
+def test_what_is_refused_names_the_key_and_what_to_set(keys, message):
+    found = violations(**keys)
+    assert len(found) == 1 and message in found[0], found
+
+
+def test_all_violations_at_once():
+    assert len(violations(rollout_is="no", rollout_is_threshold=0, rollout_rs="no", bypass_mode=True)) == 5
+
+
+def test_the_defaults_are_off_and_allowed():
+    assert violations() == []

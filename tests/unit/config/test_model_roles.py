@@ -1,0 +1,143 @@
+"""Critic, reference and reward model: which a run has, where they live, and what their keys must fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalerl.config import ConfigError, compose, help_text, model_roles, num_devices
+from scalerl.config.keys import inherited_keys
+from scalerl.config.model_roles import LAYOUT_FIELDS
+from scalerl.config.schema import MegatronConfig, PPOConfig
+from scalerl.parallel.layout import Layout
+
+PPO = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=4"]
+GAE = "algorithm.adv_estimator=gae"
+THREE_DEVICES = ["critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=3"]
+RULES = [
+    (
+        [GAE, "critic.megatron.pipeline_model_parallel_size=2"],
+        "critic.megatron.pipeline_model_parallel_size = 2: shares the actor's processes, whose "
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size is 1",
+    ),
+    (
+        ["critic.resource_pool.nnodes=1"],
+        "critic.resource_pool.nnodes = 1: has no effect, this run has no critic; set algorithm.adv_estimator=gae",
+    ),
+    (
+        ["actor_rollout_ref.ref.resource_pool.nnodes=1"],
+        "actor_rollout_ref.ref.resource_pool.nnodes = 1: has no effect, this run has no actor_rollout_ref.ref; set "
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    ),
+    (
+        ["reward_model.resource_pool.nnodes=1"],
+        "reward_model.resource_pool.nnodes = 1: has no effect, this run has no reward_model; set "
+        "reward_model.enable=true",
+    ),
+    (
+        [GAE, *THREE_DEVICES, "critic.megatron.context_parallel_size=2"],
+        "critic.resource_pool.nnodes x critic.resource_pool.n_gpus_per_node = 1 x 3 = 3: must be a multiple of "
+        "critic.megatron.context_parallel_size = 2; set critic.resource_pool.n_gpus_per_node=2 or 4",
+    ),
+    (
+        [GAE, "critic.ppo_max_token_len_per_gpu=1000"],
+        "critic.ppo_max_token_len_per_gpu = 1000: must hold the longest sample, data.max_prompt_length + "
+        "data.max_response_length = 1024; set critic.ppo_max_token_len_per_gpu=1024 or more",
+    ),
+    (
+        [GAE, "critic.ppo_mini_batch_size=100"],
+        "critic.ppo_mini_batch_size = 100: must divide data.train_batch_size = 1024; set "
+        "critic.ppo_mini_batch_size=64 or 128",
+    ),
+    (
+        [GAE, "critic.ppo_mini_batch_size=1"],
+        "critic.ppo_mini_batch_size x actor_rollout_ref.rollout.n = 1 x 4 = 4 samples: must be at least 8",
+    ),
+    (
+        [GAE, "critic.optim.lr_decay_style=cosine"],
+        "critic.optim.lr_decay_steps = null: needed when critic.optim.lr_decay_style = cosine",
+    ),
+    (
+        [GAE, "critic.megatron.recompute_granularity=full"],
+        "critic.megatron.recompute_method = null: needed when critic.megatron.recompute_granularity = full",
+    ),
+    (["trainer.critic_warmup=3"], "trainer.critic_warmup = 3: this run has no critic"),
+    (["reward_model.enable=true"], "reward_model.model.path = null: needed when reward_model.enable = true"),
+    (["reward_model.model.path=rm"], "reward_model.model.path = rm: has no effect when reward_model.enable = false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), RULES, ids=[message.split(" = ")[0] for _, message in RULES])
+def test_a_rule_that_is_broken_is_said_once(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose("ppo", [*PPO, *overrides])
+    starts = [text for text in error.value.violations if text.startswith(message)]
+    assert len(starts) == 1, error.value.violations
+    # Full recompute lacks two keys.
+    assert len(error.value.violations) == (2 if "recompute" in message else 1)
+
+
+def test_a_run_has_the_roles_that_its_keys_name() -> None:
+    assert model_roles(compose("ppo", PPO)) == []
+    on = [GAE, "actor_rollout_ref.actor.use_kl_loss=true", "reward_model.enable=true", "reward_model.model.path=rm"]
+    cfg = compose("ppo", [*PPO, *on, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"])
+    roles = {role.name: role for role in model_roles(cfg)}
+    assert {name: (role.head, role.model_path) for name, role in roles.items()} == {
+        "ref": ("lm", "m"),
+        "critic": ("value", "m"),
+        "reward_model": ("value", "rm"),
+    }
+    assert num_devices(cfg) == 8
+    for role in roles.values():
+        assert role.megatron == cfg.actor_rollout_ref.actor.megatron, "a role is as the actor until told otherwise"
+        assert (role.world_size(cfg), role.dp_size(cfg), role.has_own_pool) == (8, 2, False)
+
+
+def test_a_pool_of_its_own_counts() -> None:
+    own = ["critic.resource_pool.nnodes=2", "critic.resource_pool.n_gpus_per_node=4"]
+    cfg = compose("ppo", [*PPO, GAE, *own, "critic.megatron.tensor_model_parallel_size=2"])
+    (critic,) = model_roles(cfg)
+    assert (critic.world_size(cfg), critic.dp_size(cfg), num_devices(cfg)) == (8, 4, 16)
+    # A role that the run has not takes no devices.
+    assert num_devices(compose("ppo", [*PPO, "trainer.n_gpus_per_node=4"])) == 4
+
+
+def test_the_fields_that_must_agree_are_those_of_the_layout() -> None:
+    """Each changes the ranks' groups or the layers of a rank, and no other field of the section does."""
+    other = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "num_layers_in_first_pipeline_stage": 1,
+        "num_layers_in_last_pipeline_stage": 1,
+        "context_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+    }
+    base = Layout.of(MegatronConfig(), 8)
+    assert set(LAYOUT_FIELDS) >= set(other)
+    for name, value in other.items():
+        assert Layout.of(MegatronConfig(**{name: value}), 8) != base, name
+    for name in set(MegatronConfig.__dataclass_fields__) - set(LAYOUT_FIELDS):
+        assert Layout.of(MegatronConfig(**{name: "anything"}), 8) == base, name
+
+
+def test_inherited_defaults_lead_to_keys_that_exist() -> None:
+    inherited = inherited_keys(PPOConfig)
+    assert inherited["critic.megatron.dtype"] == "actor_rollout_ref.actor.megatron.dtype"
+    assert "critic.optim.lr" not in inherited
+    cfg = compose("ppo", PPO)
+    for key, source in inherited.items():
+        assert value(cfg, key) == value(cfg, source)
+
+
+def value(cfg: object, key: str) -> object:
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+def test_help_says_where_a_default_comes_from() -> None:
+    text = help_text("ppo")
+    assert "critic.ppo_epochs (int) = as actor_rollout_ref.actor.ppo_epochs" in text
+    assert "critic.megatron.*: the keys of actor_rollout_ref.actor.megatron; each = as there" in text
+    assert "critic.megatron.dtype" not in text
