@@ -76,7 +76,8 @@ class RolloutWorker:
     ) -> Generated:
         """n samples for each prompt, scored as they finish. keep: hold the tokens for `shard` until `drop`.
 
-        Raises RewardError as the reward manager does, RolloutError when a server fails.
+        Raises RewardError as the reward manager does, RolloutError when a server fails, ValueError for a prompt that
+        asks for a sampling that it cannot have.
         """
         from scalerl.rollout.client import GenerateRequest
         from scalerl.rollout.generation import generate_samples
@@ -90,7 +91,7 @@ class RolloutWorker:
                 request_id=position,
                 input_ids=prompts[uid].input_ids,
                 n=n,
-                sampling=sampling,
+                sampling=sampling_of(dataset, prompts[uid], sampling),
                 seeds=[sample_seed(self.seed, step, position, sample) for sample in range(n)],
             )
             for position, uid in enumerate(owners)
@@ -175,6 +176,21 @@ class RolloutWorker:
     def resume(self, tags: Sequence[str]) -> None:
         for client in self.clients:
             client.resume(list(tags))
+
+
+def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
+    """With what the prompt's extra_info["sampling"] changes. Raises ValueError naming the prompt."""
+    from scalerl.rollout.overrides import override_sampling
+
+    name = f"{dataset} prompt {prompt.uid}"
+    sampling = override_sampling(base, prompt.extra_info, name)
+    if dataset == "train" and sampling.temperature != base.temperature:
+        raise ValueError(
+            f"{name}: extra_info.sampling.temperature is {sampling.temperature}, the run trains at {base.temperature}: "
+            "the log-probs of a step are all at one temperature; leave it out, or set "
+            f"actor_rollout_ref.rollout.temperature={sampling.temperature}"
+        )
+    return sampling
 
 
 def sample_seed(seed: int, step: int, position: int, sample: int) -> int:

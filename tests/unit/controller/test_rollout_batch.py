@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from scalerl.controller.rollout_worker import _to_batch
+import dataclasses
+
+import pytest
+
+from scalerl.controller.rollout_worker import _to_batch, sampling_of
 from scalerl.data import PromptRow
 from scalerl.protocol import DataProto
 from scalerl.rewards.manager import ScoreResult
-from scalerl.rollout.client import GenerateOutput
+from scalerl.rollout.client import GenerateOutput, SamplingParams
 
 
 def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
@@ -25,6 +29,18 @@ def batch() -> DataProto:
     prompts = [prompt(30, [1, 2]), prompt(30, [1, 2]), prompt(10, [3, 4, 5], before=9)]
     results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
     return _to_batch(outputs, prompts, results)
+
+
+def test_a_prompt_may_ask_for_its_own_sampling() -> None:
+    base = SamplingParams(8, temperature=0.7)
+    plain = prompt(3, [1, 2])
+    asking = dataclasses.replace(plain, extra_info={"sampling": {"max_new_tokens": 2, "temperature": None}})
+    hot = dataclasses.replace(plain, extra_info={"sampling": {"temperature": 1.5}})
+    assert sampling_of("train", plain, base) == base
+    assert sampling_of("train", asking, base) == SamplingParams(2, temperature=0.7)
+    assert sampling_of("val", hot, base) == SamplingParams(8, temperature=1.5)
+    with pytest.raises(ValueError, match=r"train prompt 3: extra_info.sampling.temperature is 1.5, the run trains at"):
+        sampling_of("train", hot, base)
 
 
 def test_token_columns() -> None:
