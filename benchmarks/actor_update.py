@@ -116,22 +116,15 @@ def main(arguments: list[str]) -> int:
         for name in options.lengths:
             result[name] = measure(make_job(options, directory, name, sizes.vocab, device), options, peak)
             print(f"\n{name}\n{report(result[name])}", flush=True)
-    path = record.write(
-        options.out,
-        f"actor-update-{device}",
-        {
-            "benchmark": "actor_update",
-            "command": record.command(arguments),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "model": vars(sizes) | {"num_parameters": num_parameters},
-            "machine": ran_on,
-            "versions": record.versions(),
-            "commit": record.commit(),
-            "result": result,
-        },
+    return record.keep(
+        "actor_update",
+        arguments,
+        vars(options),
+        ran_on,
+        result,
+        device=device,
+        model=vars(sizes) | {"num_parameters": num_parameters},
     )
-    print(f"\nwritten: {path}")
-    return 0
 
 
 def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int, device: str) -> Job:

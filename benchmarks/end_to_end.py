@@ -69,21 +69,7 @@ def main(arguments: list[str]) -> int:
     highest = max(ceiling_before, ceiling())
     result = summarize(steps, config, flops, highest, copy_bytes_per_s(int(sync_bytes), device))
     print(report(options, device, result))
-    path = record.write(
-        options.out,
-        f"end-to-end-{device}",
-        {
-            "benchmark": "end_to_end",
-            "command": record.command(arguments),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "machine": ran_on,
-            "versions": record.versions(),
-            "commit": record.commit(),
-            "result": result,
-        },
-    )
-    print(f"\nwritten: {path}")
-    return 0
+    return record.keep("end_to_end", arguments, vars(options), ran_on, result, device=device)
 
 
 # the run

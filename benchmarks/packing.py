@@ -112,21 +112,7 @@ def main(arguments: list[str]) -> int:
     ]
     result = {"num_real_texts": len(docstring_lengths()), "compared": compared, "timed": timed}
     print(report(result))
-    path = record.write(
-        options.out,
-        "packing",
-        {
-            "benchmark": "packing",
-            "command": record.command(arguments),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "machine": ran_on,
-            "versions": record.versions(),
-            "commit": record.commit(),
-            "result": result,
-        },
-    )
-    print(f"\nwritten: {path}")
-    return 0
+    return record.keep("packing", arguments, vars(options), ran_on, result)
 
 
 def model_shape() -> FlopsShape:

@@ -75,12 +75,36 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def write(out: str | None, slug: str, content: Mapping[str, Any]) -> Path:
-    """out: file to write; None: results/{date}-{slug}.json beside this file."""
-    path = Path(out) if out else Path(__file__).parent / "results" / f"{date.today().isoformat()}-{slug}.json"
+def keep(
+    benchmark: str,
+    arguments: Sequence[str],
+    options: Mapping[str, Any],
+    ran_on: Mapping[str, Any],
+    result: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    **more: Any,
+) -> int:
+    """Writes options["out"], or results/{date}-{benchmark}[-{device}].json beside this file; says where. Returns 0.
+
+    arguments: the command line.  options: parsed.  ran_on: `machine`, before the benchmark began.
+    """
+    names = [date.today().isoformat(), benchmark.replace("_", "-"), *([device] if device else [])]
+    path = Path(options["out"] or Path(__file__).parent / "results" / f"{'-'.join(names)}.json")
+    content = {
+        "benchmark": benchmark,
+        "command": command(arguments),
+        "options": {key: value for key, value in options.items() if key != "out"},
+        **more,
+        "machine": ran_on,
+        "versions": versions(),
+        "commit": commit(),
+        "result": result,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return path
+    print(f"\nwritten: {path}")
+    return 0
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> str:

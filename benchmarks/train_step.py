@@ -82,22 +82,15 @@ def main(arguments: list[str]) -> int:
         ranks = launch(job, measure_engine)
     result = summarize(job, ranks, flops.train(lengths))
     print(report(job, result, num_parameters))
-    path = record.write(
-        options.out,
-        f"train-step-{device}",
-        {
-            "benchmark": "train_step",
-            "command": record.command(arguments),
-            "options": {key: value for key, value in vars(options).items() if key != "out"},
-            "model": vars(sizes) | {"num_parameters": num_parameters},
-            "machine": ran_on,
-            "versions": record.versions(),
-            "commit": record.commit(),
-            "result": result,
-        },
+    return record.keep(
+        "train_step",
+        arguments,
+        vars(options),
+        ran_on,
+        result,
+        device=device,
+        model=vars(sizes) | {"num_parameters": num_parameters},
     )
-    print(f"\nwritten: {path}")
-    return 0
 
 
 def report(job: Job, result: dict[str, Any], num_parameters: int) -> str:

@@ -23,6 +23,8 @@ class PolicyObjective:
     """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL (with use_kl_loss), aggregated by loss_agg_mode.
 
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
+    corrected: loss tokens are those of loss_mask, not of response_mask, and a token's policy loss counts
+    rollout_is_weights times (`correction.correct` makes both); entropy, KL and shares of tokens are not weighted.
     Raises ValueError at construction for a loss_mode, kl_loss_type or loss_agg_mode that does not exist.
 
     Metrics (0-dim, without gradient, sum-reducible): actor/pg_loss, actor/kl_loss (use_kl_loss) and actor/entropy (when
@@ -33,6 +35,7 @@ class PolicyObjective:
     actor_config: ActorConfig
     num_loss_tokens: int
     num_sequences: int
+    corrected: bool = False
 
     def __post_init__(self) -> None:
         config = self.actor_config
@@ -44,8 +47,14 @@ class PolicyObjective:
     @property
     def token_columns(self) -> tuple[str, ...]:
         """Token columns that `columns` must hold, beside cu_seqlens."""
-        names = ("old_logprobs", "advantages", "response_mask")
-        return (*names, "ref_logprobs") if self.actor_config.use_kl_loss else names
+        names = ["old_logprobs", "advantages", self._mask]
+        names += ["rollout_is_weights"] if self.corrected else []
+        names += ["ref_logprobs"] if self.actor_config.use_kl_loss else []
+        return tuple(names)
+
+    @property
+    def _mask(self) -> str:
+        return "loss_mask" if self.corrected else "response_mask"
 
     @property
     def needs_entropy(self) -> bool:
@@ -63,9 +72,8 @@ class PolicyObjective:
         require_columns(columns, (*self.token_columns, "cu_seqlens"))
         if self.needs_entropy and entropy_T is None:
             raise ValueError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of every token: got none")
-        mask_T = columns["response_mask"]
         weights_T = loss_weights(
-            mask_T, columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
+            columns[self._mask], columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
         )
         # Weights keep NaN at masked tokens out of the sum; only a cut before the loss also keeps the gradient clean.
         keep_T = weights_T != 0
@@ -75,6 +83,8 @@ class PolicyObjective:
         loss_T, token_metrics = get_policy_loss(config.policy_loss.loss_mode)(
             logprobs_T, old_logprobs_T, advantages_T, config
         )
+        if self.corrected:
+            loss_T = loss_T * columns["rollout_is_weights"]
         loss = weighted_sum(loss_T, weights_T)
         metrics = {"actor/pg_loss": snapshot(loss)}
         metrics |= token_means(token_metrics, keep_T, self.num_loss_tokens)

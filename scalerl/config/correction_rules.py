@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
-from scalerl.config.schema import RolloutCorrectionConfig
+from scalerl.config.rules import Rule, value_at
+from scalerl.config.schema import PPOConfig, RolloutCorrectionConfig
 
+SECTION = "algorithm.rollout_correction"
 IS_LEVELS = ("token", "sequence", "geometric")
 RS_OPTIONS = (
     *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
@@ -19,6 +22,16 @@ RS_OPTIONS = (
 # (lower or None, upper)
 Bounds = tuple[float | None, float]
 _BAND = 'a band is [lower, upper] or "lower_upper"'
+
+
+def corrects(config: RolloutCorrectionConfig) -> bool:
+    """Whether tokens get weights or a mask of their own; bypass_mode gives them neither."""
+    return config.rollout_is is not None or rejects(config)
+
+
+def rejects(config: RolloutCorrectionConfig) -> bool:
+    """Whether a sampled token may leave the loss."""
+    return config.rollout_rs is not None or config.rollout_token_veto_threshold is not None
 
 
 def is_bounds(config: RolloutCorrectionConfig) -> Bounds:
@@ -45,6 +58,8 @@ def rs_options(config: RolloutCorrectionConfig) -> list[str]:
         return []
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
+    if not isinstance(names, Sequence):
+        raise ValueError(f"rollout_rs = {names}: must be null, or a list of some of {', '.join(RS_OPTIONS)}")
     wrong = [name for name in names if name not in RS_OPTIONS]
     if wrong or not names or len(set(names)) != len(names):
         what = f"no test {wrong[0]!r}" if wrong else "name each test once, and at least one"
@@ -55,6 +70,20 @@ def rs_options(config: RolloutCorrectionConfig) -> list[str]:
 def correction_violations(config: RolloutCorrectionConfig, *, prefix: str) -> list[str]:
     """Everything that is wrong with `config`, as "prefix.key = value: limit; what to set"."""
     return [f"{prefix}.{text}" for text in _violations(config)]
+
+
+def _rule_about(key: str) -> Rule:
+    """What is wrong with the value of one key, given the others."""
+
+    def check(cfg: PPOConfig) -> Iterator[str]:
+        found = correction_violations(value_at(cfg, SECTION), prefix=SECTION)
+        yield from (text for text in found if text.startswith(f"{SECTION}.{key} = "))
+
+    return Rule((f"{SECTION}.{key}",), check)
+
+
+# One for each key, so that a wrong one hides nothing about the others.
+CORRECTION_RULES = [_rule_about(field.name) for field in fields(RolloutCorrectionConfig)]
 
 
 def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from scalerl.config import schema
+from scalerl.config.correction_rules import IS_LEVELS, RS_OPTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,24 @@ SERVER_ARGS = Domain(
     "{sglang: {attention_backend: fa3}}",
 )
 DTYPE = one_of("bfloat16", "float16", "float32")
+
+
+def _is_threshold(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) > 0 and all(_is_threshold(part) for part in value)
+    return _number(value) or (isinstance(value, str) and value.strip() != "")
+
+
+# What the numbers may be depends on what they limit: correction_rules.
+THRESHOLD = Domain(_is_threshold, "a number, a band [lower, upper] or a list of these", "2")
+
+
+def _is_rejection(value: Any) -> bool:
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return isinstance(names, list) and len(names) > 0 and all(name in RS_OPTIONS for name in names)
+
+
+REJECTION = Domain(_is_rejection, f"some of {', '.join(RS_OPTIONS)}", "[seq_mean_k3]")
 
 # megatron's moe_act is not among them: it needs megatron's own grouped experts.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
@@ -201,6 +220,13 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "cliprange_value": above(0, 0.5),
         "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
     },
+    schema.RolloutCorrectionConfig: {
+        "rollout_is": or_null(one_of(*IS_LEVELS)),
+        "rollout_is_threshold": THRESHOLD,
+        "rollout_rs": or_null(REJECTION),
+        "rollout_rs_threshold": or_null(THRESHOLD),
+        "rollout_token_veto_threshold": or_null(above(0, 1e-4, below=1)),
+    },
     schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
@@ -215,6 +241,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "critic_warmup": at_least(0),
         "log_val_generations": at_least(0),
         "rollout_data_dir": or_null(TEXT),
+        "rollout_data_outliers": at_least(0),
     },
     schema.SFTDataConfig: {
         "train_files": FILES,

@@ -279,18 +279,6 @@ class CriticConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    # A name registered with algorithms.register_adv_est, or gae (needs a critic).
-    adv_estimator: str = "grpo"
-    # Divide by the standard deviation of the group.
-    norm_adv_by_std_in_grpo: bool = True
-    # Discount of rewards per token (gae).
-    gamma: float = 1.0
-    # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
-    lam: float = 1.0
-
-
-@dataclass
 class RolloutCorrectionConfig:
     """What is done where trainer and sampler disagree. Ratio: trainer's probability of a token / sampler's."""
 
@@ -311,6 +299,19 @@ class RolloutCorrectionConfig:
     rollout_token_veto_threshold: float | None = None
     # Take the sampler's log-probs as old_logprobs, without a pass of the trainer; excludes weights and rejection.
     bypass_mode: bool = False
+
+
+@dataclass
+class AlgorithmConfig:
+    # A name registered with algorithms.register_adv_est, or gae (needs a critic).
+    adv_estimator: str = "grpo"
+    # Divide by the standard deviation of the group.
+    norm_adv_by_std_in_grpo: bool = True
+    # Discount of rewards per token (gae).
+    gamma: float = 1.0
+    # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
+    lam: float = 1.0
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
 @dataclass
@@ -384,6 +385,9 @@ class TrainerConfig:
     log_val_generations: int = 0
     # null: no dump. Directory for one parquet of samples per step.
     rollout_data_dir: str | None = None
+    # Samples per step that are listed beside the dump of rollout_data_dir: those with the tokens on whose log-probs
+    # sampler and trainer differ most; 0: none.
+    rollout_data_outliers: int = 8
     # Seconds that a collective or a worker call may take before the run stops with the ranks that are missing.
     timeout_s: float = 1800.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +17,27 @@ from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RolloutConfig
+    from scalerl.controller.replacements import LostServer
     from scalerl.data import PromptRow
     from scalerl.hybrid.replicas import Replica
-    from scalerl.rollout.client import GenerateOutput, SamplingParams
+    from scalerl.rollout.client import GenerateOutput, RolloutClient, SamplingParams
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What the controller learns of a batch. samples: column -> [S]; gen_s, reward_wait_s: seconds."""
+    """What the controller learns of a batch. samples: column -> [S]; gen_s, reward_wait_s: seconds.
+
+    num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
+    successor yet.
+    """
 
     batch_id: int
     samples: dict[str, np.ndarray]
     gen_s: float
     # Scoring runs while other samples generate; this is what was left when the last one had come.
     reward_wait_s: float
+    num_resubmitted: int
+    missing: list[LostServer]
 
 
 class RolloutWorker:
@@ -57,28 +64,50 @@ class RolloutWorker:
         self.batch_ids = itertools.count()
 
     def connect(self, replicas: Sequence[Replica], rollout: RolloutConfig, max_model_len: int) -> None:
+        from scalerl.controller.replacements import Replacements
+
+        self.seed, self.rollout, self.max_model_len = rollout.seed, rollout, max_model_len
+        self.clients = [self._client(replica) for replica in replicas]
+        self.replacements = Replacements(self.clients)
+
+    def _client(self, replica: Replica) -> RolloutClient:
         from scalerl.rollout.client import RolloutClient
 
-        self.seed = rollout.seed
-        self.clients = [
-            RolloutClient(
-                replica.url,
-                replica.kind,
-                max_model_len=max_model_len,
-                timeout_s=rollout.request_timeout_s,
-                max_concurrency=rollout.max_num_seqs,
-            )
-            for replica in replicas
-        ]
+        return RolloutClient(
+            replica.url,
+            replica.kind,
+            max_model_len=self.max_model_len,
+            timeout_s=self.rollout.request_timeout_s,
+            max_concurrency=self.rollout.max_num_seqs,
+        )
+
+    async def next_lost(self) -> list[LostServer]:
+        """Servers that a generation lost; waits for it. Each is told once."""
+        return await self.replacements.next_lost()
+
+    def replace(self, successors: dict[int, Replica]) -> None:
+        """Restarted servers; no generation uses them before `in_service`."""
+        for index, replica in successors.items():
+            self.replacements.put(index, self._client(replica))
+
+    async def in_service(self, indices: Sequence[int]) -> None:
+        """Restarted servers have the trainer's weights: generations that wait for them go on."""
+        await self.replacements.in_service(list(indices))
+
+    async def are_well(self, indices: Sequence[int]) -> list[bool]:
+        return list(await asyncio.gather(*(self.clients[index].is_well() for index in indices)))
 
     async def generate(
         self, dataset: str, uids: Sequence[int], n: int, sampling: SamplingParams, *, step: int, keep: bool
     ) -> Generated:
         """n samples for each prompt, scored as they finish. keep: hold the tokens for `shard` until `drop`.
 
-        Raises RewardError as the reward manager does, RolloutError when a server fails, ValueError for a prompt that
+        A server that is lost is told by `next_lost`; what it had goes to the others, and to its successor.
+
+        Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt that
         asks for a sampling that it cannot have.
         """
+        from scalerl.controller.replacements import Resubmissions
         from scalerl.rollout.client import GenerateRequest
         from scalerl.rollout.generation import generate_samples
 
@@ -104,8 +133,9 @@ class RolloutWorker:
                 self._score(dataset, prompt, output)
             )
 
+        again = Resubmissions(self.replacements)
         try:
-            outputs = await generate_samples(self.clients, requests, score)
+            outputs = await generate_samples(self.clients, requests, score, recovery=again)
             gen_s = time.perf_counter() - start
             results = await asyncio.gather(*(scoring[o.request_id, o.sample_index] for o in outputs))
         finally:
@@ -115,7 +145,9 @@ class RolloutWorker:
         batch_id = next(self.batch_ids)
         if keep:
             self.batches[batch_id] = batch
-        return Generated(batch_id, batch.samples, gen_s, time.perf_counter() - start - gen_s)
+        reward_wait_s = time.perf_counter() - start - gen_s
+        missing = list(self.replacements.missing.values())
+        return Generated(batch_id, batch.samples, gen_s, reward_wait_s, again.num_samples, missing)
 
     async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
         from scalerl.rewards import ScoreRequest, ScoreResult
@@ -168,14 +200,29 @@ class RolloutWorker:
         pq.write_table(pa.table(columns), partial)
         Path(partial).rename(path)
 
-    def release(self) -> None:
-        """Frees the servers' device memory (KV cache and weights)."""
-        for client in self.clients:
-            client.release(["kv_cache", "weights"])
+    def release(self) -> dict[int, str]:
+        """Frees the servers' device memory (KV cache and weights). -> index: error of those that did not."""
+        return self._tell_all(lambda client: client.release(["kv_cache", "weights"]))
 
-    def resume(self, tags: Sequence[str]) -> None:
-        for client in self.clients:
-            client.resume(list(tags))
+    def resume(self, tags: Sequence[str]) -> dict[int, str]:
+        """Of what each server released: one that was restarted since has all of it. -> as `release`."""
+
+        def resume(client: RolloutClient) -> None:
+            if released := [tag for tag in tags if tag in client.released]:
+                client.resume(released)
+
+        return self._tell_all(resume)
+
+    def _tell_all(self, call: Callable[[RolloutClient], None]) -> dict[int, str]:
+        from scalerl.rollout.requests import RolloutError
+
+        failed = {}
+        for index, client in enumerate(self.clients):
+            try:
+                call(client)
+            except RolloutError as error:
+                failed[index] = str(error)
+        return failed
 
 
 def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:

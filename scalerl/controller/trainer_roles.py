@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import ray
 
 from scalerl.balance import StepPlan
-from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig
+from scalerl.config.correction_rules import rejects
+from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.controller.batch import PlacedBatch
 from scalerl.controller.worker_group import WorkerGroup
 from scalerl.metrics import Metric, explained_variance_metrics
@@ -24,10 +26,28 @@ class MegatronActor:
     config: ActorConfig
     # The sampler's: log-probs are of softmax(logits / temperature).
     temperature: float
+    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        metrics, column = self.workers.compute_log_prob(batch.shards("actor", TOKENS), temperature=self.temperature)
-        return batch.with_column("old_logprobs", "actor", column), metrics
+        """With a rejection the batch has num_loss_tokens [S] too. With bypass_mode it stays as it is: the sampler's
+        log-probs, which it has, are the old ones."""
+        if self.correction.bypass_mode:
+            return batch, {}
+        metrics, column = self.workers.compute_log_prob(
+            batch.shards("actor", TOKENS), temperature=self.temperature, correction=self.correction
+        )
+        batch = batch.with_column("old_logprobs", "actor", column)
+        if rejects(self.correction):
+            shards = batch.shards("actor", "old_logprobs")
+            batch = batch.with_samples(**sample_columns(shards.plan, self.workers.count_loss_tokens(shards)[1]))
+        return batch, metrics
+
+    def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
+        """Per sample, the token whose two log-probs differ most (`two_log_probs.worst_tokens`); {} with bypass_mode."""
+        if self.correction.bypass_mode:
+            return {}
+        shards = batch.shards("actor", TOKENS, "old_logprobs")
+        return sample_columns(shards.plan, self.workers.find_worst_tokens(shards)[1])
 
     def gae(self, batch: PlacedBatch, config: AlgorithmConfig) -> tuple[PlacedBatch, Metrics]:
         """The batch with advantages and returns, from the critic's values."""
@@ -35,10 +55,16 @@ class MegatronActor:
         return batch.with_column("advantages", "actor", column), explained_variance_metrics(metrics)
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        columns = [TOKENS, "old_logprobs", *(name for name in ("ref_logprobs", "advantages") if name in batch.columns)]
-        shards = batch.shards("actor", *columns)
+        made = [] if self.correction.bypass_mode else ["old_logprobs"]
+        optional = [name for name in ("ref_logprobs", "advantages") if name in batch.columns]
+        shards = batch.shards("actor", TOKENS, *made, *optional)
+        counts = "num_loss_tokens" if rejects(self.correction) else "response_length"
         metrics, _ = self.workers.update_actor(
-            shards, config=self.config, temperature=self.temperature, totals=loss_totals(shards.plan, batch.samples)
+            shards,
+            config=self.config,
+            temperature=self.temperature,
+            totals=loss_totals(shards.plan, batch.samples[counts]),
+            bypass_mode=self.correction.bypass_mode,
         )
         if self.config.use_kl_loss:
             metrics["actor/kl_coef"] = Metric(self.config.kl_loss_coef, "mean")
@@ -72,8 +98,9 @@ class MegatronCritic:
 
     def update(self, batch: PlacedBatch) -> Metrics:
         shards = batch.shards("critic", TOKENS, "values", "advantages")
+        # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
         metrics, _ = self.workers.update_critic(
-            shards, config=self.config, totals=loss_totals(shards.plan, batch.samples)
+            shards, config=self.config, totals=loss_totals(shards.plan, batch.samples["response_length"])
         )
         return metrics
 
@@ -91,20 +118,24 @@ class MegatronRewardModel:
     def scores(self, batch: PlacedBatch) -> np.ndarray:
         """[S] float64, of every sample."""
         shards = batch.shards("reward_model", TOKENS)
-        _, columns = self.workers.compute_scores(shards)
-        scores_S = np.empty(sum(len(shards.plan.rows(rank)) for rank in range(shards.plan.dp_size)))
-        for rank, part in enumerate(ray.get(columns)):
-            scores_S[list(shards.plan.rows(rank))] = part.samples["scores"]
-        return scores_S
+        return sample_columns(shards.plan, self.workers.compute_scores(shards)[1])["scores"].astype(np.float64)
 
 
-def loss_totals(plan: StepPlan, samples: dict[str, np.ndarray]) -> list[dict[str, int]]:
-    """Per mini-batch, over all ranks: tokens and sequences that count in the loss (every sampled token does)."""
-    lengths_S = samples["response_length"]
+def sample_columns(plan: StepPlan, fragments: list[Any]) -> dict[str, np.ndarray]:
+    """Column -> [S] in the batch's order.
+
+    fragments[dp_rank]: reference to a DataProto of sample columns alone, with the rows of plan.rows(dp_rank).
+    """
+    parts = ray.get(fragments)
+    order = np.argsort([row for dp_rank in range(plan.dp_size) for row in plan.rows(dp_rank)])
+    return {name: np.concatenate([part.samples[name] for part in parts])[order] for name in parts[0].samples}
+
+
+def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:
+    """Per mini-batch, over all ranks: tokens that count in the loss, and sequences with at least one."""
     totals = []
     for mini_batch in range(plan.num_mini_batches):
         rows = [row for rank in plan.micro_batches for micro_batch in rank[mini_batch] for row in micro_batch]
-        totals.append(
-            {"num_loss_tokens": int(lengths_S[rows].sum()), "num_sequences": int(np.count_nonzero(lengths_S[rows]))}
-        )
+        counts = num_loss_tokens_S[rows]
+        totals.append({"num_loss_tokens": int(counts.sum()), "num_sequences": int(np.count_nonzero(counts))})
     return totals

@@ -16,7 +16,14 @@ from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
-    from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, MegatronConfig, OptimConfig
+    from scalerl.config.schema import (
+        ActorConfig,
+        AlgorithmConfig,
+        CriticConfig,
+        MegatronConfig,
+        OptimConfig,
+        RolloutCorrectionConfig,
+    )
     from scalerl.families import Head
     from scalerl.hybrid.replicas import Replica
 
@@ -127,21 +134,37 @@ class MegatronWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("old_log_prob", "params")
-    def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
-        """Column old_logprobs; how far they are from the sampler's."""
+    def compute_log_prob(
+        self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float, correction: RolloutCorrectionConfig
+    ) -> Result:
+        """Column old_logprobs, and how far they are from the sampler's; with a correction rollout_is_weights and
+        loss_mask too."""
         outputs = self._logprobs("actor", shard, micro_batches, temperature)
         if not outputs:
             return {}, None
-        metrics = {}
-        if self.groups.at.tp_rank == 0 and "rollout_logprobs" in shard.tokens:
-            from scalerl.metrics import rollout_diff_sums
+        found = DataProto({"old_logprobs": outputs["logprobs"]})
+        if "rollout_logprobs" not in shard.tokens:
+            return {}, found
+        from scalerl.controller.two_log_probs import compare_log_probs
 
-            metrics = rollout_diff_sums(
-                shard.tokens["rollout_logprobs"].values,
-                outputs["logprobs"].values,
-                shard.tokens["response_mask"].values,
-            )
-        return metrics, DataProto({"old_logprobs": outputs["logprobs"]})
+        metrics, corrected = compare_log_probs(shard.union(found), correction, group=self.groups.dp, device=self.device)
+        # What tp and cp ranks have is the same once more.
+        is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
+        return metrics if is_first else {}, found.union(corrected)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def count_loss_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Sample column num_loss_tokens: of the column loss_mask."""
+        from scalerl.controller.two_log_probs import num_loss_tokens
+
+        return {}, DataProto(samples={"num_loss_tokens": num_loss_tokens(shard.tokens["loss_mask"])})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Sample columns of `two_log_probs.worst_tokens`, from rollout_logprobs and old_logprobs."""
+        from scalerl.controller.two_log_probs import worst_tokens
+
+        return {}, DataProto(samples=worst_tokens(shard))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("ref", "params", role="ref")
@@ -202,19 +225,37 @@ class MegatronWorker:
         config: ActorConfig,
         temperature: float,
         totals: list[dict[str, int]],
+        bypass_mode: bool,
     ) -> Result:
-        """ppo_epochs passes over the mini-batches, one optimizer update each.
+        """ppo_epochs passes over the mini-batches, one optimizer update each; none for what was rejected entirely.
 
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
+        bypass_mode: the sampler's log-probs are the old ones.
         """
         from scalerl.algorithms import PolicyObjective
 
         if "advantages" not in shard.tokens:
             shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        if bypass_mode:
+            shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
+        corrected = "loss_mask" in shard.tokens
+        # The counts are those of all ranks, so that all of them leave the same ones out.
+        kept = [at for at, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         updates = self._update(
-            "actor", shard, micro_batches, config.ppo_epochs, totals, PolicyObjective, config, temperature=temperature
+            "actor",
+            shard,
+            [micro_batches[at] for at in kept],
+            config.ppo_epochs,
+            [totals[at] for at in kept],
+            functools.partial(PolicyObjective, corrected=corrected),
+            config,
+            temperature=temperature,
         )
-        return self._update_metrics(updates, "actor"), None
+        metrics = self._update_metrics(updates, "actor")
+        if metrics and corrected:
+            num_rejected = (len(totals) - len(kept)) * config.ppo_epochs
+            metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
+        return metrics, None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("update_critic", role="critic")
@@ -304,7 +345,7 @@ class MegatronWorker:
         for key in ("actor/ppo_kl", "actor/pg_clipfrac"):
             if applied and key in applied[0]:
                 metrics[f"{key}_first_update"] = Metric(applied[0][key], "mean")
-        if "loss_scale" in updates[-1]:
+        if updates and "loss_scale" in updates[-1]:
             metrics[f"{prefix}/loss_scale"] = Metric(updates[-1]["loss_scale"], "max")
         metrics[f"{prefix}/skipped_updates"] = Metric(float(len(updates) - len(applied)), "max")
         metrics[f"{prefix}/num_updates"] = Metric(float(len(applied)), "max")
@@ -338,8 +379,10 @@ class MegatronWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     @phase("update_weights", "params")
-    def sync_weights(self, policy_version: int, *, verify: bool) -> dict[str, float]:
-        return self.weight_sync.sync(policy_version, verify=verify)
+    def sync_weights(
+        self, policy_version: int, *, verify: bool, only: Sequence[int] | None = None, raise_errors: bool = True
+    ) -> dict[str, Any]:
+        return self.weight_sync.sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, role: str, directory: str) -> None:

@@ -10,7 +10,7 @@ A tensor of an expert is split over the expert-tensor-parallel ranks instead, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -41,6 +41,19 @@ class LazyTensor(Protocol):
 
 
 Read = Callable[[str], LazyTensor]
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A tensor as a LazyTensor."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor[index]
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
@@ -146,8 +159,16 @@ class Param:
             out[len(part) :].zero_()
         return out
 
+    def write(
+        self, shard: torch.Tensor, out: Mapping[str, torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
+    ) -> None:
+        """The opposite of `shard`: this rank's shard into its places in the whole Hugging Face tensors."""
+        for number, hf in enumerate(self.hf):
+            place = self._slice(_InMemory(out[hf]), shape, tp_rank, tp_size)
+            place.copy_(self._places(shard, shape)[number][: len(place)])
+
     def _slice(self, source: LazyTensor, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """What this rank holds of one Hugging Face tensor."""
+        """What this rank holds of one Hugging Face tensor; of one in memory a view."""
         if self.kind == "qkv":
             groups = shape.num_kv_heads // tp_size
             return _rows(source, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim))

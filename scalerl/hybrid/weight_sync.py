@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from scalerl.errors import UserError
+from scalerl.hybrid.node_buckets import NodeBuckets
+from scalerl.hybrid.order import SyncOrder
 from scalerl.hybrid.replicas import Replica, plan_feeds
 from scalerl.parallel.engine import MegatronEngine
-from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, serialize_bucket
+from scalerl.rollout.client import RolloutClient, RolloutError
+from scalerl.rollout.weights import Bucket, ExpectedChecksums, checksum_differences
 
 
 class WeightSyncError(UserError, RuntimeError):
@@ -26,6 +28,7 @@ class WeightSyncError(UserError, RuntimeError):
 class _Feed:
     """The ranks that feed one replica: ranks[i] makes the bucket of engine rank i; ranks[0] talks to the server."""
 
+    index: int
     replica: Replica
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
@@ -56,11 +59,13 @@ class WeightSync:
         self.engine, self.model_config, self.bucket_bytes = engine, model_config, bucket_bytes
         self.rank, self.dtype = dist.get_rank(), dtype
         self.feeds = []
-        for replica, ranks in zip(replicas, plan_feeds(replicas, dist.get_world_size()), strict=True):
+        for index, (replica, ranks) in enumerate(
+            zip(replicas, plan_feeds(replicas, dist.get_world_size()), strict=True)
+        ):
             distinct = sorted(set(ranks))
             # Collective: every rank creates every group.
             group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
-            self.feeds.append(_Feed(replica, ranks, group))
+            self.feeds.append(_Feed(index, replica, ranks, group))
         self.clients = {
             feed.replica.url: RolloutClient(
                 feed.replica.url, feed.replica.kind, max_model_len=max_model_len, timeout_s=timeout_s
@@ -68,59 +73,133 @@ class WeightSync:
             for feed in self.feeds
             if feed.lead == self.rank
         }
+        self.node_buckets = NodeBuckets(engine, bucket_bytes) if NodeBuckets.possible(engine) else None
+        # Index of a replica that this rank talks to -> how far the sync in progress is with it.
+        self.orders: dict[int, SyncOrder] = {}
+        # Index of a replica that this rank talks to -> what its server did not do in the sync in progress.
+        self.failed: dict[int, str] = {}
 
-    def sync(self, policy_version: int, *, verify: bool) -> dict[str, float]:
+    def sync(
+        self, policy_version: int, *, verify: bool, only: Collection[int] | None = None, raise_errors: bool = True
+    ) -> dict[str, Any]:
         """Every server then samples with the engine's weights and says policy_version.
 
-        Returns {"sync_s", "verify_s", "num_bytes"}. Raises WeightSyncError naming tensors that differ (verify=True).
+        only: indices of the replicas that take part; None: all.
+        raise_errors: False hands back the servers that failed as "failed": {replica's index: error}.
+
+        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "failed"}. Raises WeightSyncError naming tensors that
+        differ (verify=True), RolloutError for a server that failed; the others have the weights then.
         """
         start = time.perf_counter()
-        mine = [feed for feed in self.feeds if self.rank in feed.ranks]
+        self.failed = {}
+        mine = [feed for feed in self.feeds if self.rank in feed.ranks and (only is None or feed.index in only)]
         led = [feed for feed in mine if feed.lead == self.rank]
+        self.orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in led}
         expected = [
             ExpectedChecksums(self.model_config, f.replica.tp_size, f.replica.kind, self.dtype) for f in led if verify
         ]
         for feed in led:
-            self.clients[feed.replica.url].begin_weight_update()
-        num_bytes = 0
-        for bucket in self.engine.export_buckets(self.bucket_bytes):
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            for feed in mine:
-                self._send(feed, bucket, policy_version)
-            for checksums in expected:
-                checksums.add(bucket)
+            self.orders[feed.index].take("begin")
+            self._tell(feed, RolloutClient.begin_weight_update)
+        if self.node_buckets is not None:
+            num_bytes, num_buckets = self._send_shared(self.node_buckets, led, expected, policy_version)
+        else:
+            num_bytes, num_buckets = self._send_gathered(mine, expected, policy_version)
         for feed in led:
-            self.clients[feed.replica.url].end_weight_update(policy_version)
+            self.orders[feed.index].take("end")
+            self._tell(feed, lambda client: client.end_weight_update(policy_version))
         sent_s = time.perf_counter() - start
         for feed, checksums in zip(led, expected, strict=verify):
             self._verify(feed, checksums, policy_version)
         dist.barrier()
-        return {"sync_s": sent_s, "verify_s": time.perf_counter() - start - sent_s, "num_bytes": float(num_bytes)}
-
-    def _send(self, feed: _Feed, bucket: list[tuple[str, Tensor]], policy_version: int) -> None:
-        blobs = {
-            rank: serialize_bucket(bucket, feed.replica.kind)
-            for rank, owner in enumerate(feed.ranks)
-            if owner == self.rank
+        if self.failed and raise_errors:
+            raise RolloutError("; ".join(self.failed.values()))
+        return {
+            "sync_s": sent_s,
+            "verify_s": time.perf_counter() - start - sent_s,
+            "num_bytes": float(num_bytes),
+            "num_buckets": float(num_buckets),
+            "failed": self.failed,
         }
-        if feed.group is not None:
+
+    def _tell(self, feed: _Feed, call: Callable[[RolloutClient], Any]) -> Any:
+        """None, now and later in this sync, from a server that fails: the other ranks wait for this one in
+        collectives, and the other servers for their weights."""
+        if feed.index in self.failed:
+            return None
+        try:
+            return call(self.clients[feed.replica.url])
+        except RolloutError as error:
+            self.failed[feed.index] = str(error)
+            return None
+
+    def _send_shared(
+        self, buckets: NodeBuckets, led: list[_Feed], expected: list[ExpectedChecksums], policy_version: int
+    ) -> tuple[int, int]:
+        """-> bytes and buckets. While the ranks write a bucket, servers load and leads hash the one before."""
+        num_bytes = 0
+        pending: list[Future] = []
+        with ThreadPoolExecutor(max(1, len(led) + len(expected))) as threads:
+            for number in range(len(buckets)):
+                bucket = buckets.write(number)
+                num_bytes += bucket.num_bytes
+                _wait(pending)
+                # Now this bucket is whole, and nobody reads from where the next one goes.
+                dist.barrier()
+                pending = [threads.submit(self._send, feed, bucket, policy_version) for feed in led]
+                pending += [threads.submit(checksums.add, bucket.named) for checksums in expected]
+            _wait(pending)
+        return num_bytes, len(buckets)
+
+    def _send_gathered(
+        self, mine: list[_Feed], expected: list[ExpectedChecksums], policy_version: int
+    ) -> tuple[int, int]:
+        """-> bytes and buckets. Every rank has every bucket, on its own device."""
+        num_bytes = num_buckets = 0
+        for named in self.engine.export_buckets(self.bucket_bytes):
+            bucket = Bucket(named)
+            num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
+            for feed in mine:
+                self._send(feed, bucket, policy_version)
+            for checksums in expected:
+                checksums.add(named)
+        return num_bytes, num_buckets
+
+    def _send(self, feed: _Feed, bucket: Bucket, policy_version: int) -> None:
+        """Collective over the feed's ranks, unless the bucket is shared: then the lead's business alone."""
+        is_collective = bucket.shared is None and feed.group is not None
+        makers = feed.ranks if is_collective else [self.rank] * len(feed.ranks)
+        blobs = {rank: bucket.serialize(feed.replica.kind) for rank, maker in enumerate(makers) if maker == self.rank}
+        if is_collective:
             gathered: list | None = [None] * dist.get_world_size(feed.group) if feed.lead == self.rank else None
             dist.gather_object(blobs, gathered, dst=feed.lead, group=feed.group)
             blobs = {rank: blob for part in gathered or [] for rank, blob in part.items()}
         if feed.lead == self.rank:
             # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides,
             # up to a second of every step on a CPU.
-            self.clients[feed.replica.url].update_weights(
-                [blobs[rank] for rank in range(feed.replica.tp_size)], flush_cache=True, policy_version=policy_version
+            in_order = [blobs[rank] for rank in range(feed.replica.tp_size)]
+            self.orders[feed.index].take("bucket")
+            self._tell(
+                feed,
+                lambda client: client.update_weights(in_order, flush_cache=True, policy_version=policy_version),
             )
-        if feed.group is not None:
+        if is_collective:
             # The bucket's memory must live until every engine rank has copied it.
             dist.barrier(feed.group)
 
     def _verify(self, feed: _Feed, expected: ExpectedChecksums, policy_version: int) -> None:
-        wrong = checksum_differences(expected.result(), self.clients[feed.replica.url].checksums())
+        self.orders[feed.index].take("check")
+        found = self._tell(feed, RolloutClient.checksums)
+        if found is None:
+            return
+        wrong = checksum_differences(expected.result(), found)
         if wrong:
             raise WeightSyncError(
                 f"{feed.replica.url} does not serve policy version {policy_version}: {len(wrong)} tensors differ "
                 f"from the trainer's. " + "; ".join(wrong[:5])
             )
+
+
+def _wait(pending: list[Future]) -> None:
+    for future in pending:
+        future.result()

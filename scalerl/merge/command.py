@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     operations = parser.add_subparsers(dest="operation", required=True)
     command = operations.add_parser("merge", help="write Hugging Face safetensors")
     command.add_argument("--backend", required=True, choices=["megatron"], help="what wrote the checkpoint")
-    command.add_argument("--local_dir", required=True, help="global_step_N/actor (or global_step_N)")
+    command.add_argument("--local_dir", required=True, help="global_step_N/actor (or global_step_N), or /critic")
     command.add_argument("--target_dir", required=True, help="directory for the model; must not exist or be empty")
     command.add_argument("--dtype", choices=list(DTYPES), default=None, help="of the weights (default: as stored)")
     command.add_argument("--max_shard_size", type=parse_bytes, default="5GB", help="of one file (default: 5GB)")

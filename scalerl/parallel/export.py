@@ -1,9 +1,13 @@
-"""This layout's parameters -> full HF tensors in a static order, bucket by bucket, on every rank."""
+"""This layout's parameters -> full HF tensors in a static order, bucket by bucket.
+
+`export_buckets` joins them on every rank by collectives. `BucketWriter` has each rank copy what it holds into memory
+that all ranks see, so that every byte is copied once whatever the layout.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,10 +38,7 @@ def export_buckets(
     chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups, *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor)."""
-    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
-    held: dict[str, Tensor] = {}
-    for param, chunk, name in local_params(family, shape, groups):
-        held.setdefault(param.name, tensors[chunk, name].detach())
+    held = _held(chunks, family, shape, groups)
     example = next(chunks[0].parameters())
     for bucket in plan_buckets(family, shape, example.element_size(), bucket_bytes):
         exported: list[tuple[str, Tensor]] = []
@@ -47,12 +48,76 @@ def export_buckets(
         yield exported
 
 
+class BucketWriter:
+    """tensors[bucket]: (HF name, shape, dtype) of what `write` writes; the same on every rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        family: Family,
+        shape: ModelShape,
+        groups: Groups,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        self._chunks, self._family, self._shape, self._groups = chunks, family, shape, groups
+        dtype = next(chunks[0].parameters()).dtype
+        self._buckets = plan_buckets(family, shape, dtype.itemsize, bucket_bytes)
+        self._numbers = {param.name: number for number, param in enumerate(family.params(shape))}
+        self.tensors = [
+            [
+                (name, torch.Size(size), torch.float32 if param.keeps_float32 else dtype)
+                for param in bucket
+                for name, size in param.hf_shapes(shape).items()
+            ]
+            for bucket in self._buckets
+        ]
+
+    @torch.no_grad()
+    def write(self, bucket: int, out: Mapping[str, Tensor]) -> None:
+        """This rank's part of the bucket's tensors into `out` (HF name -> whole tensor), which all ranks share.
+
+        Of the ranks that hold the same part one writes it, each its share of the parameters.
+        """
+        held = _held(self._chunks, self._family, self._shape, self._groups)
+        layout, at = self._groups.layout, self._groups.at
+        for param in self._buckets[bucket]:
+            if not self._is_mine(param):
+                continue
+            rank, size = (at.etp_rank, layout.etp_size) if param.expert is not None else (at.tp_rank, layout.tp_size)
+            param.write(held[param.name], out, self._shape, rank, size)
+
+    def _is_mine(self, param: Param) -> bool:
+        layout, at = self._groups.layout, self._groups.at
+        if at.pp_rank != _owner_stage(param, self._shape, self._groups):
+            return False
+        copy, num_copies = at.dp_rank * layout.cp_size + at.cp_rank, layout.dp_size * layout.cp_size
+        if param.expert is not None or param.kind == "replicated":
+            # Counted over all ranks of the stage.
+            copy, num_copies = copy * layout.tp_size + at.tp_rank, num_copies * layout.tp_size
+        if param.expert is not None:
+            if at.ep_rank != _owner_ep(param, self._shape, self._groups):
+                return False
+            experts_apart = layout.etp_size * layout.ep_size
+            copy, num_copies = copy // experts_apart, num_copies // experts_apart
+        return self._numbers[param.name] % num_copies == copy
+
+
+def _held(chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
+    """Name in the table -> this rank's shard. Of tied weights the first."""
+    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
+    held: dict[str, Tensor] = {}
+    for param, chunk, name in local_params(family, shape, groups):
+        held.setdefault(param.name, tensors[chunk, name].detach())
+    return held
+
+
 def _gather(param: Param, local: Tensor | None, example: Tensor, shape: ModelShape, groups: Groups) -> Tensor:
     """The joined tensor on every rank: all-gather over the ranks that split it, then broadcast to the others."""
     layout, at = groups.layout, groups.at
     owner_stage = _owner_stage(param, shape, groups)
     is_of_expert = param.expert is not None
-    owner_ep = param.expert // len(layout.experts(shape.num_experts, 0)) if is_of_expert else at.ep_rank
+    owner_ep = _owner_ep(param, shape, groups) if is_of_expert else at.ep_rank
     group, size = (groups.etp, layout.etp_size) if is_of_expert else (groups.tp, layout.tp_size)
     if at.pp_rank == owner_stage and at.ep_rank == owner_ep:
         assert local is not None, f"{param.name} is not on stage {owner_stage}, expert rank {owner_ep}"
@@ -76,6 +141,10 @@ def _shards(param: Param, local: Tensor, group: dist.ProcessGroup, size: int) ->
     shards = [torch.empty_like(local) for _ in range(size)]
     dist.all_gather(shards, local.contiguous(), group=group)
     return shards
+
+
+def _owner_ep(param: Param, shape: ModelShape, groups: Groups) -> int:
+    return param.expert // len(groups.layout.experts(shape.num_experts, 0))
 
 
 def _owner_stage(param: Param, shape: ModelShape, groups: Groups) -> int:

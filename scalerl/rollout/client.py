@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +28,9 @@ from scalerl.rollout.wire import Slot, generate_body, output_of, slots_of
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+# In which a server that is well answers a health check, however busy it is; a request's own limit where that is less.
+HEALTH_TIMEOUT_S = 60.0
+HEALTH_POLL_S = 0.2
 
 
 class RolloutClient:
@@ -48,6 +53,7 @@ class RolloutClient:
         self._num_users = 0
         self._has_session: bool | None = None
         self._released: set[str] = set()
+        self._paused = False
 
     # --- generation ---
 
@@ -196,10 +202,38 @@ class RolloutClient:
 
     def pause(self) -> None:
         """End running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
+        self._paused = True
         self._post("/pause_generation", {"mode": "abort"})
 
     def continue_generation(self) -> None:
         self._post("/continue_generation", {})
+        self._paused = False
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The tags that this client released."""
+        return frozenset(self._released)
+
+    async def is_well(self) -> bool:
+        """Whether the engine behind the server does its work, within HEALTH_TIMEOUT_S.
+
+        A token goes all the way through the engine, or, where one is running, that one counts. An engine that is paused
+        or released cannot make a token: there its scheduler answers a question about its state.
+        """
+        path = "/server_info" if self._paused or self._released else "/health_generate"
+        deadline = time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
+        async with aiohttp.ClientSession() as http:
+            while (left_s := deadline - time.monotonic()) > 0:
+                try:
+                    async with http.get(self.url + path, timeout=aiohttp.ClientTimeout(total=left_s)) as response:
+                        if response.status == 200:
+                            return True
+                except aiohttp.ClientConnectorError:  # nobody listens
+                    return False
+                except (aiohttp.ClientError, TimeoutError):
+                    pass
+                await asyncio.sleep(HEALTH_POLL_S)
+        return False
 
     def healthy(self) -> bool:
         try:
@@ -234,7 +268,7 @@ class RolloutClient:
             raise RolloutError(
                 f"{self.url}{path} refused (HTTP {error.code}): {_message(error.read().decode())}"
             ) from error
-        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
             raise RolloutError(f"{self.url}{path} got no answer: {error}; see the server's log") from error
         try:
             answer = json.loads(text) if text else {}

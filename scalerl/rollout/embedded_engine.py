@@ -93,7 +93,8 @@ class EmbeddedEngine:
         self._paused = False
         self._session_open = False
         self._released: set[str] = set()
-        threading.Thread(target=self._compute, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._compute, name="engine", daemon=True)
+        self._thread.start()
 
     # --- generation ---
 
@@ -339,6 +340,10 @@ class EmbeddedEngine:
             if missing:
                 raise RefusedError(f"cannot resume {sorted(missing)}: not released")
             self._released -= _known_tags(tags)
+
+    def check_alive(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended; the log says why")
 
     def info(self) -> dict[str, Any]:
         return {

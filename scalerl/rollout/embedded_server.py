@@ -36,6 +36,7 @@ class Endpoints:
         self._engine = engine
         self.get: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/health": lambda body: {},
+            "/health_generate": lambda body: engine.check_alive() or {},
             "/get_model_info": lambda body: engine.info(),
             "/model_info": lambda body: engine.info(),
             "/server_info": lambda body: engine.info() | {"version": "embedded", "tp_size": 1},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from scalerl.rollout.client import RolloutClient
 from scalerl.rollout.requests import (
@@ -30,6 +31,19 @@ Groups = Mapping[int | str, Sequence[GenerateOutput]]
 STOP_POLL_S = 0.05
 # Aborts in a row that leave a sample without a new token, before `continue_aborted` gives up.
 MAX_FRUITLESS_ABORTS = 16
+# Connections that a server which is well may cut, per request.
+MAX_CUT_CONNECTIONS = 3
+
+
+class Recovery(Protocol):
+    """Who brings servers back."""
+
+    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        """Returns when the server of this index serves again, with the weights of this generation. Raises what ends
+        the generation."""
+
+    def resubmitted(self, request: GenerateRequest) -> None:
+        """The request is asked again: its server was lost, or cut the connection."""
 
 
 async def generate_samples(
@@ -40,6 +54,7 @@ async def generate_samples(
     stop_when: Callable[[Groups], bool] | None = None,
     continue_aborted: bool = False,
     raise_errors: bool = True,
+    recovery: Recovery | None = None,
 ) -> list[GenerateOutput]:
     """-> one output per sample, ordered as the requests, then by sample index.
 
@@ -54,21 +69,33 @@ async def generate_samples(
         handing it back; its new tokens carry the version of their weights.
     raise_errors: False hands the samples of a failed request back with finish reason `error`, and no further request
         to a server that went away.
+    recovery: a server that is gone, or that does not answer a request in its time and then no health check either, is
+        lost: what it had goes to the others, and to its successor once there is one.
 
     Raises ValueError on a request that cannot be sent or an id that is used twice. Raises RolloutError when a sample is
     lost or doubled, and when a server fails unless `raise_errors` is off; nothing is left running then.
     """
     if not clients:
         raise ValueError("generate_samples: no rollout servers")
-    run = _Run(clients, requests, on_output, stop_when, continue_aborted, raise_errors)
+    run = _Run(clients, requests, on_output, stop_when, continue_aborted, raise_errors, recovery)
     async with contextlib.AsyncExitStack() as stack:
         for client in clients:
             await stack.enter_async_context(client.connected())
-        await run.to_the_end()
+        await run.to_the_end(stack)
     lost = [key for key in run.expected if key not in run.outputs]
     if lost:
         raise RolloutError(f"{len(lost)} of {len(run.expected)} samples never came back, the first is {lost[0]}")
     return [run.outputs[key] for key in run.expected]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request on its way. num_tokens: that the server owes for it at most."""
+
+    server: int
+    client: RolloutClient
+    request: GenerateRequest
+    num_tokens: int
 
 
 class _Run:
@@ -80,12 +107,14 @@ class _Run:
         stop_when: Callable[[Groups], bool] | None,
         continue_aborted: bool,
         raise_errors: bool,
+        recovery: Recovery | None,
     ) -> None:
-        self.clients = clients
+        self.clients = list(clients)
         self.on_output = on_output
         self.stop_when = stop_when
         self.continue_aborted = continue_aborted
         self.raise_errors = raise_errors
+        self.recovery = recovery
         self.expected = _expected_samples(requests, min(client.max_model_len for client in clients))
         self.sizes = {request.request_id: request.n for request in requests}
         self.outputs: dict[SampleKey, GenerateOutput] = {}
@@ -93,21 +122,27 @@ class _Run:
         self.complete: dict[int | str, list[GenerateOutput]] = {}
         self.fruitless: dict[SampleKey, int] = {}
         self.pending = deque(requests)
-        self.running: dict[asyncio.Task[None], int] = {}
+        self.running: dict[asyncio.Task[None], _Job] = {}
+        self.lost: set[RolloutClient] = set()
+        # -> index of the server that comes back.
+        self.recovering: dict[asyncio.Task[RolloutClient], int] = {}
+        self.cut_connections: Counter[int | str] = Counter()
+        self.health_checks = {client: asyncio.Lock() for client in clients}
         self.router = Router([client.max_concurrency for client in clients])
         self.stopping = False
         self.last_error: RolloutError | None = None
 
-    async def to_the_end(self) -> None:
+    async def to_the_end(self, connections: contextlib.AsyncExitStack) -> None:
         try:
             while self.pending or self.running:
-                await self._advance()
+                await self._advance(connections)
         finally:
-            for task in self.running:
+            tasks = [*self.running, *self.recovering]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self.running, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _advance(self) -> None:
+    async def _advance(self, connections: contextlib.AsyncExitStack) -> None:
         if not self.stopping and self.stop_when is not None and self.stop_when(self.complete):
             self.stopping = True
         if self.stopping:
@@ -115,13 +150,16 @@ class _Run:
             await self._abort_running()
         else:
             self._start_pending()
-        if not self.running:
+        if not self.running and not (self.pending and self.recovering):
             return
         poll_s = STOP_POLL_S if self.stopping or self.stop_when is not None else None
-        done, _ = await asyncio.wait(self.running, timeout=poll_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting = [*self.running, *self.recovering]
+        done, _ = await asyncio.wait(waiting, timeout=poll_s, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            del self.running[task]
-            task.result()
+            if task in self.running:
+                self._take_leave(self.running.pop(task), task)
+            else:
+                await self._welcome(self.recovering.pop(task), task.result(), connections)
 
     def _start_pending(self) -> None:
         while self.pending:
@@ -131,32 +169,80 @@ class _Run:
             if server is None:
                 break
             self.pending.popleft()
-            task = asyncio.create_task(self._serve(server, request, num_tokens))
-            self.running[task] = server
-        if self.pending and not self.router.num_alive:
+            job = _Job(server, self.clients[server], request, num_tokens)
+            self.running[asyncio.create_task(self._serve(job))] = job
+        if self.pending and not self.router.num_alive and not self.recovering:
             # Only after an error that was not raised.
             for request in self.pending:
                 self._fail(request, RolloutError(f"request {request.request_id!r}: no server left; {self.last_error}"))
             self.pending.clear()
 
-    async def _serve(self, server: int, request: GenerateRequest, num_tokens: int) -> None:
+    async def _serve(self, job: _Job) -> None:
         aborted: list[GenerateOutput] = []
         try:
-            async for output in self.clients[server].generate([request]):
+            async for output in job.client.generate([job.request]):
                 if output.finish_reason == ABORTED and self.continue_aborted and not self.stopping:
                     aborted.append(output)
                 else:
                     self._collect(output)
         except RolloutError as error:
-            if self.raise_errors:
-                raise
-            if isinstance(error, ServerLostError):
-                self.router.lose(server)
-            self._fail(request, error)
+            await self._failed(job, error)
             return
-        finally:
-            self.router.give_back(server, request.n, num_tokens)
-        self._continue(request, aborted)
+        self._continue(job.request, aborted)
+
+    def _take_leave(self, job: _Job, task: asyncio.Task[None]) -> None:
+        self.router.give_back(job.server, job.request.n, job.num_tokens)
+        if task.cancelled():  # by _lose; it may not even have begun
+            self._resubmit(job.request)
+        else:
+            task.result()
+
+    async def _failed(self, job: _Job, error: RolloutError) -> None:
+        """An error comes in place of all samples of its request."""
+        if self.recovery is not None and not await self._is_well(job):
+            self._lose(job, error)
+            self._resubmit(job.request)
+        elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job.request):
+            self._resubmit(job.request)
+        elif self.raise_errors:
+            raise error
+        else:
+            if isinstance(error, ServerLostError):
+                self.router.lose(job.server)
+            self._fail(job.request, error)
+
+    async def _is_well(self, job: _Job) -> bool:
+        # Requests that fail together ask once.
+        async with self.health_checks[job.client]:
+            return job.client not in self.lost and await job.client.is_well()
+
+    def _may_ask_again(self, request: GenerateRequest) -> bool:
+        self.cut_connections[request.request_id] += 1
+        return self.cut_connections[request.request_id] <= MAX_CUT_CONNECTIONS
+
+    def _lose(self, job: _Job, error: RolloutError) -> None:
+        """What else the server has would wait until its own time is over."""
+        if job.client in self.lost:
+            return
+        assert self.recovery is not None
+        self.lost.add(job.client)
+        self.router.lose(job.server)
+        for task, other in self.running.items():
+            if other.client is job.client and task is not asyncio.current_task():
+                task.cancel()
+        restarted = self.recovery.restarted(job.server, job.client, error)
+        self.recovering[asyncio.ensure_future(restarted)] = job.server
+
+    async def _welcome(self, server: int, client: RolloutClient, connections: contextlib.AsyncExitStack) -> None:
+        await connections.enter_async_context(client.connected())
+        self.clients[server] = client
+        self.health_checks[client] = asyncio.Lock()
+        self.router.find(server)
+
+    def _resubmit(self, request: GenerateRequest) -> None:
+        assert self.recovery is not None
+        self.recovery.resubmitted(request)
+        self.pending.appendleft(request)
 
     def _continue(self, request: GenerateRequest, aborted: list[GenerateOutput]) -> None:
         had = {output.key: len(output.output_ids) for output in request.progress}
@@ -196,8 +282,8 @@ class _Run:
                 self._collect(output)
 
     async def _abort_running(self) -> None:
-        servers = set(self.running.values())
-        results = await asyncio.gather(*(self.clients[i].abort_all() for i in servers), return_exceptions=True)
+        clients = {job.client for job in self.running.values()}
+        results = await asyncio.gather(*(client.abort_all() for client in clients), return_exceptions=True)
         for result in results:
             # Where a server is gone, its requests fail by themselves and say so.
             if isinstance(result, BaseException) and not isinstance(result, RolloutError):

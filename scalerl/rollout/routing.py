@@ -62,6 +62,10 @@ class Router:
         """The server takes nothing any more."""
         self._servers[server].alive = False
 
+    def find(self, server: int) -> None:
+        """A server that was lost is back."""
+        self._servers[server].alive = True
+
     def loads(self) -> list[tuple[int, int]]:
         """Per server (tokens, samples) in flight."""
         return [(server.num_tokens, server.num_samples) for server in self._servers]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scalerl.errors import UserError
+from scalerl.rollout.supervise import descendants
 
 # A server must not join the process group of the rank that starts it.
 RENDEZVOUS_VARIABLES = (
@@ -23,6 +26,8 @@ RENDEZVOUS_VARIABLES = (
 LOG_TAIL_LINES = 30
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 45.0
+# In which a supervisor notices that its server has ended.
+END_NOTICE_S = 2.0
 PORT_START_ATTEMPTS = 3
 ADDRESS_IN_USE = "address already in use"
 
@@ -130,17 +135,33 @@ class RolloutServer:
         return None if self._supervisor is None else self._supervisor.poll()
 
     def stop(self) -> None:
-        """Kill the server and everything it started; returns when all of it is gone. May be called twice."""
+        """Kill the server and everything it started, stopped or not; returns when all of it is gone. May be called
+        twice."""
         if self._supervisor is None:
             return
+        # A supervisor that somebody stopped would not see its input close.
+        self._supervisor.send_signal(signal.SIGCONT)
         if self._supervisor.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._supervisor.stdin.close()
         try:
             self._supervisor.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            below = descendants(self._supervisor.pid)
             self._supervisor.kill()
             self._supervisor.wait()
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """`stop`. -> how the server ended, and the last lines of its log."""
+        deadline = time.monotonic() + END_NOTICE_S
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        how = "was still running and was killed" if self.alive() else f"ended with exit code {self.exit_code()}"
+        self.stop()
+        return f"It {how}.\n{self._shown_tail()}"
 
     def log_tail(self, num_lines: int = LOG_TAIL_LINES) -> list[str]:
         """The last non-empty lines that the server wrote."""
@@ -159,16 +180,18 @@ class RolloutServer:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
                 return response.status == 200
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
             return False
 
     def _start_error(self, what: str) -> ServerStartError:
+        return ServerStartError(
+            f"rollout server {self.url} {what}.\n{self._shown_tail()}\nIt was started with: {' '.join(self.command)}"
+        )
+
+    def _shown_tail(self) -> str:
         tail = self.log_tail()
         shown = "\n".join(f"  | {line}" for line in tail) if tail else "  | (it wrote nothing)"
-        return ServerStartError(
-            f"rollout server {self.url} {what}.\nLast lines of its log {self.log_path}:\n{shown}\n"
-            f"It was started with: {' '.join(self.command)}"
-        )
+        return f"Last lines of its log {self.log_path}:\n{shown}"
 
 
 def start_on_free_port(

@@ -71,7 +71,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             config=cfg,
             prompts=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
             rollout=rollout,
-            actor=MegatronActor(workers, actor_config, temperature),
+            actor=MegatronActor(workers, actor_config, temperature, cfg.algorithm.rollout_correction),
             reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,

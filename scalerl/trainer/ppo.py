@@ -17,6 +17,7 @@ from scalerl.controller.worker_group import WorkerGroup
 from scalerl.data import PromptCursor
 from scalerl.metrics import Metric, Timers, Tracking, merge_metrics, validation_metrics
 from scalerl.trainer import checkpoints
+from scalerl.trainer.outliers import worst_rows, write_outliers
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
 from scalerl.trainer.stop import StopRequest
@@ -114,7 +115,11 @@ def train_step(run: Run, step: int) -> StepOutcome:
     with phase("dump_rollout_generations"):
         if cfg.trainer.rollout_data_dir:
             scored = samples.with_samples(score=batch.samples["score"])
-            run.rollout.dump(scored, Path(cfg.trainer.rollout_data_dir) / f"step_{step}.parquet")
+            directory = Path(cfg.trainer.rollout_data_dir)
+            run.rollout.dump(scored, directory / f"step_{step}.parquet")
+            if cfg.trainer.rollout_data_outliers:
+                outliers = worst_rows(batch.samples, run.actor.worst_tokens(batch), cfg.trainer.rollout_data_outliers)
+                write_outliers(outliers, directory / f"outliers_{step}.jsonl")
         run.rollout.drop(samples)
     return StepOutcome(batch.samples, plans["actor"], metrics | memory(run))
 

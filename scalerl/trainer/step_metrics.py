@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scalerl.algorithms import rollout_corr_metrics
 from scalerl.balance import StepPlan, packing_metrics, seqlen_metrics
 from scalerl.config import PPOConfig, num_devices
 from scalerl.metrics import (
@@ -56,7 +57,7 @@ def step_metrics(
     prompt_S, response_S = samples["prompt_length"], samples["response_length"]
     num_tokens_S = prompt_S + response_S
     metrics = {"training/global_step": float(step), "training/epoch": float(epoch)}
-    metrics |= to_floats(rollout_diff_metrics(outcome.metrics))
+    metrics |= to_floats(rollout_corr_metrics(rollout_diff_metrics(outcome.metrics)))
     metrics |= compute_data_metrics(
         samples, samples.get("advantages"), config.data.max_prompt_length, config.data.max_response_length
     )
@@ -66,8 +67,9 @@ def step_metrics(
     metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
     epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
     for role, yardstick in yardsticks.items():
-        # A step of the critic's warm-up has no update of the actor.
-        if f"update_{role}" in timing_s:
+        rejected = outcome.metrics.get(f"{role}/rejected_updates")
+        # A step of the critic's warm-up has no update of the actor; a rejected one has no FLOPs.
+        if f"update_{role}" in timing_s and not (rejected and rejected.value):
             flops = yardstick.flops.train(num_tokens_S.tolist()) * epochs[role]
             utilization = mfu(flops, timing_s[f"update_{role}"], yardstick.num_devices, yardstick.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from scalerl.families import ModelShape, value_model_config
 from scalerl.merge import merge
 from tests.dist.launch import run_ranks
-from tests.dist.layouts import LAYOUTS, ONE
+from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.tiny_models import make_tiny_model
 
 LENGTHS = (9, 17, 1, 12, 30, 8, 3, 21)
@@ -197,6 +197,13 @@ def test_layout(model: Path, one_process: Found, layout: str) -> None:
     assert_same(run(model, LAYOUTS[layout]), one_process)
 
 
+@pytest.mark.parametrize("layout", ["ep2", "tp2_ep2_etp1"])
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_beside_a_mixture(model: Path, one_process: Found, layout: str) -> None:
+    """A dense critic in the processes of an actor with experts: its ranks have groups that it does not use."""
+    assert_same(run(model, MIXTURE_LAYOUTS[layout]), one_process)
+
+
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_without_sequence_parallel(model: Path, one_process: Found) -> None:
     assert_same(run(model, LAYOUTS["tp2"], sequence_parallel=False), one_process)
@@ -225,7 +232,7 @@ def test_export_is_what_was_loaded(model: Path, one_process: Found) -> None:
 # --- a critic that starts from a language model ---
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
 def test_from_a_language_model(family: str, tmp_path: Path) -> None:
     """All but the head is the language model's; the head is the same on every layout and for every seed."""
     path = make_tiny_model(tmp_path, family, vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1)

@@ -27,6 +27,7 @@ STEPS = 4
 LAYOUTS = {
     "tp2": ["+layout=tp2"],
     "pp2": ["+layout=pp2"],
+    "dp2": [],
     "dp2 with a critic": ["algorithm.adv_estimator=gae"],
 }
 # Clocks and memory, which no two runs share.
@@ -140,11 +141,12 @@ def make_half_written(run_dir: Path, step: int, like: int) -> str:
     return file.name
 
 
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
 def test_sigkill_in_a_step_then_resume_merge_and_transformers(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
-    expected, run_dir, pause = uninterrupted("tp2"), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = command(inputs, "tp2", run_dir, pause)
+    expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = command(inputs, layout, run_dir, pause)
     pause.in_step(4)
     killed = start_job(arguments, run_dir)
     killed.wait_for(pause.reached, "step 4")

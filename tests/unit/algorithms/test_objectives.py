@@ -15,6 +15,7 @@ from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
 from scalerl.config.schema import ActorConfig, PolicyLossConfig
 
 LENGTHS = [5, 2, 7, 1, 4, 3]
+CORRECTION = ("loss_mask", "rollout_is_weights")
 PER_TOKEN = ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "advantages", "response_mask")
 
 
@@ -38,8 +39,8 @@ def packed(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Ten
     return columns.pop("logprobs"), columns.pop("entropy"), columns
 
 
-def counts(rows: list[dict[str, torch.Tensor]]) -> tuple[int, int]:
-    masks = [row["response_mask"] for row in rows]
+def counts(rows: list[dict[str, torch.Tensor]], mask: str = "response_mask") -> tuple[int, int]:
+    masks = [row[mask] for row in rows]
     return sum(int(mask.sum()) for mask in masks), sum(bool(mask.any()) for mask in masks)
 
 
@@ -47,11 +48,11 @@ def config_of(mode: str) -> ActorConfig:
     return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_c=1.5)
 
 
-def run(objective, parts: list[list[dict[str, torch.Tensor]]]):
+def run(objective, parts: list[list[dict[str, torch.Tensor]]], pack=None):
     """Sums over micro-batches: (loss, metrics, gradient of each sequence's logprobs and entropy, by sequence)."""
     total, metrics, gradients = 0.0, {}, []
     for rows in parts:
-        logprobs_T, entropy_T, columns = packed(rows)
+        logprobs_T, entropy_T, columns = (pack or packed)(rows)
         logprobs_T.requires_grad_()
         entropy_T.requires_grad_()
         loss, part_metrics = objective(logprobs_T, entropy_T, columns)
@@ -132,6 +133,103 @@ def test_parts_that_are_off_have_no_metric():
     watched, metrics = objective(logprobs_T, entropy_T, columns)
     assert "actor/entropy" in metrics
     assert torch.equal(watched, loss)
+
+
+def corrected(rows: list[dict[str, torch.Tensor]], seed: int) -> list[dict[str, torch.Tensor]]:
+    """With weights on the sampled tokens, of which a mask has lost some and the third sequence all."""
+    generator = torch.Generator().manual_seed(seed)
+    for number, row in enumerate(rows):
+        lost = torch.rand(len(row["logprobs"]), generator=generator) < 0.3
+        row["loss_mask"] = row["response_mask"] & ~lost & torch.tensor(number != 2)
+        weights = torch.rand(len(row["logprobs"]), generator=generator) * 2
+        row["rollout_is_weights"] = torch.where(row["loss_mask"], weights, 0.0)
+    rows[0]["loss_mask"][0], rows[0]["rollout_is_weights"][0] = True, 0.5
+    return rows
+
+
+def exact(result) -> tuple[float, dict[str, float], list]:
+    """What `run` returned, with gradients in the order of the rows, to compare bit by bit."""
+    loss, metrics, gradients = result
+    return loss, metrics, [gradient.tolist() for gradient in gradients.values()]
+
+
+def packed_corrected(rows: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    logprobs_T, entropy_T, columns = packed(rows)
+    del columns["response_mask"]
+    return logprobs_T, entropy_T, columns | {name: torch.cat([row[name] for row in rows]) for name in CORRECTION}
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_weights_of_one_and_a_whole_mask_change_no_bit(mode):
+    rows = sequences(5)
+    for row in rows:
+        row |= {"loss_mask": row["response_mask"], "rollout_is_weights": row["response_mask"].float()}
+    plain, same = PolicyObjective(config_of(mode), *counts(rows)), PolicyObjective(config_of(mode), *counts(rows), True)
+    assert exact(run(same, [rows], packed_corrected)) == exact(run(plain, [rows]))
+
+
+def test_the_policy_loss_alone_is_weighted():
+    """By hand: tokens 1 and 3 count, 2 was rejected; 0 is the prompt's."""
+    config = ActorConfig(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type="k2", clip_ratio=0.2)
+    columns = {
+        "old_logprobs": torch.tensor([0.0, math.log(0.25), math.log(0.5), 0.0]),  # ratios: masked, 2, rejected, 0.1
+        "advantages": torch.tensor([9.0, 1.0, -1.0, 2.0]),
+        "ref_logprobs": torch.tensor([5.0, math.log(0.5) - 2, 7.0, math.log(0.1)]),
+        "loss_mask": torch.tensor([False, True, False, True]),
+        "rollout_is_weights": torch.tensor([0.0, 0.5, 0.0, 3.0]),
+        "cu_seqlens": torch.tensor([0, 2, 4]),
+    }
+    new = torch.tensor([0.0, math.log(0.5), math.log(0.25), math.log(0.1)])
+    objective = PolicyObjective(config, num_loss_tokens=2, num_sequences=2, corrected=True)
+    loss, metrics = objective(new, torch.tensor([7.0, 1.0, 2.0, 3.0]), columns)
+    pg, entropy, kl = (0.5 * -1.2 + 3.0 * -0.2) / 2, (1 + 3) / 2, (2 + 0) / 2
+    assert loss.item() == pytest.approx(pg - 0.5 * entropy + 0.25 * kl)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "actor/pg_loss": pg,
+            "actor/pg_clipfrac": 1 / 2,
+            "actor/pg_clipfrac_lower": 0.0,
+            "actor/ppo_kl": -(math.log(2) + math.log(0.1)) / 2,
+            "actor/entropy": entropy,
+            "actor/kl_loss": kl,
+        }
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 99), part_of=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+def test_a_corrected_loss_does_not_depend_on_the_split(mode, seed, part_of):
+    rows = corrected(sequences(seed), seed)
+    objective = PolicyObjective(config_of(mode), *counts(rows, "loss_mask"), corrected=True)
+    parts = [[rows[row] for row in range(6) if part_of[row] == part] for part in sorted(set(part_of))]
+    (loss, metrics, gradient), (whole_loss, whole_metrics, whole_gradient) = (
+        run(objective, parts, packed_corrected),
+        run(objective, [rows], packed_corrected),
+    )
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    assert metrics == pytest.approx(whole_metrics, rel=1e-6, abs=1e-9)
+    for row in rows:
+        assert torch.equal(gradient[id(row["logprobs"])], whole_gradient[id(row["logprobs"])])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_rejected_tokens_reach_neither_loss_nor_gradient(poison):
+    rows = corrected(sequences(6), 6)
+    objective = PolicyObjective(config_of("token-mean"), *counts(rows, "loss_mask"), corrected=True)
+    clean = exact(run(objective, [rows], packed_corrected))
+    for row in rows:
+        for name in ("logprobs", "entropy", "old_logprobs", "ref_logprobs", "advantages", "rollout_is_weights"):
+            row[name] = torch.where(row["loss_mask"], row[name], poison)
+    assert exact(run(objective, [rows], packed_corrected)) == clean
+
+
+def test_a_weight_that_is_not_a_number_shows():
+    """A NaN log-prob is never rejected: the update must see it."""
+    rows = corrected(sequences(6), 6)
+    rows[0]["rollout_is_weights"][0] = math.nan
+    objective = PolicyObjective(config_of("token-mean"), *counts(rows, "loss_mask"), corrected=True)
+    assert math.isnan(run(objective, [rows], packed_corrected)[0])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -217,9 +315,11 @@ def test_missing_inputs_are_named():
 
 
 def test_token_columns_are_what_it_reads():
-    logprobs_T, entropy_T, columns = packed(sequences(0))
-    for config in (ActorConfig(), config_of("token-mean")):
-        objective = PolicyObjective(config, 5, 2)
+    rows = corrected(sequences(0), 0)
+    logprobs_T, entropy_T, columns = packed_corrected(rows)
+    columns |= packed(rows)[2]
+    configs = (ActorConfig(), config_of("token-mean"))
+    for objective in (PolicyObjective(config, 5, 2, on) for config in configs for on in (False, True)):
         needed = {name: columns[name] for name in (*objective.token_columns, "cu_seqlens")}
         objective(logprobs_T, entropy_T if objective.needs_entropy else None, needed)
         for name in objective.token_columns:

@@ -98,15 +98,16 @@ def test_a_column_of_another_plan_is_put_together(
 
 def test_loss_totals_are_of_the_whole_mini_batch(plan: StepPlan) -> None:
     """By hand: rows 0..3 have 9 + 1 + 0 + 6 response tokens in 3 samples that have any."""
-    totals = loss_totals(plan, samples())
+    totals = loss_totals(plan, samples()["response_length"])
     assert totals == [{"num_loss_tokens": 16, "num_sequences": 3}, {"num_loss_tokens": 30, "num_sequences": 4}]
 
 
 def test_loss_totals_do_not_depend_on_the_layout() -> None:
     rows = [range(4), range(4, 8)]
     lengths = PROMPT_LENGTHS + RESPONSE_LENGTHS
-    totals = [
-        loss_totals(plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=cap), samples())
+    plans = [
+        plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=cap)
         for dp, cap in ((1, 15), (1, 200), (2, 30), (4, 15))
     ]
+    totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
     assert all(found == totals[0] for found in totals)

@@ -1,0 +1,137 @@
+"""`ReplicaSet`: the rollout servers of a run; those that are lost are ended and started again, within a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from scalerl.config.schema import ModelConfig, RolloutConfig
+from scalerl.controller.calls import values_of
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.replica import ReplicaHost
+from scalerl.hybrid.replicas import Replica
+from scalerl.rollout.requests import RolloutError
+from scalerl.rollout.server import ServerStartError
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS_KEY = "actor_rollout_ref.rollout.max_restarts"
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """Where one server runs. devices: numbers of the node's devices that it shares with the trainer ranks."""
+
+    index: int
+    node: int
+    devices: tuple[int, ...]
+
+
+def plan_replicas(pool: ResourcePool, rollout: RolloutConfig) -> list[ReplicaPlan]:
+    """Replicas in device order, each on one node. On CPU any number of them, dealt over the nodes."""
+    tp_size = rollout.tensor_model_parallel_size
+    count = rollout.num_replicas or max(1, pool.world_size // tp_size)
+    plans = []
+    for index in range(count):
+        first = index * tp_size
+        node = first // pool.devices_per_node % pool.nnodes
+        start = first % pool.devices_per_node
+        plans.append(ReplicaPlan(index, node, tuple(range(start, start + tp_size))))
+    return plans
+
+
+class ReplicaSet:
+    """One host per replica. replicas: as they answer now; a restarted one has another address."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        *,
+        max_model_len: int,
+        log_dir: Path,
+        timeout_s: float,
+    ) -> None:
+        """Starts the servers; `wait_ready` returns when they answer."""
+        self.rollout, self.timeout_s = rollout, timeout_s
+        self.replicas: list[Replica] = []
+        # Index -> how it ended. They have no process until `restart_down`.
+        self.down: dict[int, str] = {}
+        self.num_restarts: dict[int, int] = {}
+        self.hosts = [
+            ray.remote(ReplicaHost)
+            .options(**pool.place(plan.node, num_devices=0), max_concurrency=2)
+            .remote(
+                plan.index,
+                log_dir=str(log_dir),
+                model_path=model.path,
+                rollout=rollout,
+                device=pool.device,
+                gpu_ids=list(plan.devices) if pool.device == "cuda" else None,
+                max_model_len=max_model_len,
+                single_node=pool.nnodes == 1,
+                trust_remote_code=model.trust_remote_code,
+            )
+            for plan in plan_replicas(pool, rollout)
+        ]
+        self.starting = [host.start.remote() for host in self.hosts]
+
+    def wait_ready(self) -> None:
+        """Raises ServerStartError with the last log lines of a server that does not start."""
+        urls = values_of("rollout server start", self.starting, self.timeout_s)
+        kind = self.rollout.name
+        tp_size = self.rollout.tensor_model_parallel_size if kind == "sglang" else 1
+        self.replicas = [Replica(url, kind, tp_size) for url in urls]
+
+    def end(self, index: int, why: str) -> None:
+        """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
+        (how,) = values_of("rollout server end", [self.hosts[index].end.remote()], self.timeout_s)
+        self._count_down(index, f"rollout server {index} was lost: {why}\n{how}")
+
+    def restart_down(self) -> list[int]:
+        """Starts the servers that are down. -> their indices.
+
+        Raises RolloutError when one does not start within its restarts.
+        """
+        restarted = sorted(self.down)
+        while self.down:
+            starting = {index: self.hosts[index].start.remote() for index in self.down}
+            for index, call in starting.items():
+                self.num_restarts[index] = self.num_restarts.get(index, 0) + 1
+                logger.warning(
+                    "%s\nRestart %d of at most %d.",
+                    self.down[index],
+                    self.num_restarts[index],
+                    self.rollout.max_restarts,
+                )
+                try:
+                    (url,) = values_of("rollout server restart", [call], self.timeout_s)
+                except ServerStartError as error:
+                    self._count_down(index, str(error))
+                    continue
+                del self.down[index]
+                self.replicas[index] = replace(self.replicas[index], url=url)
+        return restarted
+
+    def stop(self) -> None:
+        for host in self.hosts:
+            try:
+                ray.get(host.stop.remote(), timeout=20)
+            except Exception as error:
+                logger.warning("rollout server did not stop by itself: %s", error)
+            ray.kill(host)
+
+    def _count_down(self, index: int, how: str) -> None:
+        used, limit = self.num_restarts.get(index, 0), self.rollout.max_restarts
+        if used >= limit:
+            raise RolloutError(
+                f"{how}\nIt was restarted {used} times in this run, {MAX_RESTARTS_KEY}={limit}; raise it if the "
+                "machine is to blame and not the server"
+            )
+        self.down[index] = how
