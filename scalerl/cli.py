@@ -17,6 +17,7 @@ usage: scalerl COMMAND ...
 commands:
   train    reinforcement learning: parquet in, checkpoints out
   sft      supervised fine-tuning on conversations
+  data     original files of a known data set -> parquet for train
   merge    a checkpoint -> a Hugging Face model directory
   doctor   versions, devices, what is missing and what that changes
 
@@ -54,6 +55,12 @@ def _sft(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _data(argv: list[str]) -> int | None:
+    from scalerl.data.prepare.command import main as program
+
+    return program(argv)
+
+
 def _merge(argv: list[str]) -> int | None:
     from scalerl.merge.__main__ import main as program
 
@@ -69,6 +76,7 @@ def _doctor(argv: list[str]) -> int | None:
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": _train,
     "sft": _sft,
+    "data": _data,
     "merge": _merge,
     "doctor": _doctor,
 }

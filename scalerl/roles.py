@@ -37,12 +37,15 @@ class Rollout(Protocol):
     def sync_weights(self, policy_version: int) -> Metrics:
         """Serve the actor's weights from now on, and stamp samples with this version."""
 
+    def faults(self) -> Metrics:
+        """What went wrong and was mended since the last call."""
+
 
 class Actor(Protocol):
     """The policy that trains."""
 
     def logprobs(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """The batch with old_logprobs, scored by the weights as they are."""
+        """The batch with old_logprobs, scored by the weights as they are, and with what corrects the sampler's."""
 
     def update(self, batch: Batch) -> Metrics:
         """One optimizer update per mini-batch and epoch. The batch holds old_logprobs and advantages."""

@@ -98,7 +98,7 @@ def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:
         yield "rollout_is_batch_normalize = true: there are no weights; set rollout_is or leave it false"
     veto = config.rollout_token_veto_threshold
     if veto is not None and not (_is_number(veto) and 0 < veto < 1):
-        yield f"rollout_token_veto_threshold = {veto}: must be null or above 0 and below 1, such as 1e-4"
+        yield f"rollout_token_veto_threshold = {veto}: must be null or above 0 and below 1; set for example 1e-4"
     if config.bypass_mode:
         used = {"rollout_is": config.rollout_is, "rollout_rs": config.rollout_rs, "rollout_token_veto_threshold": veto}
         for key in (key for key, value in used.items() if value is not None):
@@ -144,7 +144,9 @@ def _ratio_bounds(key: str, value: Any) -> Bounds:
     lower, upper = _numbers(key, value)
     # YAML and Hydra read 0.5_5 as the number 0.55.
     if not upper >= 1:
-        raise ValueError(f"{key} = {value}: the upper bound of a ratio must be at least 1; {_BAND}, such as [0.5, 5]")
+        raise ValueError(
+            f"{key} = {value}: the upper bound of a ratio must be at least 1; {_BAND}; set for example [0.5, 5]"
+        )
     if lower is not None and not 0 < lower <= 1:
         raise ValueError(f"{key} = {value}: the lower bound of a ratio must be above 0 and at most 1")
     return lower, upper
@@ -158,7 +160,7 @@ def _numbers(key: str, value: Any) -> Bounds:
     except (TypeError, ValueError):
         numbers = []
     if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
-        raise ValueError(f"{key} = {value}: must be a number or a band; {_BAND}, such as [0.5, 2]")
+        raise ValueError(f"{key} = {value}: must be a number or a band; {_BAND}; set for example [0.5, 2]")
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
 
 

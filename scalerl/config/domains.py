@@ -113,7 +113,7 @@ _SAMPLING = {
 _RUN = {
     "project_name": TEXT,
     "experiment_name": TEXT,
-    "logger": list_of("console", "mlflow", "file"),
+    "logger": list_of("console", "mlflow", "file", "tensorboard", "wandb", "swanlab"),
     "mlflow_tracking_uri": or_null(TEXT),
     "device": one_of("auto", "cuda", "cpu"),
     "nnodes": at_least(1),
@@ -131,6 +131,7 @@ _RUN = {
 
 # Every field that is neither a bool nor a free dict, by the dataclass that declares it.
 DOMAINS: dict[type, dict[str, Domain]] = {
+    schema.CustomClassConfig: {"path": or_null(TEXT), "name": or_null(TEXT)},
     schema.DataConfig: {
         "train_files": FILES,
         "val_files": FILES,
@@ -142,7 +143,10 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "train_max_samples": all_or_at_least(1),
         "val_max_samples": all_or_at_least(1),
         "seed": at_least(0),
+        "filter_overlong_prompts_workers": at_least(1),
         "truncation": one_of("error", "left", "right", "middle"),
+        "image_key": TEXT,
+        "cache_dir": TEXT,
     },
     schema.ModelConfig: {"path": TEXT},
     schema.OptimConfig: {
@@ -208,6 +212,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "verify_weights_every": at_least(0),
         "start_timeout_s": above(0, 600),
         "request_timeout_s": above(0, 600),
+        "max_restarts": at_least(0),
         "engine_kwargs": SERVER_ARGS,
     },
     schema.ResourcePoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
@@ -230,6 +235,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
+    schema.OverlongBufferConfig: {"len": at_least(0), "penalty_factor": at_least(0), "max_resp_len": at_least(1)},
     schema.RewardModelConfig: {
         "forward_max_token_len_per_gpu": at_least(1),
         "reward_manager": TEXT,
@@ -250,6 +256,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "train_batch_size": at_least(1),
         "max_length": at_least(1),
         "truncation": one_of("error", "left", "right"),
+        "cache_dir": TEXT,
         "max_token_len_per_gpu": at_least(1),
         "seed": at_least(0),
     },

@@ -39,8 +39,8 @@ def role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
         for size in different_sizes(role, actor):
             yield (
                 f"{megatron}.{size} = {show(getattr(role.megatron, size))}: shares the actor's processes, whose "
-                f"{ACTOR}.megatron.{size} is {show(getattr(actor, size))}; leave it out, or give the {section} devices "
-                f"of its own with {pool}.nnodes=1"
+                f"{ACTOR}.megatron.{size} is {show(getattr(actor, size))}; set it to that, or give the {section} "
+                f"devices of its own with {pool}.nnodes=1"
             )
 
     def pool_of_its_own(cfg: PPOConfig) -> Iterator[str]:

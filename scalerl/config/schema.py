@@ -20,8 +20,16 @@ def same_as(key: str) -> Any:
 
 
 @dataclass
+class CustomClassConfig:
+    # Python file with a dataset class of your own; null: RLHFDataset.
+    path: str | None = None
+    # The class; required with path.
+    name: str | None = None
+
+
+@dataclass
 class DataConfig:
-    # One path or a list of paths (parquet, json, jsonl).
+    # One path or URL, or a list of them (parquet, json, jsonl).
     train_files: Any = MISSING
     val_files: Any = MISSING
     # Column with a list of {"role", "content"}.
@@ -42,8 +50,15 @@ class DataConfig:
     seed: int = 42
     # Drop prompts over max_prompt_length, with a count.
     filter_overlong_prompts: bool = False
+    # Processes that tokenize the prompts of a file beyond its first 1024; 1: none but this one.
+    filter_overlong_prompts_workers: int = 1
     # What to do with a prompt over max_prompt_length that was not filtered: error | left | right | middle.
     truncation: str = "error"
+    # Column with a list of images, which may be missing; a prompt that has some is refused: no model family sees.
+    image_key: str = "images"
+    # Copies of files that are given as URLs, kept from run to run.
+    cache_dir: str = "~/.cache/scalerl/data"
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
 
 
 @dataclass
@@ -224,7 +239,10 @@ class RolloutConfig:
     # Compare per-tensor checksums of server and trainer after every k-th sync; 0 never.
     verify_weights_every: int = 1
     start_timeout_s: float = 600.0
+    # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
     request_timeout_s: float = 600.0
+    # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
+    max_restarts: int = 3
     # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
     engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
@@ -333,6 +351,20 @@ class ScoringModelConfig:
 
 
 @dataclass
+class OverlongBufferConfig:
+    # With reward_manager=dapo: lower the score of responses that end in the last `len` tokens of max_resp_len.
+    enable: bool = False
+    # Tokens of the buffer.
+    len: int = 0
+    # What is taken off at max_resp_len; less before, in proportion to the tokens in the buffer.
+    penalty_factor: float = 1.0
+    # Tokens at which the buffer ends.
+    max_resp_len: int = same_as("data.max_response_length")
+    # Add overlong (0 or 1) and overlong_reward (the penalty) to the values beside the score.
+    log: bool = False
+
+
+@dataclass
 class RewardModelConfig:
     # Score the samples of prompts whose reward_model.style is "model" with reward_model.model; the others keep the
     # reward function's score.
@@ -342,9 +374,10 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=_as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
-    # A name registered with rewards.register_reward_manager.
+    # naive | batch | dapo | prime, or a name registered with rewards.register_reward_manager.
     reward_manager: str = "naive"
-    # Seconds that scoring one sample may take.
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    # Seconds that scoring one sample may take; with reward_manager=batch, one call.
     timeout_s: float = 60.0
     # stop: a reward function that raises, hangs or returns NaN ends the run. zero: the sample scores 0 and is counted.
     on_error: str = "stop"
@@ -354,7 +387,7 @@ class RewardModelConfig:
 class TrainerConfig:
     project_name: str = "scalerl"
     experiment_name: str = "default"
-    # Any of console, mlflow, file.
+    # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md).
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     # null: a SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = None
@@ -407,7 +440,7 @@ class PPOConfig:
 
 @dataclass
 class SFTDataConfig:
-    # One path or a list of paths (parquet, json, jsonl).
+    # One path or URL, or a list of them (parquet, json, jsonl).
     train_files: Any = MISSING
     val_files: Any = None
     # Column with a list of {"role", "content"}; loss on assistant turns.
@@ -418,6 +451,8 @@ class SFTDataConfig:
     max_length: int = 1024
     # What to do with a conversation over max_length: error | left | right.
     truncation: str = "error"
+    # Copies of files that are given as URLs, kept from run to run.
+    cache_dir: str = "~/.cache/scalerl/data"
     # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
     max_token_len_per_gpu: int = 16384
     shuffle: bool = True

@@ -24,7 +24,7 @@ class ReplicaHost:
         model_path: str,
         rollout: RolloutConfig,
         device: str,
-        gpu_ids: list[int] | None,
+        gpu_ids: list[str] | None,
         max_model_len: int,
         single_node: bool,
         trust_remote_code: bool,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -25,11 +24,15 @@ MAX_RESTARTS_KEY = "actor_rollout_ref.rollout.max_restarts"
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Where one server runs. devices: numbers of the node's devices that it shares with the trainer ranks."""
+    """Where one server runs. devices: it has those of these trainer ranks of the node, counted from 0."""
 
     index: int
     node: int
     devices: tuple[int, ...]
+
+    def gpu_ids(self, pool: ResourcePool, by_rank: Sequence[str]) -> list[str]:
+        """What the node calls these devices. by_rank: of each trainer rank, what it calls its own."""
+        return [by_rank[self.node * pool.devices_per_node + device] for device in self.devices]
 
 
 def plan_replicas(pool: ResourcePool, rollout: RolloutConfig) -> list[ReplicaPlan]:
@@ -54,6 +57,7 @@ class ReplicaSet:
         model: ModelConfig,
         rollout: RolloutConfig,
         *,
+        gpu_ids: Sequence[str] | None,
         max_model_len: int,
         log_dir: Path,
         timeout_s: float,
@@ -73,7 +77,7 @@ class ReplicaSet:
                 model_path=model.path,
                 rollout=rollout,
                 device=pool.device,
-                gpu_ids=list(plan.devices) if pool.device == "cuda" else None,
+                gpu_ids=None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids),
                 max_model_len=max_model_len,
                 single_node=pool.nnodes == 1,
                 trust_remote_code=model.trust_remote_code,
@@ -104,12 +108,8 @@ class ReplicaSet:
             starting = {index: self.hosts[index].start.remote() for index in self.down}
             for index, call in starting.items():
                 self.num_restarts[index] = self.num_restarts.get(index, 0) + 1
-                logger.warning(
-                    "%s\nRestart %d of at most %d.",
-                    self.down[index],
-                    self.num_restarts[index],
-                    self.rollout.max_restarts,
-                )
+                nth, limit = self.num_restarts[index], self.rollout.max_restarts
+                logger.warning("%s\nRestart %d of at most %d.", self.down[index], nth, limit)
                 try:
                     (url,) = values_of("rollout server restart", [call], self.timeout_s)
                 except ServerStartError as error:

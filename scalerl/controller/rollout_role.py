@@ -3,86 +3,65 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
 from scalerl.balance import StepPlan
-from scalerl.config.schema import PPOConfig, RolloutConfig
+from scalerl.config.schema import PPOConfig
 from scalerl.controller.batch import BatchRef, PlacedBatch
+from scalerl.controller.calls import values_of
 from scalerl.controller.pools import ResourcePool
-from scalerl.controller.replica import ReplicaHost
+from scalerl.controller.replacements import LostServer
+from scalerl.controller.replica_set import ReplicaSet
 from scalerl.controller.rollout_worker import Generated, RolloutWorker
 from scalerl.controller.trainer_roles import TOKENS
-from scalerl.controller.worker_group import WorkerError, WorkerGroup
-from scalerl.hybrid.replicas import Replica
+from scalerl.controller.worker_group import WorkerGroup
+from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import Metric
-from scalerl.rollout.client import SamplingParams
-
-logger = logging.getLogger(__name__)
+from scalerl.rollout.client import RolloutError, SamplingParams
 
 Metrics = dict[str, Metric]
-
-
-@dataclass(frozen=True)
-class ReplicaPlan:
-    """Where one server runs. devices: numbers of the node's devices that it shares with the trainer ranks."""
-
-    index: int
-    node: int
-    devices: tuple[int, ...]
-
-
-def plan_replicas(pool: ResourcePool, rollout: RolloutConfig) -> list[ReplicaPlan]:
-    """Replicas in device order, each on one node. On CPU any number of them, dealt over the nodes."""
-    tp_size = rollout.tensor_model_parallel_size
-    count = rollout.num_replicas or max(1, pool.world_size // tp_size)
-    plans = []
-    for index in range(count):
-        first = index * tp_size
-        node = first // pool.devices_per_node % pool.nnodes
-        start = first % pool.devices_per_node
-        plans.append(ReplicaPlan(index, node, tuple(range(start, start + tp_size))))
-    return plans
 
 
 class HybridRollout:
     """Servers that hold the device between the trainer's phases (`free_cache_engine`) or share the CPU with it."""
 
-    def __init__(self, config: PPOConfig, pool: ResourcePool, datasets: dict[str, Any], *, log_dir: Path) -> None:
-        """Starts servers and rollout worker; `wait_ready` returns when they answer. datasets: name -> RLHFDataset."""
+    def __init__(
+        self,
+        config: PPOConfig,
+        pool: ResourcePool,
+        datasets: dict[str, Any],
+        *,
+        gpu_ids: Sequence[str] | None,
+        log_dir: Path,
+    ) -> None:
+        """Starts servers and rollout worker; `wait_ready` returns when they answer.
+
+        datasets: name -> RLHFDataset.  gpu_ids: of each trainer rank's device on its node; None on the CPU.
+        """
         self.config, self.pool = config, pool
         self.rollout = config.actor_rollout_ref.rollout
         self.model = config.actor_rollout_ref.model
         self.max_model_len = config.data.max_prompt_length + config.data.max_response_length
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
+        self.policy_version = 0
         self.val_uids = list(range(len(datasets["val"])))
-        self.hosts, self.starting = [], []
-        for plan in plan_replicas(pool, self.rollout):
-            options = pool.place(plan.node, num_devices=0)
-            host = (
-                ray.remote(ReplicaHost)
-                .options(**options, max_concurrency=2)
-                .remote(plan.index, log_path=str(log_dir / f"rollout-{plan.index}.log"))
-            )
-            self.hosts.append(host)
-            self.starting.append(
-                host.start.remote(
-                    model_path=self.model.path,
-                    rollout=self.rollout,
-                    device=pool.device,
-                    gpu_ids=list(plan.devices) if pool.device == "cuda" else None,
-                    max_model_len=self.max_model_len,
-                    single_node=pool.nnodes == 1,
-                    trust_remote_code=self.model.trust_remote_code,
-                )
-            )
+        # Since `faults` was asked.
+        self.num_restarts = self.num_resubmitted = 0
+        self.servers = ReplicaSet(
+            pool,
+            self.model,
+            self.rollout,
+            gpu_ids=gpu_ids,
+            max_model_len=self.max_model_len,
+            log_dir=log_dir,
+            timeout_s=self.timeout_s,
+        )
         self.worker = (
             ray.remote(RolloutWorker)
             .options(**pool.place(0, num_devices=0), max_concurrency=64)
@@ -97,17 +76,18 @@ class HybridRollout:
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
-        kind, tp_size = self.rollout.name, self.rollout.tensor_model_parallel_size
-        urls = self._get("rollout server start", self.starting)
-        replicas = [Replica(url, kind, tp_size if kind == "sglang" else 1) for url in urls]
-        self._get("rollout worker", [self.worker.connect.remote(replicas, self.rollout, self.max_model_len)])
+        self.servers.wait_ready()
+        self.orders = {index: self._new_order(index) for index in range(len(self.servers.replicas))}
+        self._ask(self.worker.connect, self.servers.replicas, self.rollout, self.max_model_len)
+        self.lost = self.worker.next_lost.remote()
         self.workers = workers
         workers.connect_rollout(
-            replicas,
+            self.servers.replicas,
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
             max_model_len=self.max_model_len,
-            timeout_s=self.timeout_s,
+            # Less than that of the collectives in which the other ranks wait for the one that asks a server.
+            timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
             dtype=self.rollout.dtype,
         )
 
@@ -132,14 +112,41 @@ class HybridRollout:
     def _generate(
         self, dataset: str, uids: Sequence[int], n: int, sampling: SamplingParams, *, step: int, keep: bool
     ) -> tuple[BatchRef, Metrics]:
+        self._take("continue", self.orders)
         call = self.worker.generate.remote(dataset, list(uids), n, sampling, step=step, keep=keep)
-        generated: Generated = self._get("generation", [call])[0]
+        generated = self._attend(call)
+        self._replace(generated.missing)
+        # One that took the place of a lost server meanwhile is idle as it was made, or generates like the others.
+        self._take("drain", [index for index, order in self.orders.items() if order.serving])
+        self.num_resubmitted += generated.num_resubmitted
         failed = float(generated.samples["reward_failed"].sum())
         metrics = {
             "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
             "reward/num_failed": Metric(failed, "sum"),
         }
         return BatchRef(generated.batch_id, generated.samples), metrics
+
+    def _attend(self, call: ray.ObjectRef) -> Generated:
+        """What the generation gives; the servers that it loses are replaced while the others go on."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            ready, _ = ray.wait([call, self.lost], timeout=max(0.0, deadline - time.monotonic()))
+            if self.lost not in ready or call in ready:
+                return values_of("generation", [call], 0.0 if not ready else self.timeout_s)[0]
+            (lost,) = values_of("generation", [self.lost], self.timeout_s)
+            self.lost = self.worker.next_lost.remote()
+            began = time.monotonic()
+            self._replace(lost)
+            deadline += time.monotonic() - began
+
+    def _replace(self, lost: Sequence[LostServer]) -> None:
+        """Ends what is left of these servers, starts others, gives them the weights that the generation began with."""
+        # The news of one that was replaced already may come late.
+        lost = [server for server in lost if self.servers.replicas[server.index].url == server.url]
+        for server in lost:
+            self.servers.end(server.index, server.why)
+        if lost:
+            self._serve(set())
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cut by the first plan; ranks of the others put their rows together from these pieces."""
@@ -148,56 +155,119 @@ class HybridRollout:
         return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, shards)
 
     def drop(self, samples: BatchRef) -> None:
-        self._get("drop", [self.worker.drop.remote(samples.batch_id)])
+        self._ask(self.worker.drop, samples.batch_id)
 
     def dump(self, samples: BatchRef, path: Path) -> None:
-        self._get("rollout dump", [self.worker.dump.remote(samples.batch_id, samples.samples, str(path))])
+        self._ask(self.worker.dump, samples.batch_id, samples.samples, str(path))
 
     def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
-        return self._get("texts", [self.worker.texts.remote(samples.batch_id, list(rows))])[0]
+        return self._ask(self.worker.texts, samples.batch_id, list(rows))
 
     @property
     def _hands_over(self) -> bool:
         return self.rollout.free_cache_engine and self.pool.device == "cuda"
 
     def release_device(self) -> None:
-        """After generation: KV cache and weights leave the device, the trainer has it to itself."""
+        """After generation: KV cache and weights leave the device, the trainer has it to itself.
+
+        A server that is lost now is restarted when the trainer has left the device.
+        """
         if self._hands_over:
-            self._get("release", [self.worker.release.remote()])
+            self._take("release_kv", self.orders)
+            self._take("release_weights", self.orders)
+            self._end_lost(self._ask(self.worker.release))
 
     def sync_weights(self, policy_version: int) -> Metrics:
         """weights back on the device -> sync -> KV cache back."""
-        if self._hands_over and self.num_syncs:
-            self._get("resume", [self.worker.resume.remote(["weights"])])
-        every = self.rollout.verify_weights_every
-        verify = every > 0 and self.num_syncs % every == 0
-        parts = self.workers.sync_weights(policy_version, verify=verify)
-        if self._hands_over and self.num_syncs:
-            self._get("resume", [self.worker.resume.remote(["kv_cache"])])
+        self.policy_version = policy_version
+        rounds = self._serve(set(range(len(self.servers.replicas))))
         self.num_syncs += 1
-        slowest = max(parts, key=lambda part: part["sync_s"])
+        slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
+        send_s, num_bytes = (sum(part[name] for part in slowest) for name in ("sync_s", "num_bytes"))
         return {
-            "timing_s/update_weights/send": Metric(slowest["sync_s"], "max"),
-            "timing_s/update_weights/verify": Metric(max(part["verify_s"] for part in parts), "max"),
-            "perf/update_weights_gb": Metric(slowest["num_bytes"] / 1e9, "max"),
+            "timing_s/update_weights/send": Metric(send_s, "max"),
+            "timing_s/update_weights/verify": Metric(
+                sum(max(part["verify_s"] for part in parts) for parts in rounds), "max"
+            ),
+            "perf/update_weights_gb": Metric(max(part["num_bytes"] for part in slowest) / 1e9, "max"),
+            "perf/update_weights_gb_per_s": Metric(num_bytes / 1e9 / send_s, "max"),
+            "perf/update_weights_buckets": Metric(max(part["num_buckets"] for part in slowest), "max"),
         }
 
+    def faults(self) -> Metrics:
+        """Servers restarted, and samples asked again, since the last call."""
+        restarts, self.num_restarts = self.num_restarts, 0
+        resubmitted, self.num_resubmitted = self.num_resubmitted, 0
+        return {
+            "rollout/num_restarts": Metric(float(restarts), "sum"),
+            "rollout/num_resubmitted": Metric(float(resubmitted), "sum"),
+        }
+
+    def _serve(self, indices: set[int]) -> list[list[dict[str, Any]]]:
+        """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.
+
+        One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
+        """
+        every = self.rollout.verify_weights_every
+        rounds = []
+        while indices or self.servers.down:
+            restarted = self._restart_down()
+            # Those were not there before, or what they served is not known.
+            verify = every > 0 and (self.num_syncs % every == 0 or bool(restarted))
+            running = indices - set(restarted)
+            failed = self._resume("weights", running) if running else {}
+            synced = sorted(running.union(restarted) - failed.keys())
+            self._take("begin", synced)
+            rounds.append(
+                self.workers.sync_weights(self.policy_version, verify=verify, only=synced, raise_errors=False)
+            )
+            failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
+            synced = sorted(set(synced) - failed.keys())
+            for step in ("bucket", "end", *(["check"] if verify else [])):
+                self._take(step, synced)
+            failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
+            self._end_lost(failed)
+            self._ask(self.worker.in_service, sorted(running.union(restarted) - failed.keys()))
+            indices = set()
+        return rounds
+
+    def _resume(self, tag: str, indices: set[int]) -> dict[int, str]:
+        if not (self._hands_over and self.num_syncs):
+            return {}
+        self._take("resume_weights" if tag == "weights" else "resume_kv", indices)
+        return self._ask(self.worker.resume, [tag])
+
+    def _take(self, step: Step, indices: Iterable[int]) -> None:
+        """Raises WrongOrderError, before a server is asked, where one of these may not take this step."""
+        for index in indices:
+            self.orders[index].take(step)
+
+    def _new_order(self, index: int) -> SyncOrder:
+        return SyncOrder(self.servers.replicas[index].url, serving=False)
+
+    def _restart_down(self) -> list[int]:
+        before = sum(self.servers.num_restarts.values())
+        restarted = self.servers.restart_down()
+        self.num_restarts += sum(self.servers.num_restarts.values()) - before
+        if restarted:
+            successors = {index: self.servers.replicas[index] for index in restarted}
+            self.orders |= {index: self._new_order(index) for index in restarted}
+            self.workers.reconnect_rollout(successors)
+            self._ask(self.worker.replace, successors)
+        return restarted
+
+    def _end_lost(self, failed: Mapping[int, str]) -> None:
+        """Raises RolloutError for a server that failed and is well: it refused, and would again."""
+        indices = sorted(failed)
+        for index, is_well in zip(indices, self._ask(self.worker.are_well, indices), strict=True):
+            if is_well:
+                raise RolloutError(failed[index])
+            self.servers.end(index, failed[index])
+
     def stop(self) -> None:
-        for host in self.hosts:
-            try:
-                ray.get(host.stop.remote(), timeout=20)
-            except Exception as error:
-                logger.warning("rollout server did not stop by itself: %s", error)
-            ray.kill(host)
+        self.servers.stop()
         ray.kill(self.worker)
 
-    def _get(self, what: str, refs: list[Any]) -> list[Any]:
-        """Values; a failure as the cause the user can read."""
-        try:
-            return ray.get(refs, timeout=self.timeout_s)
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayActorError as error:
-            raise WorkerError(f"{what}: the process died: {str(error).splitlines()[0]}") from None
-        except ray.exceptions.GetTimeoutError:
-            raise WorkerError(f"{what}: no answer within trainer.timeout_s={self.timeout_s:.0f} s") from None
+    def _ask(self, method: Any, *args: Any) -> Any:
+        """Of the rollout worker."""
+        return values_of(f"rollout worker {method._method_name}", [method.remote(*args)], self.timeout_s)[0]

@@ -163,6 +163,7 @@ class RolloutWorker:
                 solution_str=self.tokenizer.decode(output.output_ids, skip_special_tokens=True),
                 ground_truth=prompt.ground_truth,
                 extra_info=prompt.extra_info,
+                response_length=len(output.output_ids),
             )
         )
 

@@ -378,6 +378,11 @@ class MegatronWorker:
         )
 
     @register(Dispatch.ONE_TO_ALL)
+    def reconnect_rollout(self, successors: Mapping[int, Replica]) -> None:
+        """Index -> the restarted server."""
+        self.weight_sync.reconnect(successors)
+
+    @register(Dispatch.ONE_TO_ALL)
     @phase("update_weights", "params")
     def sync_weights(
         self, policy_version: int, *, verify: bool, only: Sequence[int] | None = None, raise_errors: bool = True
@@ -409,6 +414,14 @@ class MegatronWorker:
         if self.device == "cuda":
             return device_peak_flops(torch.cuda.get_device_name(), dtype)
         return measured_matmul_peak("cpu", dtype)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def gpu_ids(self) -> str:
+        """What the node calls this rank's device."""
+        import ray
+
+        (gpu_id,) = ray.get_gpu_ids()
+        return str(gpu_id)
 
     @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from scalerl.data.chat import load_tokenizer
 from scalerl.data.collate import collate_fn
+from scalerl.data.custom_class import PromptTable, create_rl_dataset
+from scalerl.data.local_copy import copy_to_local
 from scalerl.data.problems import DataError
 from scalerl.data.prompt_cursor import PromptCursor
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
@@ -13,9 +15,12 @@ __all__ = [
     "DataError",
     "PromptCursor",
     "PromptRow",
+    "PromptTable",
     "RLHFDataset",
     "SFTDataset",
     "SFTRow",
     "collate_fn",
+    "copy_to_local",
+    "create_rl_dataset",
     "load_tokenizer",
 ]

@@ -6,12 +6,14 @@ import difflib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalerl.data.local_copy import copy_to_local, is_remote, remote_name
 from scalerl.data.problems import DataError, FileProblems
 
 CHUNK_ROWS = 1024
@@ -20,20 +22,35 @@ SUFFIXES = (".parquet", ".json", ".jsonl")
 Chunk = list[tuple[int, dict[str, Any]]]
 
 
-def resolve_files(data_files: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
-    """One path or a list of paths -> existing files, in the order given.
+@dataclass(frozen=True)
+class DataFile:
+    """name: as the user gave it, for messages.  path: of a local file."""
 
-    Raises DataError that names every path that is not there or has an unknown suffix.
+    name: str
+    path: str
+
+
+def resolve_files(
+    data_files: str | os.PathLike | Sequence[str | os.PathLike], cache_dir: str | os.PathLike | None = None
+) -> list[DataFile]:
+    """One path or URL or a list of them -> local files, in the order given. URLs are copied to cache_dir.
+
+    Raises DataError that names every path that is not there or has an unknown suffix, or every URL that is not copied.
     """
     paths = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files or [])
     problems = [] if paths else ["no data file is given; set data.train_files / data.val_files to one path or a list"]
-    files = []
+    names = []
     for given in paths:
         if not isinstance(given, str | os.PathLike):
             problems.append(f"data file {given!r} is {type(given).__name__}; give a path")
             continue
+        if is_remote(given):
+            names.append(given)
+            if PurePosixPath(remote_name(given)).suffix not in SUFFIXES:
+                problems.append(f"data file {given} must end in one of {', '.join(SUFFIXES)}; name the file itself")
+            continue
         path = Path(given).expanduser()
-        files.append(str(path))
+        names.append(str(path))
         if path.is_dir():
             problems.append(f"data file {path} is a directory; name its files ({', '.join(SUFFIXES)}) in a list")
         elif not path.is_file():
@@ -41,27 +58,41 @@ def resolve_files(data_files: str | os.PathLike | Sequence[str | os.PathLike]) -
         elif path.suffix not in SUFFIXES:
             problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(SUFFIXES)}")
     if problems:
+        # Before anything is copied.
+        raise DataError(problems)
+    files = []
+    for name in names:
+        try:
+            files.append(DataFile(name, copy_to_local(name, cache_dir, verbose=True)))
+        except DataError as error:
+            problems.extend(error.problems)
+    if problems:
         raise DataError(problems)
     return files
 
 
-def read_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+def read_chunks(
+    path: str, columns: Sequence[str], problems: FileProblems, *, optional: Sequence[str] = ()
+) -> Iterator[Chunk]:
     """(row number, {column: value}) in chunks of CHUNK_ROWS; row numbers start at 0.
 
-    Columns that are not asked for are not read. A row that cannot be read is added to `problems` and left out.
+    Columns that are not asked for are not read; those of `optional` are there where the file has them. A row that
+    cannot be read is added to `problems` and left out.
     """
     rows = _parquet_chunks if Path(path).suffix == ".parquet" else _json_chunks
-    yield from rows(path, columns, problems)
+    yield from rows(path, columns, problems, optional)
 
 
-def _parquet_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+def _parquet_chunks(
+    path: str, columns: Sequence[str], problems: FileProblems, optional: Sequence[str]
+) -> Iterator[Chunk]:
     try:
         with pq.ParquetFile(path) as file:
             present = file.schema_arrow.names
             for column in columns:
                 if present.count(column) != 1:
                     _add_bad_column(problems, column, present)
-            wanted = [column for column in columns if present.count(column) == 1]
+            wanted = [column for column in dict.fromkeys([*columns, *optional]) if present.count(column) == 1]
             # With no column at all Arrow still yields the row counts.
             row = 0
             for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
@@ -98,7 +129,7 @@ def _python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) 
     return good
 
 
-def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
+def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, optional: Sequence[str]) -> Iterator[Chunk]:
     chunk: Chunk = []
     for row, record in _json_records(path, problems):
         if not isinstance(record, dict):
@@ -108,24 +139,42 @@ def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> I
         for column in missing:
             problems.add("no such key", f"every row needs the keys {', '.join(columns)}", row=row, column=column)
         if not missing:
-            chunk.append((row, {column: record[column] for column in columns}))
+            chunk.append((row, {column: record[column] for column in [*columns, *optional] if column in record}))
         if len(chunk) == CHUNK_ROWS:
             yield chunk
             chunk = []
     yield chunk
 
 
+def _is_one_object(path: str) -> bool:
+    """True for a json file that is one object over several lines: its first line alone is no JSON, the whole is."""
+    if Path(path).suffix != ".json":
+        return False
+    with open(path, "rb") as file:
+        try:
+            json.loads(next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"0").decode("utf-8-sig"))
+            return False
+        except ValueError:
+            pass
+        file.seek(0)
+        try:
+            return isinstance(json.loads(file.read().decode("utf-8-sig")), dict)
+        except ValueError:
+            return False
+
+
 def _json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
-    """One JSON array, or one object per line; blank lines are no rows."""
+    """One JSON array, one object per line, or (.json) one object; blank lines are no rows."""
     with open(path, "rb") as file:
         head = file.read(3)
         while head and not head.strip(b"\xef\xbb\xbf \t\r\n"):
             head = file.read(1)
         is_array = head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         file.seek(0)
-        if is_array:
+        if is_array or _is_one_object(path):
             try:
-                yield from enumerate(json.loads(file.read().decode("utf-8-sig")))
+                whole = json.loads(file.read().decode("utf-8-sig"))
+                yield from enumerate(whole if is_array else [whole])
             except ValueError as error:
                 problems.add(f"a file that is not valid JSON ({error})", "write one array of objects, or one per line")
             return

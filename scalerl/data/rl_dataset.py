@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scalerl.config.schema import DataConfig
-from scalerl.data.chat import encode, render, require_chat_template
-from scalerl.data.files import Chunk, read_chunks, resolve_files
-from scalerl.data.messages import check_messages
-from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
+from scalerl.data.chat import require_chat_template
+from scalerl.data.files import DataFile, read_chunks, resolve_files
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_rows import PromptColumns, PromptFields, check_prompt_rows
+from scalerl.data.prompt_tokens import Messages, PromptTokenizer, Tokens
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.truncation import truncate
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-_REWARD_SHAPE = 'write it as {"style": "rule", "ground_truth": "..."}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class PromptRow:
     """One prompt. uid: its position in the data set.  prompt_length_before: tokens before truncation.
 
     reward_style: rule (a reward function scores it), model (a reward model, where the run has one), or another name.
+    images: as the file has them; empty but for a data set with a processor.
     """
 
     uid: int
@@ -42,10 +43,11 @@ class PromptRow:
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]]
     reward_style: str
+    images: list[Any] = field(default_factory=list)
 
 
-# input_ids, then the fields of PromptRow after it.
-_KeptRow = tuple[np.ndarray, int, str, Any, dict[str, Any], list[dict[str, Any]], str]
+# input_ids, prompt_length_before, the other fields of PromptRow.
+_KeptRow = tuple[np.ndarray, int, PromptFields]
 
 
 class RLHFDataset:
@@ -57,11 +59,14 @@ class RLHFDataset:
         ability: str.
         reward_model: {"style": str, "ground_truth": any}; ground_truth may be null only if style is not "rule".
         extra_info: dict or null.
+        images (config.image_key; may be missing): list or null. Without a processor a row with images is a problem.
 
+    A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A prompt over config.max_prompt_length tokens is dropped and counted in `num_filtered` if
     config.filter_overlong_prompts, else config.truncation decides: error | left | right | middle.
+    config.filter_overlong_prompts_workers processes tokenize; the rows do not depend on their number.
     `max_samples`: keep the first so many rows (after filtering); -1 keeps all.
-    `processor` is there for callers that know the signature; images and videos are not supported and are refused.
+    `processor`: that of a model that sees images; it is not called, the images are carried in the rows.
 
     Raises DataError, naming file, row and column of all problems of the first file that has any.
     """
@@ -74,8 +79,6 @@ class RLHFDataset:
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
-        if processor is not None:
-            raise ValueError("processor: prompts with images or videos are not supported; pass None")
         if config.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={config.truncation!r}: use one of {', '.join(TRUNCATIONS)}")
         if config.max_prompt_length < 1:
@@ -84,18 +87,21 @@ class RLHFDataset:
             raise ValueError(f"max_samples={max_samples}: use at least 1, or -1 for all rows")
         require_chat_template(tokenizer)
 
-        self.files = resolve_files(data_files)
+        files = resolve_files(data_files, config.cache_dir)
+        self.files = [file.name for file in files]
         self.num_filtered = 0
+        columns = PromptColumns(config.reward_fn_key, config.prompt_key, config.image_key, processor is not None)
         rows: list[_KeptRow] = []
-        for path in self.files:
-            room = None if max_samples == -1 else max_samples - len(rows)
-            if room == 0:
-                break
-            rows.extend(self._read_file(path, tokenizer, config, room))
+        with PromptTokenizer(tokenizer, config.filter_overlong_prompts_workers) as prompt_tokenizer:
+            for file in files:
+                room = None if max_samples == -1 else max_samples - len(rows)
+                if room == 0:
+                    break
+                rows.extend(self._read_file(file, columns, prompt_tokenizer, config, room))
         if not rows:
             raise DataError([self._why_empty(config)])
         self._tokens = RaggedArray([tokens for tokens, *_ in rows], np.int32)
-        self._others = PackedObjects(others for _, *others in rows)
+        self._others = PackedObjects((num_tokens, *fields) for _, num_tokens, fields in rows)
         if self.num_filtered:
             log.warning(
                 "%d of %d prompts dropped: longer than data.max_prompt_length=%d tokens",
@@ -106,25 +112,36 @@ class RLHFDataset:
         return len(self._tokens)
 
     def __getitem__(self, uid: int) -> PromptRow:
-        if not 0 <= uid < len(self):
-            raise IndexError(f"uid {uid} is not in 0..{len(self) - 1}")
+        # Not len(self): a derived class may have another length.
+        if not 0 <= uid < len(self._tokens):
+            raise IndexError(f"uid {uid} is not in 0..{len(self._tokens) - 1}")
         return PromptRow(int(uid), self._tokens[uid].tolist(), *self._others[uid])
 
     def _read_file(
-        self, path: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, room: int | None
+        self,
+        file: DataFile,
+        columns: PromptColumns,
+        tokenizer: PromptTokenizer,
+        config: DataConfig,
+        room: int | None,
     ) -> list[_KeptRow]:
         """The kept rows of one file, `room` at most; every row is checked, also those beyond."""
-        columns = _Columns(config.reward_fn_key, config.prompt_key)
-        problems = FileProblems(path)
+        problems = FileProblems(file.name)
         kept: list[_KeptRow] = []
         overlong: dict[int, int] = {}
-        for chunk in read_chunks(path, columns.names, problems):
-            rows = _check_rows(chunk, columns, problems)
-            if problems.full:
-                break
-            if problems or room == len(kept):
+
+        def checked() -> Iterator[tuple[list[tuple[int, PromptFields]], list[Messages]]]:
+            for chunk in read_chunks(file.path, columns.names, problems, optional=[columns.images]):
+                rows = check_prompt_rows(chunk, columns, problems)
+                if problems.full:
+                    return
+                if not problems and room != len(kept):
+                    yield rows, [fields.messages for _, fields in rows]
+
+        for rows, token_lists in tokenizer.each(checked()):
+            if room == len(kept):
                 continue
-            for row, fields, tokens in _tokenize(rows, tokenizer, columns.prompt, problems):
+            for row, fields, tokens in _kept_of(rows, token_lists, columns.prompt, problems):
                 if room == len(kept):
                     break
                 num_tokens = len(tokens)
@@ -135,11 +152,8 @@ class RLHFDataset:
                     if config.truncation == "error":
                         overlong[row] = num_tokens
                         continue
-                    tokens = truncate(tokens, config.max_prompt_length, config.truncation)
-                data_source, messages, ground_truth, extra_info, style = fields
-                # An array: a list of Python integers is ten times larger while the other rows are read.
-                ids = np.asarray(tokens, np.int32)
-                kept.append((ids, num_tokens, data_source, ground_truth, extra_info, messages, style))
+                    tokens = np.asarray(truncate(tokens, config.max_prompt_length, config.truncation), np.int32)
+                kept.append((tokens, num_tokens, fields))
         _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
         problems.raise_if_any()
         return kept
@@ -154,88 +168,17 @@ class RLHFDataset:
         return f"{files}: no rows; give files with at least one row"
 
 
-@dataclass(frozen=True)
-class _Columns:
-    data_source: str
-    prompt: str
-
-    @property
-    def names(self) -> list[str]:
-        return [self.data_source, self.prompt, "ability", "reward_model", "extra_info"]
-
-
-# data_source, messages, ground_truth, extra_info, reward_style
-_Fields = tuple[str, list[dict[str, Any]], Any, dict[str, Any], str]
-
-
-def _check_rows(chunk: Chunk, columns: _Columns, problems: FileProblems) -> list[tuple[int, _Fields]]:
-    rows = []
-    for row, values in chunk:
-        if len(values) < len(columns.names):
-            # The file lacks a column, which is in `problems`: check the others.
-            values = {**dict.fromkeys(columns.names, _ABSENT), **values}
-        _check_text(values[columns.data_source], row, columns.data_source, problems)
-        _check_text(values["ability"], row, "ability", problems, may_be_empty=True)
-        _check_reward_model(values["reward_model"], row, problems)
-        _check_extra_info(values["extra_info"], row, problems)
-        messages = None
-        if values[columns.prompt] is not _ABSENT:
-            messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
-        if not problems:
-            fields = values[columns.data_source], messages, values["reward_model"]["ground_truth"]
-            rows.append((row, (*fields, values["extra_info"] or {}, values["reward_model"]["style"])))
-    return rows
-
-
-# Stands for the value of a column that the file does not have.
-_ABSENT = object()
-
-
-def _check_text(value: Any, row: int, column: str, problems: FileProblems, *, may_be_empty: bool = False) -> None:
-    if value is _ABSENT:
-        return
-    if not isinstance(value, str):
-        problems.add(f"{type_name(value)}, not text", "write text", row=row, column=column, value=excerpt(value))
-    elif not value and not may_be_empty:
-        problems.add("empty text", "name the source of the row", row=row, column=column)
-
-
-def _check_reward_model(value: Any, row: int, problems: FileProblems) -> None:
-    if value is _ABSENT:
-        return
-    place: dict[str, Any] = {"row": row, "column": "reward_model"}
-    if not isinstance(value, dict):
-        problems.add(f"{type_name(value)}, not a dict", _REWARD_SHAPE, **place, value=excerpt(value))
-        return
-    for key in ("style", "ground_truth"):
-        if key not in value:
-            problems.add(f"no key '{key}' (it has: {', '.join(map(str, value)) or 'none'})", _REWARD_SHAPE, **place)
-    style = value.get("style", "rule")
-    if not isinstance(style, str) or not style:
-        problems.add(f"{type_name(style)} as style, not a name", _REWARD_SHAPE, **place, value=excerpt(style))
-    if style == "rule" and "ground_truth" in value and value["ground_truth"] is None:
-        problems.add("null as ground_truth", "give the answer that the rule compares with", **place)
-
-
-def _check_extra_info(value: Any, row: int, problems: FileProblems) -> None:
-    if value is not _ABSENT and value is not None and not isinstance(value, dict):
-        found = f"{type_name(value)}, not a dict"
-        problems.add(found, "write a dict, or null", row=row, column="extra_info", value=excerpt(value))
-
-
-def _tokenize(
-    rows: list[tuple[int, _Fields]], tokenizer: PreTrainedTokenizerBase, column: str, problems: FileProblems
-) -> Iterator[tuple[int, _Fields, list[int]]]:
-    rendered = []
-    for row, fields in rows:
-        try:
-            rendered.append((row, fields, render(tokenizer, fields[1], add_generation_prompt=True)))
-        except Exception as error:  # a chat template is a program of the model's author: it raises anything
-            found = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+def _kept_of(
+    rows: list[tuple[int, PromptFields]],
+    token_lists: list[Tokens],
+    column: str,
+    problems: FileProblems,
+) -> Iterator[tuple[int, PromptFields, np.ndarray]]:
+    for (row, fields), tokens in zip(rows, token_lists, strict=True):
+        if isinstance(tokens, str):
+            found = f"messages that the chat template refuses ({tokens})"
             problems.add(found, "correct the messages, or use another template", row=row, column=column)
-    token_lists = encode(tokenizer, [text for *_, text in rendered])
-    for (row, fields, _), tokens in zip(rendered, token_lists, strict=True):
-        if tokens:
+        elif len(tokens):
             yield row, fields, tokens
         else:
             problems.add("messages that the chat template renders to nothing", "correct it", row=row, column=column)

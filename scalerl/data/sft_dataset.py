@@ -11,7 +11,7 @@ import numpy as np
 
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import encode, render, require_chat_template
-from scalerl.data.files import read_chunks, resolve_files
+from scalerl.data.files import DataFile, read_chunks, resolve_files
 from scalerl.data.messages import check_messages
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import RaggedArray
@@ -39,6 +39,7 @@ class SFTDataset:
     and with the turn without it; the tokens of both must start the tokens of the whole conversation, else the template
     rewrites earlier turns and the row is an error.
 
+    A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A conversation over config.max_length tokens: config.truncation error | left | right.
     Raises DataError, naming file, row and column of all problems of the first file that has any.
     """
@@ -54,8 +55,9 @@ class SFTDataset:
         if config.max_length < 2:
             raise ValueError(f"data.max_length={config.max_length}: use at least 2 tokens")
         require_chat_template(tokenizer)
-        self.files = resolve_files(data_files)
-        rows = [row for path in self.files for row in _read_file(path, tokenizer, config)]
+        files = resolve_files(data_files, config.cache_dir)
+        self.files = [file.name for file in files]
+        rows = [row for file in files for row in _read_file(file, tokenizer, config)]
         if not rows:
             raise DataError([f"{', '.join(self.files)}: no rows; give files with at least one row"])
         self._tokens = RaggedArray([tokens for tokens, _ in rows], np.int32)
@@ -71,13 +73,13 @@ class SFTDataset:
 
 
 def _read_file(
-    path: str, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig
+    file: DataFile, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    problems = FileProblems(path)
+    problems = FileProblems(file.name)
     column = config.messages_key
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     overlong: dict[int, int] = {}
-    for chunk in read_chunks(path, [column], problems):
+    for chunk in read_chunks(file.path, [column], problems):
         if problems.full:
             break
         for row, values in chunk:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -16,18 +18,17 @@ from scalerl.rollout.weights import SHARED_MEMORY_DIR, Bucket, SharedBytes, flat
 class NodeBuckets:
     """Every rank copies what it holds into its place, so that a byte is copied once until a server reads it.
 
-    There is room for two buckets: while servers read the one, the ranks write the other. It is kept from sync to sync,
-    because memory that is new to a process costs as much as the copy into it.
+    There is room for two buckets: while servers read the one, the ranks write the other. It is there during a sync
+    only: shared memory has a file name, and what a killed run has of it stays until the machine is restarted.
     """
 
     def __init__(self, engine: MegatronEngine, bucket_bytes: int) -> None:
-        """Collective. Raises UserError where the machine's shared memory is too small."""
         self.engine = engine
         self.writer = BucketWriter(engine.chunks, engine.family, engine.shape, engine.groups, bucket_bytes=bucket_bytes)
         layouts = [flat_layout(tensors) for tensors in self.writer.tensors]
         self.entries = [entries for entries, _ in layouts]
-        largest = max(num_bytes for _, num_bytes in layouts)
-        self.memory = [_shared_by_all(largest) for _ in range(min(2, len(layouts)))]
+        self.largest = max(num_bytes for _, num_bytes in layouts)
+        self.memory: list[SharedBytes] = []
 
     @staticmethod
     def possible(engine: MegatronEngine) -> bool:
@@ -42,9 +43,18 @@ class NodeBuckets:
     def __len__(self) -> int:
         return len(self.entries)
 
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """Collective: the memory that `write` writes into. Raises UserError where the machine has too little of it."""
+        self.engine.require_on_device(PARAMS, work="the export of weights")
+        self.memory = [_shared_by_all(self.largest) for _ in range(min(2, len(self)))]
+        try:
+            yield
+        finally:
+            self.memory = []
+
     def write(self, number: int) -> Bucket:
         """This rank's part of that bucket; whole once every rank has done it. Overwrites the bucket before the last."""
-        self.engine.require_on_device(PARAMS, work="the export of weights")
         memory = self.memory[number % 2]
         named = memory.views(self.entries[number])
         self.writer.write(number, dict(named))

@@ -38,6 +38,10 @@ class SyncOrder:
         self._session: Literal["none", "open", "filled", "ended"] = "none"
 
     @property
+    def serving(self) -> bool:
+        return self._serving
+
+    @property
     def allowed(self) -> tuple[Step, ...]:
         """The steps that may come next."""
         if self._serving:
@@ -89,7 +93,7 @@ class SyncOrder:
         self._weights = True
 
     def _begin(self) -> None:
-        self._session, self._defined = "open", False
+        self._session = "open"
 
     def _bucket(self) -> None:
         self._session = "filled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,18 +66,25 @@ class WeightSync:
             # Collective: every rank creates every group.
             group = dist.new_group(distinct, backend="gloo") if len(distinct) > 1 else None
             self.feeds.append(_Feed(index, replica, ranks, group))
-        self.clients = {
-            feed.replica.url: RolloutClient(
-                feed.replica.url, feed.replica.kind, max_model_len=max_model_len, timeout_s=timeout_s
-            )
-            for feed in self.feeds
-            if feed.lead == self.rank
-        }
+        self.max_model_len, self.timeout_s = max_model_len, timeout_s
+        self.clients = {feed.replica.url: self._client(feed) for feed in self.feeds if feed.lead == self.rank}
         self.node_buckets = NodeBuckets(engine, bucket_bytes) if NodeBuckets.possible(engine) else None
         # Index of a replica that this rank talks to -> how far the sync in progress is with it.
         self.orders: dict[int, SyncOrder] = {}
         # Index of a replica that this rank talks to -> what its server did not do in the sync in progress.
         self.failed: dict[int, str] = {}
+
+    def _client(self, feed: _Feed) -> RolloutClient:
+        replica = feed.replica
+        return RolloutClient(replica.url, replica.kind, max_model_len=self.max_model_len, timeout_s=self.timeout_s)
+
+    def reconnect(self, successors: Mapping[int, Replica]) -> None:
+        """Index -> the server that took the place of a lost one: another address, fed by the same ranks."""
+        for index, successor in successors.items():
+            self.clients.pop(self.feeds[index].replica.url, None)
+            feed = self.feeds[index] = replace(self.feeds[index], replica=successor)
+            if feed.lead == self.rank:
+                self.clients[successor.url] = self._client(feed)
 
     def sync(
         self, policy_version: int, *, verify: bool, only: Collection[int] | None = None, raise_errors: bool = True
@@ -139,7 +146,7 @@ class WeightSync:
         """-> bytes and buckets. While the ranks write a bucket, servers load and leads hash the one before."""
         num_bytes = 0
         pending: list[Future] = []
-        with ThreadPoolExecutor(max(1, len(led) + len(expected))) as threads:
+        with buckets.room(), ThreadPoolExecutor(max(1, len(led) + len(expected))) as threads:
             for number in range(len(buckets)):
                 bucket = buckets.write(number)
                 num_bytes += bucket.num_bytes

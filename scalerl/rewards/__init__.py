@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scalerl.rewards.batch import BatchRewardManager
 from scalerl.rewards.default_score import default_compute_score, register_reward
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.manager import (
@@ -13,10 +14,15 @@ from scalerl.rewards.manager import (
     get_reward_manager,
     register_reward_manager,
 )
+from scalerl.rewards.overlong import DAPORewardManager
+from scalerl.rewards.parallel_processes import PrimeRewardManager
 from scalerl.rewards.reward_function import RewardFunction, load_reward_function
 
 __all__ = [
+    "BatchRewardManager",
+    "DAPORewardManager",
     "NaiveRewardManager",
+    "PrimeRewardManager",
     "RewardError",
     "RewardFunction",
     "RewardManager",

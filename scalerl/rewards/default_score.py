@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
-from scalerl.rewards import gsm8k
+from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice
 from scalerl.rewards.errors import RewardError
 
 # (solution_str, ground_truth, extra_info) -> score, or a dict with "score".
@@ -16,6 +17,8 @@ _RULES: dict[str, RewardRule] = {}
 
 def register_reward(data_source: str) -> Callable[[RewardRule], RewardRule]:
     """Decorator: fn(solution_str, ground_truth, extra_info) scores the rows of `data_source`.
+
+    "aime*" means all that begin so; a rule for the exact name goes before patterns.
 
     Raises ValueError when the data source has another rule already.
     """
@@ -34,7 +37,7 @@ def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, Any]:
     """The score by the rule registered for data_source. Raises RewardError when there is none."""
-    rule = _RULES.get(data_source)
+    rule = _rule_of(data_source)
     if rule is None:
         raise RewardError(
             f"no reward rule for data_source {data_source!r} (known: {', '.join(sorted(_RULES))}); "
@@ -44,6 +47,54 @@ def default_compute_score(
     return rule(solution_str, ground_truth, extra_info)
 
 
+def default_compute_scores(
+    data_sources: list[str],
+    solution_strs: list[str],
+    ground_truths: list[Any],
+    extra_infos: list[dict[str, Any] | None],
+) -> list[float | dict[str, Any]]:
+    """default_compute_score of each sample. Raises as it does, for the first that fails."""
+    samples = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [default_compute_score(*sample) for sample in samples]
+
+
+def _rule_of(data_source: str) -> RewardRule | None:
+    if data_source in _RULES:
+        return _RULES[data_source]
+    return next((rule for name, rule in _RULES.items() if fnmatchcase(data_source, name)), None)
+
+
 @register_reward("openai/gsm8k")
 def _score_gsm8k(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
     return gsm8k.compute_score(solution_str, ground_truth)
+
+
+@register_reward("lighteval/MATH")
+@register_reward("DigitalLearningGmbH/MATH-lighteval")
+@register_reward("HuggingFaceH4/MATH-500")
+def _score_math(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+    return math_answer.compute_score(solution_str, ground_truth)
+
+
+@register_reward("math")
+@register_reward("math_dapo")
+@register_reward("math_dapo_reasoning")
+@register_reward("aime*")
+def _score_math_dapo(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+    return math_dapo.compute_score(solution_str, ground_truth)
+
+
+@register_reward("multiple_choice")
+def _score_multiple_choice(
+    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return multiple_choice.compute_score(solution_str, ground_truth)
+
+
+@register_reward("code")
+@register_reward("codecontests")
+@register_reward("apps")
+@register_reward("codeforces")
+@register_reward("taco")
+def _score_code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
+    return code.compute_score(solution_str, ground_truth)

@@ -7,14 +7,15 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError
-from scalerl.rewards.reward_function import RewardFunction, cause_of, load_reward_function
+from scalerl.rewards.processes import CallTimeout
+from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of, load_reward_function
 
 ON_ERROR = ("stop", "zero")
 _MAX_RESPONSE_CHARS = 500
@@ -30,6 +31,8 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
+    # Tokens sampled, None where only text is at hand.
+    response_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class ScoreResult:
 
 
 class RewardManager(ABC):
-    """Scores samples one by one, many at a time."""
+    """Scores samples one by one, many at a time. arguments: what its reward function is called with, by keyword."""
+
+    arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
 
     @abstractmethod
     def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None: ...
@@ -80,7 +85,8 @@ def get_reward_manager(name: str) -> type[RewardManager]:
 
 def build_reward_manager(config: RewardModelConfig, custom: CustomRewardFunctionConfig) -> RewardManager:
     """The configured manager around the configured function. Raises as get_reward_manager and load_reward_function."""
-    return get_reward_manager(config.reward_manager)(load_reward_function(custom), config)
+    manager = get_reward_manager(config.reward_manager)
+    return manager(load_reward_function(custom, manager.arguments), config)
 
 
 @register_reward_manager("naive")
@@ -98,16 +104,25 @@ class NaiveRewardManager(RewardManager):
             raise ValueError(f"reward_model.timeout_s={config.timeout_s}: use more than 0 seconds")
         self._function = function
         self._config = config
-        self._caller = RewardCaller(function, config.timeout_s)
+        self._caller = self._new_caller()
+
+    def _new_caller(self) -> RewardCaller:
+        return RewardCaller(self._function, self._config.timeout_s)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         outcome = await self._caller.call(
             data_source=request.data_source,
             solution_str=request.solution_str,
             ground_truth=request.ground_truth,
-            # A copy: the samples of a prompt share the dict, and run at the same time.
-            extra_info=None if request.extra_info is None else dict(request.extra_info),
+            extra_info=copy_of_extra_info(request),
         )
+        return self._result(request, outcome)
+
+    def close(self) -> None:
+        self._caller.close()
+
+    def _result(self, request: ScoreRequest, outcome: Outcome) -> ScoreResult:
+        """Raises RewardError, or scores 0, for what failed, as config.on_error says."""
         cause = self._why_failed(outcome)
         if cause is None:
             try:
@@ -118,11 +133,8 @@ class NaiveRewardManager(RewardManager):
             return ScoreResult(0.0, error=cause)
         raise RewardError(self._describe(request, cause)) from outcome.error
 
-    def close(self) -> None:
-        self._caller.close()
-
     def _why_failed(self, outcome: Outcome) -> str | None:
-        if outcome.timed_out:
+        if outcome.timed_out or isinstance(outcome.error, CallTimeout):
             return f"no result after reward_model.timeout_s={self._config.timeout_s:g} s"
         if outcome.error is not None:
             return cause_of(outcome.error, self._function.path)
@@ -143,6 +155,11 @@ class NaiveRewardManager(RewardManager):
             f"  response{cut}: {response[:_MAX_RESPONSE_CHARS]!r}\n"
             "  Correct the function, or set reward_model.on_error=zero to score such samples 0 and count them."
         )
+
+
+def copy_of_extra_info(request: ScoreRequest) -> dict[str, Any] | None:
+    """The samples of a prompt share the dict, and are scored at the same time."""
+    return None if request.extra_info is None else dict(request.extra_info)
 
 
 def parse_result(value: Any) -> ScoreResult:

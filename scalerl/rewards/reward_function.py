@@ -15,10 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from scalerl.config.schema import CustomRewardFunctionConfig
-from scalerl.rewards.default_score import default_compute_score
+from scalerl.rewards.default_score import default_compute_score, default_compute_scores
 from scalerl.rewards.errors import RewardError
+from scalerl.rewards.processes import CallFailed
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# Of a function that scores many samples in one call: lists of one length.
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,32 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
 
 
-def load_reward_function(config: CustomRewardFunctionConfig) -> RewardFunction:
-    """The function `config.name` of the file `config.path`; default_compute_score when path is null.
+@dataclass(frozen=True)
+class BatchRewardFunction(RewardFunction):
+    """A callable with the four lists of BATCH_ARGUMENTS, of one length; returns a list of what RewardFunction does."""
+
+    def __call__(
+        self,
+        data_sources: list[str],
+        solution_strs: list[str],
+        ground_truths: list[Any],
+        extra_infos: list[dict[str, Any] | None],
+    ) -> Any:
+        return self.fn(
+            data_sources=data_sources,
+            solution_strs=solution_strs,
+            ground_truths=ground_truths,
+            extra_infos=extra_infos,
+            **self.reward_kwargs,
+        )
+
+
+def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS) -> RewardFunction:
+    """The function `config.name` of the file `config.path`; when path is null, default_compute_score, for lists if
+    `arguments` are BATCH_ARGUMENTS.
 
     Raises RewardError when the file does not exist or does not import, does not define the name, or what it defines
-    cannot be called with the four arguments and config.reward_kwargs.
+    cannot be called with `arguments` and config.reward_kwargs.
     """
     reward_kwargs = dict(config.reward_kwargs)
     if config.path is None:
@@ -66,15 +90,19 @@ def load_reward_function(config: CustomRewardFunctionConfig) -> RewardFunction:
                 f"custom_reward_function.reward_kwargs={reward_kwargs} is set, but custom_reward_function.path is not; "
                 "set the path of the function that takes them"
             )
+        if arguments == BATCH_ARGUMENTS:
+            return BatchRewardFunction(default_compute_scores, "default_compute_scores")
         return RewardFunction(default_compute_score, "default_compute_score")
     path = Path(config.path).expanduser()
-    module = _import_file(path)
+    module = import_file(path)
     fn = _find(module, config.name, path)
-    _check_signature(fn, config.name, path, reward_kwargs)
-    return RewardFunction(fn, config.name, str(path.resolve()), reward_kwargs)
+    _check_signature(fn, config.name, path, reward_kwargs, arguments)
+    kind = BatchRewardFunction if arguments == BATCH_ARGUMENTS else RewardFunction
+    return kind(fn, config.name, str(path.resolve()), reward_kwargs)
 
 
-def _import_file(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
+    """The module of a Python file. Raises RewardError when it does not exist or does not import."""
     if not path.is_file():
         raise RewardError(
             f"custom_reward_function.path={path} does not exist (working directory {Path.cwd()}); correct the path"
@@ -124,8 +152,10 @@ def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
     return fn
 
 
-def _check_signature(fn: Callable[..., Any], name: str, path: Path, reward_kwargs: dict[str, Any]) -> None:
-    taken = sorted(reward_kwargs.keys() & set(ARGUMENTS))
+def _check_signature(
+    fn: Callable[..., Any], name: str, path: Path, reward_kwargs: dict[str, Any], arguments: tuple[str, ...]
+) -> None:
+    taken = sorted(reward_kwargs.keys() & set(arguments))
     if taken:
         raise RewardError(
             f"custom_reward_function.reward_kwargs sets {', '.join(taken)}: each sample gives it; remove it"
@@ -135,9 +165,9 @@ def _check_signature(fn: Callable[..., Any], name: str, path: Path, reward_kwarg
     except ValueError:
         return  # Some builtins and extension functions have none.
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
+        signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
-        wanted = ", ".join([*ARGUMENTS, *reward_kwargs])
+        wanted = ", ".join([*arguments, *reward_kwargs])
         raise RewardError(
             f"{name}{signature} in custom_reward_function.path={path} cannot be called with the keyword arguments "
             f"{wanted}: {error}; define it as {name}({wanted})"
@@ -149,6 +179,8 @@ def cause_of(error: BaseException, path: str | None) -> str:
 
     The place is the innermost line of `path` if the traceback has one, else the innermost line; a syntax error's own.
     """
+    if isinstance(error, CallFailed):  # from another process, where the traceback is
+        return str(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
     frames = traceback.extract_tb(error.__traceback__)

@@ -24,7 +24,7 @@ def sglang_command(
     max_model_len: int,
     device: Literal["cpu", "cuda"],
     host: str = "127.0.0.1",
-    gpu_ids: Sequence[int] | None = None,
+    gpu_ids: Sequence[int | str] | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
     log_level: str = "warning",

@@ -42,12 +42,16 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         tracker.phase("start")
         stack.enter_context(ray_cluster(num_workers=num_devices(cfg), device=inputs.device))
         pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
-        rollout = HybridRollout(
-            cfg, pool, {"train": inputs.train, "val": inputs.val}, log_dir=Path(trainer.default_local_dir) / "logs"
-        )
-        stack.callback(rollout.stop)
         groups = start_groups(stack, cfg, pool, inputs.device)
         workers = groups["actor"]
+        rollout = HybridRollout(
+            cfg,
+            pool,
+            {"train": inputs.train, "val": inputs.val},
+            gpu_ids=workers.gpu_ids() if inputs.device == "cuda" else None,
+            log_dir=Path(trainer.default_local_dir) / "logs",
+        )
+        stack.callback(rollout.stop)
         model = cfg.actor_rollout_ref.model
         workers.build_engine(
             "actor",
@@ -83,6 +87,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             total_steps=total_steps,
             stop=stop,
         )
+        # It was opened beside all this; one that cannot be ends the run here, not after the first step.
+        tracker.wait_started()
         load(run, resumed)
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")

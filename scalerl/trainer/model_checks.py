@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scalerl.config import ModelRole, ModelSizes, PPOConfig, layout_violations, recompute_violations, world_size
-from scalerl.config.schema import MegatronConfig
+from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.rollout.checksums import MIXTURES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Of a server's arguments those that decide which rank holds which expert, and how.
+EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
 ACTOR_MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
@@ -46,12 +49,37 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape) -> Iterator[str]:
         prefix=ACTOR_MEGATRON,
         rollout_tp=rollout.tensor_model_parallel_size,
     )
-    if shape.num_experts and rollout.name == "sglang" and rollout.verify_weights_every:
-        yield (
-            f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an "
-            f"SGLang server are not known for a mixture of experts ({shape.model_type}); set it to 0"
-        )
+    if shape.num_experts and rollout.name == "sglang":
+        yield from _mixture_on_sglang(rollout, shape, device=cfg.trainer.device)
     yield from _too_long(cfg, shape, "the model")
+
+
+def _mixture_on_sglang(rollout: RolloutConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
+    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
+        dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
+        yield (
+            f"actor_rollout_ref.rollout.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
+            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
+            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
+        )
+    if not rollout.verify_weights_every:
+        return
+    key = f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an SGLang"
+    if shape.model_type not in MIXTURES:
+        yield (
+            f"{key} server are not known for a {shape.model_type} model (known: dense models and "
+            f"{', '.join(MIXTURES)}); set it to 0"
+        )
+    elif device == "cuda":
+        yield f"{key} server on a GPU are not known for a mixture of experts ({shape.model_type}); set it to 0"
+    moved = sorted(
+        name for name in (rollout.engine_kwargs or {}).get("sglang", {}) if name.startswith(EXPERT_ARGUMENTS)
+    )
+    if moved:
+        yield (
+            f"{key} server are not known with engine_kwargs.sglang.{moved[0]}, which moves experts or their weights; "
+            "leave it out, or set it to 0"
+        )
 
 
 def role_violations(

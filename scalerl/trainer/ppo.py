@@ -121,7 +121,7 @@ def train_step(run: Run, step: int) -> StepOutcome:
                 outliers = worst_rows(batch.samples, run.actor.worst_tokens(batch), cfg.trainer.rollout_data_outliers)
                 write_outliers(outliers, directory / f"outliers_{step}.jsonl")
         run.rollout.drop(samples)
-    return StepOutcome(batch.samples, plans["actor"], metrics | memory(run))
+    return StepOutcome(batch.samples, plans["actor"], metrics | run.rollout.faults() | memory(run))
 
 
 def model_scores(reward_model: MegatronRewardModel, batch: PlacedBatch) -> np.ndarray:

@@ -19,6 +19,7 @@ from scalerl.config import (
 )
 from scalerl.config.schema import DataConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import ModelShape
+from scalerl.metrics import check_installed
 from scalerl.trainer import checkpoints
 from scalerl.trainer.device import resolve_device
 from scalerl.trainer.model_checks import (
@@ -32,7 +33,7 @@ from scalerl.trainer.model_checks import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from scalerl.data import RLHFDataset, SFTDataset
+    from scalerl.data import PromptTable, RLHFDataset, SFTDataset
 
 Checked = TypeVar("Checked")
 
@@ -41,8 +42,8 @@ Checked = TypeVar("Checked")
 class PPOInputs:
     # Role -> its model's.
     shapes: dict[str, ModelShape]
-    train: RLHFDataset
-    val: RLHFDataset
+    train: RLHFDataset | PromptTable
+    val: RLHFDataset | PromptTable
     device: str
     resumed: checkpoints.Resumed
 
@@ -59,12 +60,13 @@ class SFTInputs:
 def check_ppo(cfg: PPOConfig) -> PPOInputs:
     """Raises ConfigError with every violation that was found."""
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
-    from scalerl.data import RLHFDataset, load_tokenizer
+    from scalerl.data import create_rl_dataset, load_tokenizer
     from scalerl.rewards import build_reward_manager
 
     findings = _Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_ppo(cfg, device=device))
+    findings.run(lambda: check_installed(cfg.trainer.logger))
     model = cfg.actor_rollout_ref.model
     tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
     shapes = _check_models(findings, cfg, tokenizer)
@@ -75,9 +77,9 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     train = val = None
     if tokenizer is not None:
         train = findings.run(
-            lambda: RLHFDataset(cfg.data.train_files, tokenizer, cfg.data, None, cfg.data.train_max_samples)
+            lambda: create_rl_dataset(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
         )
-        val = findings.run(lambda: RLHFDataset(cfg.data.val_files, tokenizer, cfg.data, None, cfg.data.val_max_samples))
+        val = findings.run(lambda: create_rl_dataset(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples))
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
     resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
     findings.raise_if_any()
@@ -113,6 +115,7 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     findings = _Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_sft(cfg, device=device))
+    findings.run(lambda: check_installed(cfg.trainer.logger))
     shape = findings.run(lambda: read_model(cfg.model.path))
     if shape:
         findings.violations.extend(
@@ -151,7 +154,7 @@ def _check_resume(
     trainer: TrainerConfig | SFTTrainerConfig,
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],
-    train: RLHFDataset | SFTDataset | None,
+    train: RLHFDataset | PromptTable | SFTDataset | None,
 ) -> checkpoints.Resumed | None:
     """The checkpoint that the run goes on from, if it is of these models and prompts. models: role -> path, shape."""
     from scalerl.data import PromptCursor

@@ -145,6 +145,8 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
             total_steps=total_steps,
             stop=stop,
         )
+        # It was opened beside all this; one that cannot be ends the run here, not after the first step.
+        tracker.wait_started()
         if resumed.directory is not None:
             workers.load_checkpoint("actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])

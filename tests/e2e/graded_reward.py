@@ -1,10 +1,13 @@
 """Reward of the e2e runs: every character of the response changes it, so equal scores mean equal texts.
 
-With pause_dir it can stop a run at a chosen sample: see `jobs.Pause`.
+With pause_dir it can stop a run at a chosen sample, with strikes_file it can hit a rollout server: see `jobs.Pause` and
+`jobs.Strike`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -14,20 +17,60 @@ _num_train_calls = 0
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, pause_dir: str | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict | None = None,
+    pause_dir: str | None = None,
+    strikes_file: str | None = None,
 ) -> float:
-    if pause_dir is not None and extra_info["split"] == "train":
-        _pause(Path(pause_dir))
+    if extra_info["split"] == "train" and (pause_dir is not None or strikes_file is not None):
+        called = _count()
+        if strikes_file is not None:
+            _strike(json.loads(Path(strikes_file).read_text()), called)
+        if pause_dir is not None:
+            _pause(Path(pause_dir), called)
     return sum((place + 1) * ord(character) for place, character in enumerate(solution_str)) % 101 / 100
 
 
-def _pause(directory: Path) -> None:
+def _count() -> int:
     global _num_train_calls
     with _lock:
         _num_train_calls += 1
-        called = _num_train_calls
+        return _num_train_calls
+
+
+def _pause(directory: Path, called: int) -> None:
     wanted = directory / "after"
     if wanted.exists() and called > int(wanted.read_text()):
         (directory / "reached").touch()
         while wanted.exists():
             time.sleep(0.02)
+
+
+def _strike(strikes: list[dict], called: int) -> None:
+    for strike in strikes:
+        if strike["at"] == called:
+            os.killpg(_server(strike["log"]), strike["signum"])
+
+
+def _server(log: str) -> int:
+    """The process below the supervisor that writes to this log or to that of a restart; it leads its group."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if state not in "ZX":
+                table[int(entry.name)] = (int(parent), words)
+    (server,) = (
+        pid
+        for pid, (parent, words) in table.items()
+        if parent in table
+        and "scalerl.rollout.supervise" in table[parent][1]
+        and any(word.startswith(log) for word in table[parent][1])
+    )
+    return server

@@ -168,6 +168,21 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class Strike:
+    """A signal to all of a rollout server, sent from inside the scoring of a training sample."""
+
+    step: int
+    replica: int
+    signum: int
+    # After the step's last sample came back, else after its 6th.
+    idle: bool = False
+
+    def as_json(self, run_dir: Path) -> dict[str, Any]:
+        at = (self.step - 1) * PROMPTS * SAMPLES + (PROMPTS * SAMPLES if self.idle else 6)
+        return {"at": at, "log": str(run_dir / "logs" / f"rollout-{self.replica}."), "signum": int(self.signum)}
+
+
+@dataclass(frozen=True)
 class Inputs:
     model: Path
     train: Path

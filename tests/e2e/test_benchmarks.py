@@ -193,6 +193,25 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert result["limits"].keys() >= limits
 
 
+def test_weight_sync(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "weight_sync.py", tmp_path / "result.json",
+        *("--gb", "0.006", "--layouts", "tp2", "--bucket-mb", "2", "64", "--repeats", "1", "--warmup", "0"),
+        *("--rollout", "embedded", "--dtype", "float32", "--paths", "shared", "gathered"),
+    )  # fmt: skip
+    assert result["copies_per_byte"] == 2
+    found = {(one["path"], one["bucket_mb"]): one for one in result["measured"]}
+    assert found.keys() == {(path, size) for path in ("shared", "gathered") for size in (2, 64)}
+    for (path, size), one in found.items():
+        assert_positive({name: value for name, value in one.items() if name not in ("layout", "path")})
+        assert one["num_buckets"] > 2 if size == 2 else one["num_buckets"] == 1
+        assert one["whole_gb_per_s"] == pytest.approx(one["gb"] / one["seconds"]["whole"]["median"])
+        if path == "shared":
+            limit = one["copy_gb_per_s"] / result["copies_per_byte"]
+            assert one["send_over_limit"] == pytest.approx(one["send_gb_per_s"] / limit)
+    assert len({one["gb"] for one in found.values()}) == 1
+
+
 def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -32,7 +32,7 @@ LAYOUTS = {
 }
 # Clocks and memory, which no two runs share.
 MEASURED = re.compile(
-    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory)"
+    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|update_weights_gb_per_s)"
 )
 
 

@@ -15,11 +15,24 @@ from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Pause, Record, main_pp
 from tests.unit.metrics.test_documented_keys import DOC, patterns
 
 STEPS = 2
-# Documented, but not of a GRPO run in float32 with a reference, a custom reward that returns a number, one validation
-# sample and a checkpoint after its last step.
+# All of it, so that every metric of it is there; the thresholds are far from what two float32 engines differ by.
+CORRECTION = [
+    f"algorithm.rollout_correction.{setting}"
+    for setting in (
+        "rollout_is=token",
+        "rollout_is_batch_normalize=true",
+        "rollout_rs=[token_k1,seq_mean_k3]",
+        "rollout_rs_threshold=[[0.5,2],0.01]",
+        "rollout_token_veto_threshold=1e-4",
+    )
+]
+# Documented, but not of a GRPO run in float32 of a dense model with a reference, a reward function that returns a
+# number, one validation sample and a checkpoint after its last step.
 ABSENT = re.compile(
-    r"train/|val/loss|reward_extra/|.*best@|.*std@|timing_s/(values|update_critic)|timing_per_token_ms/"
-    r"(values|update_critic)|actor/loss_scale|perf/memory_(peak|current)_gb/(save|load)_checkpoint"
+    r"train/|val/loss|reward_extra/|.*best@|.*std@|actor/(loss_scale|moe_)"
+    r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
+    r"|timing_(s|per_token_ms)/(values|update_critic)"
+    r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
 )
 
 
@@ -49,7 +62,8 @@ def finished(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempP
     run_dir = tmp_path_factory.mktemp("sglang")
     # The model leaves its device whenever it does not compute.
     offload = [f"actor_rollout_ref.actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
-    job = start_job(arguments(inputs, run_dir, "trainer.save_freq=2", "trainer.test_freq=1", *offload), run_dir)
+    more = ["trainer.save_freq=2", "trainer.test_freq=1", *offload, *CORRECTION]
+    job = start_job(arguments(inputs, run_dir, *more), run_dir)
     server = "sglang_launch"
     job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
     job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
@@ -68,6 +82,10 @@ def test_sampler_and_trainer_agree(finished: Finished) -> None:
         # Two engines, both float32. In step 2 the server has the synced weights of step 1, or this would be far off.
         assert data["training/rollout_probs_diff_valid"] == 1.0
         assert data["training/rollout_probs_diff_max"] < 1e-4
+        assert -1e-4 < data["rollout_corr/token_log_ratio_min"] <= data["rollout_corr/token_log_ratio_max"] < 1e-4
+        # Of that size is what a correction finds.
+        assert data["rollout_corr/rollout_is_min"] == pytest.approx(1.0, abs=1e-4)
+        assert data["rollout_corr/rollout_rs_masked_fraction"] == data["actor/rejected_updates"] == 0.0
         assert data["actor/grad_norm"] > 0
         assert data["actor/num_updates"] == 2.0
 
@@ -76,6 +94,9 @@ def test_weights_are_verified_after_every_sync(finished: Finished) -> None:
     for data in finished.steps():
         assert data["timing_s/update_weights/verify"] > 0
         assert data["perf/update_weights_gb"] > 0
+        seconds = data["timing_s/update_weights/send"]
+        assert data["perf/update_weights_gb_per_s"] == pytest.approx(data["perf/update_weights_gb"] / seconds)
+        assert data["perf/update_weights_buckets"] == 1
 
 
 def test_every_documented_key_is_there_and_no_other(finished: Finished) -> None:

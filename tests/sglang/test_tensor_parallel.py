@@ -18,6 +18,8 @@ from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 # 483 rows are padded to 512: 256 on rank 0, 227 and 29 of zeros on rank 1.
 VOCAB_SIZE = 483
+# Padded to 128: 64 on rank 0, 16 and 48 of zeros on rank 1.
+FFN_SIZE = 80
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
@@ -26,7 +28,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model.load(make_model(tmp_path_factory.mktemp("old"), "qwen2", seed=0, vocab_size=VOCAB_SIZE))
+    return Model.load(
+        make_model(tmp_path_factory.mktemp("old"), "qwen2", seed=0, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def engine(start_engine: Callable[..., Engine], old: Model) -> Iterator[Engine]:
 
 
 def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path) -> None:
-    new = Model.load(make_model(tmp_path / "new", "qwen2", seed=1, vocab_size=VOCAB_SIZE))
+    new = Model.load(make_model(tmp_path / "new", "qwen2", seed=1, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE))
     config = old.hf.config.to_dict()
     assert checksum_differences(expected_checksums(old.weights(), config, 2, "sglang"), engine.client.checksums()) == []
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from scalerl.config.correction_rules import RS_OPTIONS, correction_violations, is_bounds, rs_bounds
+from scalerl.config import compose
+from scalerl.config.correction_rules import RS_OPTIONS, correction_violations, corrects, is_bounds, rs_bounds
 from scalerl.config.schema import RolloutCorrectionConfig
+
+DOC = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def violations(**keys) -> list[str]:
@@ -88,3 +94,24 @@ def test_all_violations_at_once():
 
 def test_the_defaults_are_off_and_allowed():
     assert violations() == []
+
+
+def documented_settings() -> list[list[str]]:
+    """Second column of the table in docs/configuration.md, each code of it."""
+    text = DOC.read_text(encoding="utf-8")
+    section = text.partition("## Where sampler and trainer disagree")[2].partition("\n## ")[0]
+    cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ") and "=" in line]
+    return [code.split() for cell in cells for code in re.findall("`([^`]+)`", cell)]
+
+
+def test_every_documented_correction_is_a_configuration():
+    found = documented_settings()
+    assert len(found) > 8
+    seen = []
+    for settings in found:
+        keys = [f"algorithm.rollout_correction.{setting}" for setting in settings]
+        required = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
+        correction = compose("ppo", [*required, "actor_rollout_ref.rollout.n=2", *keys]).algorithm.rollout_correction
+        seen.append(correction)
+        assert corrects(correction) is not correction.bypass_mode
+    assert all(seen[at] != seen[before] for at in range(len(seen)) for before in range(at))

@@ -15,7 +15,7 @@ from scalerl.config.domains import DOMAINS, domain_violations
 from scalerl.config.keys import leaves
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 PPO = compose(
     "ppo",
     ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m", f"{ROLLOUT}.n=4"],
@@ -47,6 +47,14 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "SFTDataConfig.val_files": ([""], [None, "a"]),
     "SFTDataConfig.truncation": (["middle"], ["error", "left", "right"]),
     "RewardModelConfig.timeout_s": ([0.0], [0.1]),
+    "CustomClassConfig.path": ([""], [None]),
+    "CustomClassConfig.name": ([""], [None, "Mine"]),
+    "OverlongBufferConfig.len": ([-1], [0, 4096]),
+    "OverlongBufferConfig.penalty_factor": ([-0.1], [0.0, 1.0]),
+    "OverlongBufferConfig.max_resp_len": ([0], [1]),
+    "filter_overlong_prompts_workers": ([0], [1, 8]),
+    "image_key": ([""], ["pictures"]),
+    "cache_dir": (["", " "], ["~/here"]),
     "prompt_key": ([""], ["p"]),
     "messages_key": ([" "], ["m"]),
     "reward_fn_key": ([""], ["p"]),
@@ -101,6 +109,14 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "cliprange_value": ([0.0, -0.5], [0.1, 10.0]),
     "gamma": ([-0.1, 1.1], [0.0, 1.0]),
     "lam": ([-0.1, 1.1], [0.0, 1.0]),
+    "rollout_is": (["seq", ""], [None, "token", "sequence", "geometric"]),
+    "rollout_is_threshold": ([None, True, [], {}, " ", [None]], [2.0, "2", [0.5, 5], "0.5_5.0"]),
+    "rollout_rs": (
+        [3, True, {}, [], "", ["token_k4"], "token_k1,seq_max_k1"],
+        [None, "token_k1", "token_k1, seq_mean_k3", ["seq_max_k2"]],
+    ),
+    "rollout_rs_threshold": ([True, [], {}], [None, 2.0, [0.5, 2], "0.999_1.001,0.1", [0.1, [0.5, 2]]]),
+    "rollout_token_veto_threshold": ([0.0, 1.0, -1.0], [None, 1e-4]),
     "critic_warmup": ([-1], [0]),
     "clip_ratio": ([0.0, 1.0, -0.2], [0.001, 0.999]),
     "clip_ratio_low": ([0.0, 1.0], [None, 0.5]),
@@ -124,6 +140,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "verify_weights_every": ([-1], [0]),
     "start_timeout_s": ([0.0], [0.1]),
     "request_timeout_s": ([0.0], [0.1]),
+    "max_restarts": ([-1], [0]),
     "timeout_s": ([0.0, float("inf")], [0.1]),
     "engine_kwargs": ([{"vllm": {}}, {"sglang": 3}, {"attention_backend": "x"}], [{}, {"sglang": {"a": 1}}]),
     "adv_estimator": ([""], ["grpo"]),
@@ -131,7 +148,10 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "on_error": (["skip"], ["stop", "zero"]),
     "project_name": ([""], ["p"]),
     "experiment_name": ([""], ["p"]),
-    "logger": ([["wandb"], ["mlflow", "mlflow"]], [[], ["console", "mlflow", "file"]]),
+    "logger": (
+        [["clearml"], ["mlflow", "mlflow"]],
+        [[], ["console", "mlflow", "file"], ["tensorboard", "wandb", "swanlab"]],
+    ),
     "mlflow_tracking_uri": ([""], [None, "http://host:5000"]),
     "device": (["tpu", "gpu"], ["auto", "cuda", "cpu"]),
     "nnodes": ([0], [1, 2]),
@@ -146,6 +166,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_actor_ckpt_to_keep": ([0], [None, 1]),
     "log_val_generations": ([-1], [0]),
     "rollout_data_dir": ([""], [None, "d"]),
+    "rollout_data_outliers": ([-1], [0]),
 }
 SCHEMAS = {"ppo": (PPOConfig, PPO, validate_ppo), "sft": (SFTConfig, SFT, validate_sft)}
 LEAVES = [(kind, leaf) for kind, (schema, _, _) in SCHEMAS.items() for leaf in leaves(schema)]
@@ -237,6 +258,18 @@ PPO_RELATIONS = {
     "group of one": ({f"{ROLLOUT}.n": 1}, [f"{ROLLOUT}.n = 1", "no baseline", f"{ROLLOUT}.n=8"]),
     "greedy twice": ({f"{ROLLOUT}.val_kwargs.n": 2}, ["val_kwargs.n = 2", "do_sample=true"]),
     "reference unused": ({"actor_rollout_ref.ref.model_path": "r"}, ["ref.model_path = r", "use_kl_loss=true"]),
+    "thresholds without tests": (
+        {f"{CORRECTION}.rollout_rs_threshold": 2.0},
+        [f"{CORRECTION}.rollout_rs_threshold = 2.0: there are no tests", "set rollout_rs"],
+    ),
+    "normalizing no weights": (
+        {f"{CORRECTION}.rollout_is_batch_normalize": True},
+        [f"{CORRECTION}.rollout_is_batch_normalize = true: there are no weights"],
+    ),
+    "weights of what is bypassed": (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
+        [f"{CORRECTION}.rollout_is = token: bypass_mode takes the sampler's log-probs", "bypass_mode to false"],
+    ),
     "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
     "resume path unused": ({"trainer.resume_from_path": "p"}, ["resume_from_path = p", "resume_mode=resume_path"]),
     "replica over a node": (
@@ -298,6 +331,30 @@ def test_all_violations_come_together():
         )
     )
     assert len(found) == 5
+
+
+def test_all_that_is_wrong_with_a_correction_comes_together():
+    """A value of a wrong kind hides nothing about the other keys."""
+    found = validate_ppo(
+        changed(
+            PPO,
+            {
+                f"{CORRECTION}.bypass_mode": True,
+                f"{CORRECTION}.rollout_is": "seq",
+                f"{CORRECTION}.rollout_is_threshold": 0.55,
+                f"{CORRECTION}.rollout_rs": "token_k1",
+                f"{CORRECTION}.rollout_rs_threshold": 0.9,
+                f"{CORRECTION}.rollout_token_veto_threshold": 0.1,
+            },
+        )
+    )
+    assert [text.removeprefix(f"{CORRECTION}.").split(" = ")[0] for text in found] == [
+        "rollout_is",
+        "rollout_is_threshold",
+        "rollout_rs",
+        "rollout_rs_threshold",
+        "rollout_token_veto_threshold",
+    ]
 
 
 def test_replicas_are_judged_on_cuda_alone():

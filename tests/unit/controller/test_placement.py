@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.controller.pools import ResourcePool
-from scalerl.controller.rollout_role import ReplicaPlan, plan_replicas
+from scalerl.controller.replica_set import ReplicaPlan, plan_replicas
 from scalerl.controller.rollout_worker import sample_seed
 from scalerl.hybrid.replicas import Replica, plan_feeds
 
@@ -24,6 +24,13 @@ def test_replicas_fill_the_nodes_in_order() -> None:
         ReplicaPlan(2, 1, (0, 1)),
         ReplicaPlan(3, 1, (2, 3)),
     ]
+
+
+def test_a_replica_has_the_devices_of_its_ranks_whatever_their_numbers() -> None:
+    """Of two nodes of eight GPUs, where another pool has the others."""
+    pool = pool_of(2, 2)
+    plans = plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=2))
+    assert [plan.gpu_ids(pool, ["6", "4", "0", "3"]) for plan in plans] == [["6", "4"], ["0", "3"]]
 
 
 def test_fewer_replicas_than_fit() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import pickle
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.config.schema import DataConfig
-from scalerl.data import DataError, RLHFDataset
+from scalerl.data import DataError, RLHFDataset, prompt_tokens
 from scalerl.data import files as files_module
 
 
@@ -197,9 +198,76 @@ def test_bad_config_values(write, tokenizer, make_row, change, field):
         RLHFDataset(write([make_row()]), tokenizer, DataConfig(**change))
 
 
-def test_processor_is_refused(write, tokenizer, make_row):
-    with pytest.raises(ValueError, match="images or videos"):
-        RLHFDataset(write([make_row()]), tokenizer, DataConfig(), processor=object())
+# --- images
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_images_without_a_processor_name_rows_and_column(write, tokenizer, make_row, suffix):
+    rows = [make_row() | {"images": images} for images in ([], ["a.png"], None, ["b.png", "c.png"])]
+    message = problems_of(write(rows, f"train{suffix}"), tokenizer)
+    assert (
+        f"train{suffix}: rows 1, 3, column 'images': found images, for a model without a vision part (1 of" in message
+    )
+    assert "data.image_key" in message
+
+
+def test_images_are_carried_with_a_processor(write, tokenizer, make_row):
+    rows = [make_row() | {"pictures": pictures} for pictures in ([{"bytes": b"\x89PNG"}], None)]
+    data = RLHFDataset(write(rows), tokenizer, DataConfig(image_key="pictures"), processor=object())
+    assert [row.images for row in data] == [[{"bytes": b"\x89PNG"}], []]
+
+
+def test_a_column_of_images_that_is_empty_or_missing_is_none(write, tokenizer, make_row):
+    rows = [make_row() | {"images": []}, make_row()]
+    assert [row.images for row in RLHFDataset(write(rows, "t.jsonl"), tokenizer, DataConfig())] == [[], []]
+
+
+def test_images_that_are_no_list(write, tokenizer, make_row):
+    message = problems_of(write([make_row() | {"images": "a.png"}]), tokenizer)
+    assert "row 0, column 'images': found str, not a list of images" in message
+
+
+# --- several processes
+
+
+@pytest.fixture
+def many(write, make_row, monkeypatch):
+    """Three files in chunks of 4 rows, every fifth prompt over 100 tokens."""
+    monkeypatch.setattr(files_module, "CHUNK_ROWS", 4)
+    rows = [make_row("x" * (200 if i % 5 == 0 else i), truth=str(i)) for i in range(1, 40)]
+    return [write(rows[:15], "a.parquet"), write(rows[15:17], "b.jsonl"), write(rows[17:], "c.json")]
+
+
+@pytest.mark.parametrize("max_samples", [-1, 14])
+def test_the_rows_do_not_depend_on_the_number_of_processes(many, tokenizer, caplog, max_samples):
+    def read(workers: int) -> RLHFDataset:
+        config = DataConfig(
+            max_prompt_length=100, filter_overlong_prompts=True, filter_overlong_prompts_workers=workers
+        )
+        return RLHFDataset(many, tokenizer, config, max_samples=max_samples)
+
+    one, two = read(1), read(2)
+    assert list(one) == list(two) and (one.num_filtered, one.files) == (two.num_filtered, two.files)
+    assert (len(one), one.num_filtered) == {-1: (32, 7), 14: (14, 3)}[max_samples]
+    assert caplog.text.count(f"{one.num_filtered} of {len(one) + one.num_filtered} prompts dropped") == 2
+
+
+def test_problems_found_in_other_processes_name_the_row(write, make_tokenizer, make_row, monkeypatch):
+    monkeypatch.setattr(files_module, "CHUNK_ROWS", 2)
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    rows = [make_row() for _ in range(5)] + [make_row(prompt=[{"role": "system", "content": "s"}])]
+    message = problems_of(write(rows), make_tokenizer(template), DataConfig(filter_overlong_prompts_workers=2))
+    assert "train.parquet: row 5, column 'prompt': found messages that the chat template refuses" in message
+
+
+def test_a_lost_process_is_a_clear_error(write, make_tokenizer, make_row, monkeypatch):
+    monkeypatch.setattr(files_module, "CHUNK_ROWS", 1)
+    # The lambda looks its names up in the globals: the messages are the locals.
+    dies = functools.partial(eval, "(lambda: __import__('os')._exit(3))()", {})
+    monkeypatch.setattr(prompt_tokens, "_tokenize_in_worker", dies)
+    config = DataConfig(filter_overlong_prompts_workers=2)
+    message = problems_of(write([make_row()] * 3), make_tokenizer(), config)
+    assert "one of 2 tokenizing processes was lost" in message and "filter_overlong_prompts_workers" in message
 
 
 # --- bad files

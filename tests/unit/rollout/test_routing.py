@@ -50,6 +50,8 @@ def test_a_lost_server_takes_nothing() -> None:
     assert [router.take("a", 1, 5), router.take("b", 1, 5), router.num_alive] == [1, 1, 1]
     router.lose(1)
     assert router.take("a", 1, 5) is None
+    router.find(0)
+    assert [router.take("a", 1, 5), router.num_alive] == [0, 1]
 
 
 @given(

@@ -12,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from scalerl.errors import UserError
 from scalerl.rollout.weights import (
+    Bucket,
     ExpectedChecksums,
+    SharedBytes,
     checksum_differences,
     expected_checksums,
+    flat_layout,
     serialize_bucket,
     tensor_checksum,
 )
@@ -49,9 +53,10 @@ def hf_tensors() -> dict[str, torch.Tensor]:
         LAYER + "self_attn.v_proj.bias": (4,),
         LAYER + "self_attn.o_proj.weight": (8, 8),
         LAYER + "self_attn.q_norm.weight": (2,),
-        LAYER + "mlp.gate_proj.weight": (12, 8),
-        LAYER + "mlp.up_proj.weight": (12, 8),
-        LAYER + "mlp.down_proj.weight": (8, 12),
+        # SGLang pads the width to 128 on a CPU, 64 on each of two ranks: the second has 6 rows, and zeros.
+        LAYER + "mlp.gate_proj.weight": (70, 8),
+        LAYER + "mlp.up_proj.weight": (70, 8),
+        LAYER + "mlp.down_proj.weight": (8, 70),
     }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
@@ -61,15 +66,19 @@ def sglang_rank(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, str]:
     t = {name: tensor.numpy() for name, tensor in tensors.items()}
     half = lambda a, dim=0: np.split(a, 2, axis=dim)[rank]  # noqa: E731
     attn, mlp = LAYER + "self_attn.", LAYER + "mlp."
-    pad = lambda a: np.concatenate([a, np.zeros((28, 8), a.dtype)])  # noqa: E731
+    pad = lambda a, size, dim=0: np.concatenate(  # noqa: E731
+        [a, np.zeros([size - n if d == dim else n for d, n in enumerate(a.shape)], a.dtype)], dim
+    )
     arrays = {
-        "model.embed_tokens.weight": half(pad(t["model.embed_tokens.weight"])),
-        "lm_head.weight": half(pad(t["lm_head.weight"])),
+        "model.embed_tokens.weight": half(pad(t["model.embed_tokens.weight"], 128)),
+        "lm_head.weight": half(pad(t["lm_head.weight"], 128)),
         "model.norm.weight": t["model.norm.weight"],
         attn + "o_proj.weight": half(t[attn + "o_proj.weight"], 1),
         attn + "q_norm.weight": t[attn + "q_norm.weight"],
-        mlp + "gate_up_proj.weight": np.concatenate([half(t[mlp + f"{p}_proj.weight"]) for p in ("gate", "up")]),
-        mlp + "down_proj.weight": half(t[mlp + "down_proj.weight"], 1),
+        mlp + "gate_up_proj.weight": np.concatenate(
+            [half(pad(t[mlp + f"{p}_proj.weight"], 128)) for p in ("gate", "up")]
+        ),
+        mlp + "down_proj.weight": half(pad(t[mlp + "down_proj.weight"], 128, 1), 1),
     }
     for leaf in ("weight", "bias"):
         arrays[f"{attn}qkv_proj.{leaf}"] = np.concatenate([half(t[f"{attn}{p}_proj.{leaf}"]) for p in "qkv"])
@@ -86,6 +95,69 @@ def test_sglang_checksums_of_two_ranks_in_any_order_of_the_stream(order: str) ->
         expected.add([(name, buffer)])
         buffer.zero_()  # a sender reuses its bucket
     assert expected.result() == [sglang_rank(tensors, 0), sglang_rank(tensors, 1)]
+
+
+MIXTURE_CONFIG = {
+    "qwen3_moe": CONFIG | {"num_experts": 3},
+    "mixtral": CONFIG | {"num_local_experts": 3},
+}
+MIXTURE_NAMES = {
+    "qwen3_moe": (LAYER + "mlp.", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": (LAYER + "block_sparse_moe.", "w1", "w3", "w2"),
+}
+
+
+def mixture_tensors(family: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    prefix, gate, up, down = MIXTURE_NAMES[family]
+    shapes = {prefix + "gate.weight": (3, 8)}
+    for expert in range(3):
+        shapes |= {f"{prefix}experts.{expert}.{part}.weight": (64, 8) for part in (gate, up)}
+        shapes[f"{prefix}experts.{expert}.{down}.weight"] = (8, 64)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("family", MIXTURE_CONFIG)
+def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> None:
+    tensors = mixture_tensors(family)
+    prefix, gate, up, down = MIXTURE_NAMES[family]
+    expected = ExpectedChecksums(MIXTURE_CONFIG[family], 2, "sglang")
+    for name in list(tensors) if order == "forward" else list(tensors)[::-1]:
+        buffer = tensors[name].clone()
+        expected.add([(name, buffer)])
+        buffer.zero_()
+    of = lambda expert, part: tensors[f"{prefix}experts.{expert}.{part}.weight"].numpy()  # noqa: E731
+    for rank, found in enumerate(expected.result()):
+        rows, columns = np.s_[32 * rank : 32 * rank + 32], np.s_[:, 32 * rank : 32 * rank + 32]
+        assert found == {
+            prefix + "gate.weight": digest(tensors[prefix + "gate.weight"].numpy()),
+            prefix + "experts.w13_weight": digest(
+                np.stack([np.concatenate([of(e, gate)[rows], of(e, up)[rows]]) for e in range(3)])
+            ),
+            prefix + "experts.w2_weight": digest(np.stack([of(e, down)[columns] for e in range(3)])),
+        }
+
+
+def test_experts_that_come_in_the_order_of_the_table_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ExpectedChecksums(MIXTURE_CONFIG["qwen3_moe"], 1, "sglang")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", lambda *args, **kwargs: pytest.fail("a part was copied"))
+        expected.add(mixture_tensors("qwen3_moe").items())
+    assert len(expected.result()[0]) == 3
+
+
+def test_a_missing_expert_is_named() -> None:
+    tensors = mixture_tensors("qwen3_moe")
+    del tensors[LAYER + "mlp.experts.1.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"experts\.w13_weight.*\[3\]"):
+        expected_checksums(tensors.items(), MIXTURE_CONFIG["qwen3_moe"], 1, "sglang")
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.0.gate_bias.weight", "mlp.gate.e_score_correction_bias"])
+def test_a_parameter_without_a_rule_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no rule for the parameter '{LAYER}{name}'"):
+        expected_checksums([(LAYER + name, torch.zeros(2))], MIXTURE_CONFIG["qwen3_moe"], 1, "sglang")
 
 
 def test_a_hashed_tensor_can_still_leave_its_device() -> None:
@@ -152,6 +224,45 @@ def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it() -> Non
         assert entry.name == name
         assert entry.numel == flat.numel()
         assert torch.equal(flat.view(entry.dtype).reshape(entry.shape), tensor)
+
+
+def read_bucket(text: str) -> dict[str, torch.Tensor]:
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return Metadata if module.startswith("sglang.") else super().find_class(module, name)
+
+    bucket = Reader(io.BytesIO(base64.b64decode(text))).load()
+    return {
+        entry.name: bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
+        for entry in bucket["metadata"]
+    }
+
+
+def test_a_shared_bucket_is_sent_without_a_copy_as_often_as_one_likes() -> None:
+    named = [("a", torch.arange(5, dtype=torch.bfloat16)), ("b", torch.randn(3, 2)), ("c", torch.randn(2, 6).T)]
+    entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named])
+    memory = SharedBytes.allocate(num_bytes)
+    views = memory.views(entries)
+    for (_, place), (_, tensor) in zip(views, named, strict=True):
+        place.copy_(tensor)
+    bucket = Bucket(views, memory, entries)
+    assert bucket.num_bytes == 10 + 24 + 48
+    seen = [read_bucket(bucket.serialize("sglang")) for _ in range(2)]
+    for found in seen:
+        assert found.keys() == {"a", "b", "c"}
+        assert all(torch.equal(found[name], tensor) for name, tensor in named)
+    # One memory: a reader sees what is written later.
+    views[1][1].fill_(7.0)
+    assert all(bool((found["b"] == 7.0).all()) for found in seen)
+    # Another process finds it by its handle; so does this one.
+    attached = SharedBytes.attach(memory.handle())
+    assert attached.flat.data_ptr() == memory.flat.data_ptr()
+    assert torch.equal(load(base64.b64decode(bucket.serialize("embedded")))["c"], named[2][1])
+
+
+def test_shared_memory_that_is_too_small_is_refused() -> None:
+    with pytest.raises(UserError, match=r"update_weights_bucket_megabytes.*--shm-size"):
+        SharedBytes.allocate(1 << 50)
 
 
 def test_an_embedded_bucket_holds_the_values() -> None:

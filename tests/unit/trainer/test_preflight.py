@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from scalerl.config import ConfigError, PPOConfig, compose
+from scalerl.trainer.model_checks import actor_violations, read_model
 from scalerl.trainer.preflight import check_ppo
 from tests.tiny_models import make_tiny_model
 
@@ -29,12 +31,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n"
     )
-    for family in ("qwen3", "qwen3_moe"):
+    for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3"):
         make_tiny_model(directory / family, family)
+    make_tiny_model(directory / "with_dense_layers", "qwen3_moe", mlp_only_layers=[1])
     return directory
 
 
-def config(directory: Path, family: str, rollout: str, verify_weights_every: int) -> PPOConfig:
+def config(directory: Path, family: str, rollout: str, verify_weights_every: int, *more: str) -> PPOConfig:
     rollout_keys = "actor_rollout_ref.rollout"
     return compose(
         "ppo",
@@ -54,20 +57,47 @@ def config(directory: Path, family: str, rollout: str, verify_weights_every: int
             "trainer.device=cpu",
             "trainer.n_gpus_per_node=1",
             f"trainer.default_local_dir={directory / 'run'}",
+            *more,
         ],
     )
 
 
-def test_checksums_of_sglang_are_refused_for_a_mixture_of_experts(directory: Path) -> None:
+def violation(directory: Path, *arguments: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_ppo(config(directory, "qwen3_moe", "sglang", 1))
-    (violation,) = caught.value.violations
-    assert violation.startswith(f"{VERIFY} = 1: ") and "(qwen3_moe); set it to 0" in violation
+        check_ppo(config(directory, *arguments))
+    (found,) = caught.value.violations
+    return found
+
+
+def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
+    found = violation(directory, "deepseek_v3", "sglang", 1)
+    assert found.startswith(f"{VERIFY} = 1: ") and "not known for a deepseek_v3 model" in found
+    found = violation(directory, "qwen3_moe", "sglang", 2, "+actor_rollout_ref.rollout.engine_kwargs.sglang.ep_size=1")
+    assert found.startswith(f"{VERIFY} = 2: ") and "engine_kwargs.sglang.ep_size" in found
+
+
+def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
+    found = violation(directory, "with_dense_layers", "sglang", 0)
+    assert found.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in found
+    assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
+
+
+def test_checksums_of_a_mixture_on_a_gpu_are_refused(directory: Path) -> None:
+    cfg = config(directory, "mixtral", "sglang", 1)
+    cfg.trainer.device = "cuda"
+    (found,) = [one for one in actor_violations(cfg, read_model(str(directory / "mixtral"))) if VERIFY in one]
+    assert "on a GPU are not known for a mixture of experts (mixtral); set it to 0" in found
 
 
 @pytest.mark.parametrize(
     ("family", "rollout", "verify_weights_every"),
-    [("qwen3_moe", "sglang", 0), ("qwen3_moe", "embedded", 1), ("qwen3", "sglang", 1)],
+    [
+        ("deepseek_v3", "sglang", 0),
+        ("deepseek_v3", "embedded", 1),
+        ("qwen3", "sglang", 1),
+        ("qwen3_moe", "sglang", 1),
+        ("mixtral", "sglang", 1),
+    ],
 )
 def test_other_models_and_engines_may_be_verified(
     directory: Path, family: str, rollout: str, verify_weights_every: int

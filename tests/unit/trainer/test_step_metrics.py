@@ -57,6 +57,9 @@ def outcome() -> StepOutcome:
         "rollout_diff_partial/yy": Metric(1.5, "sum"),
         "rollout_diff_partial/xy": Metric(1.25, "sum"),
         "rollout_diff_partial/max": Metric(0.2, "max"),
+        "rollout_corr/k3_kl": Metric(0.01, "mean", 4.0),
+        "rollout_corr/rollout_is_mean": Metric(0.8, "mean", 4.0),
+        "rollout_corr_partial/rollout_is_square": Metric(0.8, "mean", 4.0),
     }
     return StepOutcome(samples, plan, metrics)
 
@@ -74,6 +77,11 @@ EXPECTED = {
     "training/rollout_probs_diff_std": 0.1,
     # cov = 1.25 / 4 - 0.25 = 0.0625; var = 1.5 / 4 - 0.25 = 0.125, both
     "training/rollout_actor_probs_pearson_corr": 0.5,
+    "rollout_corr/k3_kl": 0.01,
+    "rollout_corr/rollout_is_mean": 0.8,
+    # sqrt(0.8 - 0.8^2) and 0.8^2 / 0.8
+    "rollout_corr/rollout_is_std": 0.4,
+    "rollout_corr/rollout_is_eff_sample_size": 0.8,
     "critic/score/mean": 0.5,
     "critic/score/max": 1.0,
     "critic/score/min": 0.0,
@@ -148,6 +156,13 @@ def test_every_key_and_value() -> None:
 def test_no_mfu_for_an_unknown_device() -> None:
     found = step_metrics(config(), outcome(), {"actor": Yardstick(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
     assert "perf/mfu/actor" not in found
+
+
+@pytest.mark.parametrize(("rejected", "known"), [(0.0, True), (1.0, False)])
+def test_no_mfu_of_updates_that_were_not_made(rejected: float, known: bool) -> None:
+    found = dataclasses.replace(outcome(), metrics={"actor/rejected_updates": Metric(rejected, "max")})
+    metrics = step_metrics(config(), found, {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    assert ("perf/mfu/actor" in metrics) is known and metrics["actor/rejected_updates"] == rejected
 
 
 def test_a_sample_over_the_limit_is_not_passed_over() -> None:

@@ -6,13 +6,17 @@ import shutil
 import socket
 import sqlite3
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from scalerl.metrics import Metric, Tracking
-from scalerl.metrics.mlflow_backend import MlflowBackend, flat_params, metric_name, safe_uri
+from scalerl.metrics.tracking import plots
+from scalerl.metrics.tracking.backend import flat_config, safe_uri
+from scalerl.metrics.tracking.mlflow_backend import metric_name, param_text
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,17 @@ def client(run_dir: Path) -> MlflowClient:
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [record for record in caplog.records if record.name.startswith("scalerl")]
     return [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+
+
+def history(run_dir: Path, run_id: str, key: str = "x") -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client(run_dir).get_metric_history(run_id, key)]
+
+
+def wait_for(happened: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_run_from_nothing_is_complete(tmp_path, capfd):
@@ -105,59 +120,75 @@ def test_more_than_a_thousand_metrics_and_nan_go_through(run_dir):
     with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
         tracking.log({f"m/{i}": float(i) for i in range(1100)} | {"nan": float("nan"), "inf": float("inf")}, step=1)
     metrics = client(run_dir).get_run(tracking.run_id).data.metrics
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("system/")}
     assert len(metrics) == 1102 and metrics["m/1099"] == 1099.0 and metrics["nan"] != metrics["nan"]
 
 
-def test_a_database_that_breaks_is_reported_once_and_stops_nothing(run_dir, caplog, capfd):
+def test_a_record_that_the_database_refuses_is_given_up_and_the_next_ones_are_kept(run_dir, caplog, capfd):
     tracking = Tracking("p", "e", ["mlflow", "file"], run_dir=run_dir)
     tracking.log({"x": 1}, 1)
-    written = threading.Event()
-    tracking.logger["mlflow"]._put(lambda client, run_id: written.set())
-    assert written.wait(60)
+    wait_for(lambda: history(run_dir, tracking.run_id) == [(1, 1.0)])
     with sqlite3.connect(run_dir / "mlflow.db") as db:
-        db.execute("DROP TABLE metrics")
+        db.execute(
+            "CREATE TRIGGER no BEFORE INSERT ON metrics WHEN NEW.step = 2 BEGIN SELECT RAISE(ABORT, 'no 2'); END"
+        )
     for step in (2, 3, 4):
         tracking.log({"x": step}, step)
     tracking.finish()
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
-    found = warnings(caplog)
-    assert len(found) == 2
-    assert "a write to sqlite:///" in found[0] and "no such table: metrics" in found[0]
-    assert found[1] == "mlflow: 3 writes were lost in this run"
+    assert history(run_dir, tracking.run_id) == [(1, 1.0), (3, 3.0), (4, 4.0)]
+    first, last = warnings(caplog)
+    assert "'mlflow': a write failed" in first and "no 2" in first
+    assert last == "tracking backend 'mlflow': 1 of 5 writes were lost in this run"
+    assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
+    assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_full_queue_costs_writes_and_not_time(run_dir, caplog, monkeypatch):
-    monkeypatch.setattr("scalerl.metrics.mlflow_backend._QUEUE_SIZE", 2)
-    backend = MlflowBackend("p", "e", run_dir)
-    backend.wait_started()
+def test_a_record_that_never_gets_through_is_given_up_after_some_attempts(run_dir, caplog):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    tracking.wait_started()
+    # Where the artifacts belong is a file: an error that another attempt might not meet.
+    (run_dir / "mlartifacts").write_text("in the way")
+    (run_dir / "a.txt").write_text("a")
+    tracking.log({"x": 1}, 1)
+    tracking.log_artifact(run_dir / "a.txt")
+    tracking.log({"x": 2}, 2)
+    tracking.finish()
+    found = warnings(caplog)
+    assert "did not take a record, training goes on" in found[0] and "mlartifacts" in found[0]
+    assert "mlflow: a record was refused" in found[1]
+    assert history(run_dir, tracking.run_id) == [(1, 1.0), (2, 2.0)]
+    assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
+    assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()
+
+
+def test_a_locked_database_holds_up_no_step_and_loses_nothing(run_dir, caplog, monkeypatch):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
     lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
-    steps = threading.Thread(target=lambda: [backend.log({"x": step}, step) for step in range(20)], daemon=True)
+    steps = threading.Thread(target=lambda: [tracking.log({"x": step}, step) for step in range(20)], daemon=True)
     steps.start()
     steps.join(20)
     held_up = steps.is_alive()
     lock.execute("ROLLBACK")
     lock.close()
-    backend.finish("FINISHED")
+    tracking.finish()
     assert not held_up
-    found = warnings(caplog)
-    assert "2 writes wait already" in found[0] and len(found) == 2
-    lost = int(found[1].split()[1])
-    assert len(client(run_dir).get_metric_history(backend.run_id, "x")) == 20 - lost
+    assert history(run_dir, tracking.run_id) == [(step, float(step)) for step in range(20)]
 
 
-def test_a_server_that_never_answers_does_not_hold_the_end(run_dir, caplog):
-    backend = MlflowBackend("p", "e", run_dir, flush_timeout_s=0.3)
-    backend.wait_started()
+def test_a_database_that_stays_locked_does_not_hold_the_end(run_dir, caplog):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir, finish_timeout_s=0.3)
+    tracking.wait_started()
     lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
-    backend.log({"x": 1}, 1)
-    backend.finish("FINISHED")
+    tracking.log({"x": 1}, 1)
+    tracking.finish()
     lock.execute("ROLLBACK")
     lock.close()
-    assert "did not take everything within" in warnings(caplog)[0]
-    backend._thread.join(60)
+    assert "'mlflow' did not end in time and is left behind" in warnings(caplog)[0]
+    tracking._channels["mlflow"]._thread.join(60)
 
 
 def test_an_address_where_nothing_listens_is_fatal_and_says_what_to_do(tmp_path, monkeypatch):
@@ -227,8 +258,9 @@ def test_params_are_flat_and_without_secrets():
         "hub": {"api_key": "sk-1", "token": "hf_1", "max_token_len": 16},
         "uri": "http://me:pw@host/x",
         "reward": {"password": None},
+        "hosts": ["http://me:pw@host/y"],
     }
-    assert flat_params(config) == {
+    assert {key: param_text(value) for key, value in flat_config(config).items()} == {
         "a.b": "[1, 2]",
         "a.c.0.d": "True",
         "hub.api_key": "***",
@@ -236,8 +268,52 @@ def test_params_are_flat_and_without_secrets():
         "hub.max_token_len": "16",
         "uri": "http://***@host/x",
         "reward.password": "None",
+        "hosts": '["http://***@host/y"]',
     }
     assert safe_uri("sqlite:////a/b@c.db") == "sqlite:////a/b@c.db"
+
+
+def test_tables_are_found_by_mlflow_itself(run_dir, monkeypatch):
+    # load_table looks for runs where the process's default is.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir}/mlflow.db")
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        for step in (5, 10, 10):
+            tracking.log_table("val/generations", ["prompt", "score"], [["2+2=", step / 10]], step=step)
+    tag = json.loads(client(run_dir).get_run(tracking.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": f"val/generations/step_{step}.json", "type": "table"} for step in (5, 10)]
+    run = client(run_dir).get_run(tracking.run_id)
+    table = client(run_dir).load_table(run.info.experiment_id, "val/generations/step_10.json", [tracking.run_id])
+    assert table.to_dict("list") == {"prompt": ["2+2="], "score": [1.0]}
+
+
+def test_the_curves_are_an_artifact_with_the_steps_of_the_process_before(run_dir):
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    run_id = first.run_id
+    first.log({"critic/score/mean": 0.1}, 1)
+    first.finish("FAILED")
+    with Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=1) as second:
+        second.log({"critic/score/mean": 0.2, "val-core/a/reward/mean@4": 0.5}, 2)
+    picture = next((run_dir / "mlartifacts").rglob("plots/curves.png"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plots.keys_to_plot(["critic/score/mean", "val-core/a/reward/mean_at_4", "timing_s/step"]) == [
+        "critic/score/mean",
+        "val-core/a/reward/mean_at_4",
+    ]
+
+
+def test_nothing_to_draw_makes_no_picture(tmp_path):
+    assert not plots.draw({"timing_s/step": [(1, 2.0)], "critic/score/mean": []}, tmp_path / "a.png", "t")
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_load_of_the_machine_is_recorded_once_per_step(run_dir):
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log({"x": 1}, 1)
+        tracking.log({"val": 1}, 1)
+    metrics = client(run_dir).get_run(tracking.run_id).data.metrics
+    used = metrics["system/system_memory_usage_percentage"]
+    assert 0 < used <= 100 and "system/cpu_utilization_percentage" in metrics
+    assert len(history(run_dir, tracking.run_id, "system/system_memory_usage_percentage")) == 1
 
 
 def test_telemetry_is_off(run_dir):

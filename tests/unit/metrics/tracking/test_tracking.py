@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scalerl.metrics import Metric, Tracking
+from scalerl.metrics.tracking import backend_names
 
 
 def jsonl(run_dir: Path) -> list[dict]:
@@ -16,8 +17,8 @@ def jsonl(run_dir: Path) -> list[dict]:
 
 
 def test_unknown_backend_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown backend 'wandb'; use any of console, mlflow, file"):
-        Tracking("p", "e", ["console", "wandb"], run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"unknown backend 'clearml'; use any of console, file, mlflow"):
+        Tracking("p", "e", ["console", "clearml"], run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -40,12 +41,11 @@ def test_file_keeps_one_line_per_log_and_plain_json(tmp_path):
     tracking = Tracking("p", "e", "file", run_dir=tmp_path)
     tracking.log({"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": Metric(3, "sum")}, step=1)
     tracking.log({"e": float("nan"), "f": float("-inf")}, step=2)
-    # Readable while the run goes on.
+    tracking.finish()
     assert jsonl(tmp_path) == [
         {"step": 1, "data": {"a": 1.0, "b": 0.5, "c": 2.0, "d": 3.0}},
         {"step": 2, "data": {"e": "nan", "f": "-inf"}},
     ]
-    tracking.finish()
 
 
 def test_a_resumed_run_appends_and_says_from_where(tmp_path):
@@ -91,8 +91,35 @@ def test_a_backend_that_breaks_is_reported_once_and_the_others_go_on(tmp_path, c
         tracking.log({"train/loss": 1.0}, step)
     tracking.finish()
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "'file' failed" in warnings[0]
+    assert len(warnings) == 2 and "'file': a write failed" in warnings[0]
+    assert warnings[1] == "tracking backend 'file': 3 of 4 writes were lost in this run"
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_every_name_that_the_configuration_allows_is_a_backend():
+    from scalerl.config.domains import DOMAINS
+    from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+
+    for section in (TrainerConfig, SFTTrainerConfig):
+        assert all(DOMAINS[section]["logger"].allows([name]) for name in backend_names())
+    assert set(Tracking.supported_backend.fget(None)) == {
+        "console",
+        "file",
+        "mlflow",
+        "tensorboard",
+        "wandb",
+        "swanlab",
+    }
+
+
+def test_what_is_logged_may_be_changed_by_the_run_afterwards(tmp_path):
+    with Tracking("p", "e", "file", run_dir=tmp_path) as tracking:
+        metrics, row = {"x": 1.0}, ["a", 1.0]
+        tracking.log(metrics, 1)
+        tracking.log_table("t", ["c", "d"], [row], 1)
+        metrics["x"], row[0] = 2.0, "b"
+    assert jsonl(tmp_path)[0]["data"] == {"x": 1.0}
+    assert json.loads((tmp_path / "tables/t/step_1.json").read_text())["data"] == [["a", 1.0]]
 
 
 def test_tables_are_shown_in_one_line_per_row_and_kept_whole(tmp_path, capsys):

@@ -1,0 +1,231 @@
+"""A dataset class of the user's own: found in its file, read once, and held like any other data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.util
+import inspect
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.config.schema import CustomClassConfig, DataConfig
+from scalerl.data.problems import DataError, excerpt, type_name
+from scalerl.data.ragged import PackedObjects, RaggedArray
+from scalerl.data.rl_dataset import PromptRow, RLHFDataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
+_METHODS = ("__len__", "__getitem__")
+_MAX_ROWS_SHOWN = 5
+
+
+def create_rl_dataset(
+    data_files: str | os.PathLike | Sequence[str | os.PathLike],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    max_samples: int = -1,
+) -> RLHFDataset | PromptTable:
+    """The data set that `config` asks for: an RLHFDataset, or the rows of config.custom_cls.
+
+    Raises DataError for wrong data, or a class that cannot be used.
+    """
+    if config.custom_cls.path is None and config.custom_cls.name is None:
+        return RLHFDataset(data_files, tokenizer, config, None, max_samples)
+    cls = load_dataset_class(config.custom_cls)
+    path = str(Path(config.custom_cls.path).expanduser().resolve())
+    label = f"{cls.__name__} of {path}"
+    try:
+        dataset = cls(data_files, tokenizer, config, None, max_samples)
+        rows = [dataset[i] for i in range(len(dataset))]
+    except DataError:
+        raise
+    except Exception as error:  # the user's code raises what it likes
+        raise DataError([f"{label}: cannot be read: {_cause(error, path)}; correct the class"]) from error
+    return PromptTable(rows, label, tokenizer, config, cls.__module__)
+
+
+def load_dataset_class(config: CustomClassConfig) -> type:
+    """The class config.name of the file config.path.
+
+    Raises DataError when one of the two is not set, the file does not exist or import, or what it defines is no class
+    with __len__ and __getitem__ that takes the arguments of RLHFDataset.
+    """
+    if config.path is None or config.name is None:
+        unset = "path" if config.path is None else "name"
+        raise DataError([f"data.custom_cls.{unset} = null: set both path and name, or none of them"])
+    path = Path(config.path).expanduser()
+    module = _import_file(path)
+    cls = getattr(module, config.name, None)
+    if not isinstance(cls, type):
+        found = f"defines '{config.name}' as {type_name(cls)}, not a class" if cls is not None else (
+            f"does not define the class '{config.name}'"
+        )  # fmt: skip
+        own = [name for name, value in vars(module).items() if _is_own_class(value, module)]
+        near = difflib.get_close_matches(config.name, own, n=1)
+        advice = f"set data.custom_cls.name={near[0]}" if near else "set data.custom_cls.name to a class of it"
+        raise DataError([f"data.custom_cls.path={path} {found} (its classes: {', '.join(own) or 'none'}); {advice}"])
+    missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
+    if missing:
+        raise DataError(
+            [
+                f"{config.name} of data.custom_cls.path={path} has no {' and no '.join(missing)}; "
+                "define both (__getitem__ returns a scalerl.data.PromptRow), or derive it from scalerl.data.RLHFDataset"
+            ]
+        )
+    try:
+        inspect.signature(cls).bind(*ARGUMENTS)
+    except TypeError as error:
+        raise DataError(
+            [
+                f"{config.name}{inspect.signature(cls)} of data.custom_cls.path={path} cannot be called with "
+                f"{', '.join(ARGUMENTS)}: {error}; define __init__(self, {', '.join(ARGUMENTS)})"
+            ]
+        ) from None
+    return cls
+
+
+class PromptTable:
+    """Rows that were read from a data set of any class: they go to other processes without it.
+
+    A row's uid becomes its position. Raises DataError, naming row and field, for anything that is not what PromptRow
+    says, for a prompt over data.max_prompt_length, and for values that need the class's own file to be read again.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        label: str,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        module_name: str = "",
+    ) -> None:
+        self.files = [label]
+        if not rows:
+            raise DataError([f"{label}: no rows; its __len__ must be at least 1"])
+        found: dict[str, list[int]] = {}
+        for i, row in enumerate(rows):
+            for problem in _row_problems(row, len(tokenizer), config.max_prompt_length, module_name):
+                found.setdefault(problem, []).append(i)
+        if found:
+            raise DataError([f"{label}: {_rows(at)}: {problem}" for problem, at in list(found.items())[:20]])
+        self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
+        self._others = PackedObjects(_others(row) for row in rows)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, uid: int) -> PromptRow:
+        if not 0 <= uid < len(self):
+            raise IndexError(f"uid {uid} is not in 0..{len(self) - 1}")
+        return PromptRow(uid=int(uid), input_ids=self._tokens[uid].tolist(), **self._others[uid])
+
+
+def _others(row: PromptRow) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(PromptRow) if field.name not in ("uid", "input_ids")]
+    return {name: getattr(row, name) for name in names}
+
+
+def _rows(at: list[int]) -> str:
+    more = f" and {len(at) - _MAX_ROWS_SHOWN} more" if len(at) > _MAX_ROWS_SHOWN else ""
+    return f"row{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:_MAX_ROWS_SHOWN]))}{more}"
+
+
+# Field -> type, what it must be. ground_truth may be anything.
+_TYPES = {
+    "prompt_length_before": (int, "the number of tokens before truncation"),
+    "data_source": (str, "the name of its source"),
+    "extra_info": (dict, "a dict"),
+    "messages": (list, "a list of messages"),
+    "reward_style": (str, "rule, model or another name"),
+    "images": (list, "a list"),
+}
+
+
+def _row_problems(row: Any, vocab_size: int, max_prompt_length: int, module_name: str) -> list[str]:
+    if not isinstance(row, PromptRow):
+        return [f"__getitem__ returns {type_name(row)}; return a scalerl.data.PromptRow"]
+    problems = [
+        f"{name} is {type_name(getattr(row, name))}, give {what}"
+        for name, (kind, what) in _TYPES.items()
+        if not isinstance(getattr(row, name), kind)
+    ]
+    if row.data_source == "":
+        problems.append("data_source is empty, give the name of its source")
+    if row.images:
+        problems.append("images: no model family of scalerl has a vision part; return none")
+    problems += _token_problems(row.input_ids, vocab_size, max_prompt_length)
+    if not problems:
+        try:
+            packed = pickle.dumps(_others(row))
+        except Exception as error:  # __reduce__ of any class
+            return [f"values cannot be sent to other processes ({type(error).__name__}: {error}); use plain values"]
+        if module_name and module_name.encode() in packed:
+            problems.append("values hold objects of classes of this file, which other processes lack; use plain values")
+    return problems
+
+
+def _token_problems(tokens: Any, vocab_size: int, max_prompt_length: int) -> list[str]:
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        return [f"input_ids is {type_name(tokens)}{' with other values' if isinstance(tokens, list) else ''}, "
+                "give a list of integers"]  # fmt: skip
+    if not tokens:
+        return ["input_ids is empty, give at least one token"]
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        return [f"input_ids holds {excerpt(outside[0])}, which is no token of the tokenizer (0..{vocab_size - 1})"]
+    if len(tokens) > max_prompt_length:
+        return [
+            f"more tokens than data.max_prompt_length={max_prompt_length}; cut or leave out the prompt, or raise it"
+        ]
+    return []
+
+
+def _is_own_class(value: Any, module: ModuleType) -> bool:
+    return isinstance(value, type) and value.__module__ == module.__name__
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise DataError(
+            [f"data.custom_cls.path={path} does not exist (working directory {Path.cwd()}); correct the path"]
+        )
+    if path.suffix != ".py":
+        raise DataError([f"data.custom_cls.path={path} is no Python file; give a file that ends in .py"])
+    path = path.resolve()
+    # By the whole path: two files named dataset.py are two modules.
+    name = f"scalerl_dataset_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise DataError(
+            [f"data.custom_cls.path={path} does not import: {_cause(error, str(path))}; correct it"]
+        ) from error
+    return module
+
+
+def _cause(error: BaseException, path: str) -> str:
+    """Type, message and place: the innermost line of `path`, else the innermost of all, or that of a syntax error."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if frame.filename == path]
+    frame = (of_user or frames or [None])[-1]
+    place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,373 @@
+"""Files at a URL -> whole, checked copies in a local cache, shared by the processes of a machine."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from scalerl.data.problems import DataError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+# Seconds before the second attempt; doubles with each.
+FIRST_PAUSE_S = 1.0
+_BLOCK_BYTES = 8 * 2**20
+_SHM = Path("/dev/shm")
+_MANIFEST = "copied.json"
+_CONTENT = "content"
+_UNFINISHED = "unfinished-"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+(?:://|::)", re.IGNORECASE)
+_CHECKSUM = re.compile(r"#sha256=([0-9a-fA-F]{64})$")
+# What the stores of fsspec call the identity of a file's content: a copy is of date while these stay as they were.
+_IDENTITY = (
+    "ETag", "etag", "md5Hash", "generation", "checksum", "Content-MD5", "Digest", "mtime", "modified", "created",
+    "LastModified", "Last-Modified", "last_modified", "modificationTime", "modification_time", "updated",
+)  # fmt: skip
+
+Result = TypeVar("Result")
+
+
+def is_remote(path: str | os.PathLike) -> bool:
+    """True for a URL that fsspec may know: s3://..., file://..., zip://...::s3://..."""
+    return isinstance(path, str) and _SCHEME.match(path) is not None
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | os.PathLike | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """Path of a local copy of the file or directory at a URL; anything that is no URL is returned as it is.
+
+    The copy is cache_dir/<hash of the URL>/<name>. It appears there at once when all bytes are there: they are counted
+    and their SHA-256 is kept, so that a damaged copy is made again, and so is one whose source has changed (size, ETag,
+    time). A source that does not answer is not asked: its whole copy is used, with a warning. src may end in
+    #sha256=<64 hex digits>, which the bytes must then have. One process copies, the others wait; a lock ends with its
+    process.
+
+    cache_dir: null: scalerl-<user> in the system's temporary directory.  filelock: name of the lock file.
+    use_shm: the cache is in /dev/shm, and local files are copied too.
+    Raises DataError that names URL, cause and what to do.
+    """
+    if not is_remote(src):
+        if not use_shm or not Path(src).expanduser().exists():
+            return src
+        src = f"file://{Path(src).expanduser().resolve()}"
+    source = _Source.parse(src)
+    with _of_cache(source):
+        root = _cache_root(cache_dir, use_shm)
+        entry = root / hashlib.sha256(source.url.encode()).hexdigest()[:32]
+        # The copy has a folder of its own: its name may be any.
+        (entry / _CONTENT).mkdir(parents=True, exist_ok=True)
+        with _locked(entry / filelock, source):
+            try:
+                return str(_copied(source, entry, verbose, always_recopy))
+            finally:
+                _remove_unfinished(entry)
+
+
+@dataclass(frozen=True)
+class _Source:
+    # sha256: what the user says that the content must have.
+    url: str
+    sha256: str | None
+
+    @staticmethod
+    def parse(src: str) -> _Source:
+        found = _CHECKSUM.search(src)
+        url = src[: found.start()] if found else src
+        return _Source(url.rstrip("/"), found.group(1).lower() if found else None)
+
+    def __str__(self) -> str:
+        """The URL without passwords and signatures: for messages and files."""
+        return _without_secrets(self.url)
+
+    @property
+    def _is_http(self) -> bool:
+        return self.url.lower().startswith(("http://", "https://"))
+
+    @property
+    def name(self) -> str:
+        first = self.url.split("::")[0]
+        path = urlsplit(first).path if self._is_http else first.partition("://")[2]
+        name = path.rstrip("/").rpartition("/")[2]
+        return "data" if name in ("", ".", "..") else name
+
+
+def _without_secrets(text: str) -> str:
+    text = re.sub(r"://[^/@\s]+@", "://...@", text)
+    return re.sub(r"(https?://[^\s?'\"]+\?)[^\s'\")]*", r"\1...", text)
+
+
+def remote_name(url: str) -> str:
+    """The file's name in a URL, without query and checksum."""
+    return _Source.parse(url).name
+
+
+def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
+    if cache_dir is not None and not use_shm:
+        return Path(cache_dir).expanduser()
+    parent = _SHM if use_shm else Path(tempfile.gettempdir())
+    if not parent.is_dir():
+        raise DataError([f"{parent} does not exist, so there is no shared memory to copy to; set use_shm=False"])
+    root = parent / f"scalerl-{os.getuid()}"
+    # The name is known to everybody: another user must not be able to put files there.
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise DataError([f"cache directory {root} belongs to another user; set data.cache_dir to one of your own"])
+    return root
+
+
+@contextmanager
+def _locked(path: Path, source: _Source) -> Iterator[None]:
+    """The kernel's lock: it ends with the process that holds it, however that ends."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("%s: another process is copying it; waiting (lock %s)", source, path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) -> Path:
+    """The copy in `entry`, made if it is not there, not whole or of an older state of the source."""
+    _remove_unfinished(entry)
+    target = entry / _CONTENT / source.name
+    manifest = None if always_recopy else _whole_copy(entry, target)
+    if manifest is not None and source.sha256 is not None and _content_hash(manifest["files"]) == source.sha256:
+        return target
+    try:
+        fs, path = _open_source(source)
+        state = _attempt(lambda: _state(fs, path), source)
+    except DataError as error:
+        if manifest is None or source.sha256 is not None or not isinstance(error, _Unreachable):
+            raise
+        log.warning("%s; using the copy of %s", error, manifest["copied_at"])
+        return target
+    if manifest is not None and source.sha256 is None and manifest["state"] == state:
+        return target
+    if verbose:
+        total_bytes = sum(file["size"] or 0 for file in state.values())
+        log.warning("copying %s (%.1f MiB) to %s", source, total_bytes / 2**20, target)
+    files, made = _attempt(lambda: _copy(fs, path, state, entry, source), source)
+    if _attempt(lambda: _state(fs, path), source) != state:
+        raise DataError([f"{source}: changed while it was copied; start again when its writer is done"])
+    # From here to the new manifest a crash leaves no manifest, so the copy is made again.
+    (entry / _MANIFEST).unlink(missing_ok=True)
+    if made.is_dir() or target.is_dir():
+        _remove(target)
+    os.replace(made, target)
+    copied_at = time.strftime("%Y-%m-%d %H:%M:%S")
+    _write_manifest(entry, {"source": str(source), "copied_at": copied_at, "state": state, "files": files})
+    return target
+
+
+class _Unreachable(DataError):
+    """The source did not answer: it may be as it was."""
+
+
+@contextmanager
+def _of_cache(source: _Source) -> Iterator[None]:
+    """Errors of the block are those of the cache directory: the source's are DataErrors by then."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            [
+                f"{source}: its copy cannot be kept in the cache ({type(error).__name__}: {error}); "
+                "free space there, or set data.cache_dir to a directory that you can write to"
+            ]
+        ) from error
+
+
+@contextmanager
+def _of_source(source: _Source) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # drivers of stores raise what they like
+        raise _error(source, error) from error
+
+
+def _open_source(source: _Source) -> tuple[AbstractFileSystem, str]:
+    import fsspec  # a run with local files needs none of it
+
+    with _of_source(source):
+        fs, path = fsspec.core.url_to_fs(source.url)
+        # Listings that this process has seen before may be old.
+        fs.invalidate_cache()
+        return fs, path
+
+
+def _attempt(action: Callable[[], Result], source: _Source) -> Result:
+    """The action's result. Raises DataError after ATTEMPTS attempts, or after one that another would not mend."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return action()
+        except Exception as error:  # drivers of stores raise what they like
+            found = error if isinstance(error, DataError) else _error(source, error)
+            if attempt == ATTEMPTS or not isinstance(found, _Unreachable):
+                raise found from error
+            log.warning("%s; attempt %d of %d", found, attempt + 1, ATTEMPTS)
+            time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+    raise AssertionError("unreachable")
+
+
+def _error(source: _Source, error: Exception) -> DataError:
+    # fsspec's web driver says "not found" whatever happened; the answer's status is in the cause.
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    scheme, status = source.url.partition(":")[0], getattr(error, "status", None)
+    # Messages of drivers repeat the URL, with the secrets that it may hold.
+    said = _without_secrets(str(error))
+    cause = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return DataError([f"{source}: does not exist ({cause}); correct the URL"])
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return DataError([f"{source}: access denied ({cause}); check the URL and the credentials of {scheme}://"])
+    if isinstance(error, ImportError):
+        return DataError(
+            [f"{source}: the driver of {scheme}:// is not installed ({cause}); install it, or copy by hand"]
+        )
+    if isinstance(error, ValueError) and not isinstance(error, OSError):
+        return DataError([f"{source}: cannot be copied ({cause}); give a local path, or a URL that fsspec knows"])
+    return _Unreachable([f"{source}: cannot be copied ({cause}); check the network, the credentials and the URL"])
+
+
+def _state(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
+    """File -> size and identity, by its name below `path` ("" for a single file). Plain JSON values."""
+    info = fs.info(path)
+    if info.get("type") != "directory":
+        return {"": _identity(info)}
+    base = fs._strip_protocol(path).rstrip("/") + "/"
+    found = fs.find(path, detail=True)
+    state = {name.removeprefix(base): _identity(found[name]) for name in sorted(found)}
+    if not state:
+        raise FileNotFoundError("a directory without files")
+    unsafe = [name for name in state if Path(name).is_absolute() or ".." in Path(name).parts]
+    if unsafe:
+        raise ValueError(f"file names that lead out of the directory: {unsafe}")
+    return state
+
+
+def _identity(info: dict[str, Any]) -> dict[str, Any]:
+    return {"size": info.get("size")} | {key: str(info[key]) for key in _IDENTITY if info.get(key) is not None}
+
+
+def _copy(
+    fs: AbstractFileSystem, path: str, state: dict[str, dict[str, Any]], entry: Path, source: _Source
+) -> tuple[dict[str, dict[str, Any]], Path]:
+    """Copies into `entry`, beside the target: ({name: size, sha256, md5}, path of the file or directory)."""
+    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=entry)) / "copy"
+    files = {}
+    for name in state:
+        local = made / name if name else made
+        remote = f"{path.rstrip('/')}/{name}" if name else path
+        files[name] = _copy_file(fs, remote, local, source)
+    _check_content(source, files, state)
+    return files, made
+
+
+def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) -> dict[str, Any]:
+    # One request for the whole: not every web server knows ranges.
+    options = {"block_size": 0} if "http" in fs.protocol else {}
+    size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    with _of_cache(source), ExitStack() as stack:
+        with _of_source(source):
+            remote = stack.enter_context(fs.open(path, "rb", **options))
+        local.parent.mkdir(parents=True, exist_ok=True)
+        with open(local, "wb") as file:
+            while True:
+                with _of_source(source):
+                    block = remote.read(_BLOCK_BYTES)
+                if not block:
+                    break
+                file.write(block)
+                size += len(block)
+                sha256.update(block)
+                md5.update(block)
+            file.flush()
+            os.fsync(file.fileno())
+    return {"size": size, "sha256": sha256.hexdigest(), "md5": base64.b64encode(md5.digest()).decode()}
+
+
+def _check_content(source: _Source, files: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
+    for name, file in files.items():
+        said = state[name]
+        place = f"{source}/{name}" if name else str(source)
+        if said["size"] is not None and said["size"] != file["size"]:
+            raise _Unreachable([f"{place}: {file['size']} of {said['size']} bytes came; start again"])
+        md5 = said.get("md5Hash", said.get("Content-MD5"))
+        if md5 is not None and md5 != file["md5"]:
+            raise _Unreachable([f"{place}: its MD5 is {file['md5']}, the store says {md5}; start again"])
+    if source.sha256 is not None and _content_hash(files) != source.sha256:
+        if list(files) != [""]:
+            raise DataError([f"{source}: #sha256= is for a single file, and this is a directory; remove it"])
+        raise DataError(
+            [
+                f"{source}: its SHA-256 is {files['']['sha256']}, and the URL asks for {source.sha256}; "
+                "correct the checksum, or find out who changed the file"
+            ]
+        )
+
+
+def _content_hash(files: dict[str, dict[str, Any]]) -> str | None:
+    return files[""]["sha256"] if list(files) == [""] else None
+
+
+def _whole_copy(entry: Path, target: Path) -> dict[str, Any] | None:
+    """The manifest, if the copy has every byte that it had when it was made."""
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if all(_has(target / name if name else target, file) for name, file in files.items()):
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # No copy yet, or what a crash left of it: copy again.
+    return None
+
+
+def _has(path: Path, file: dict[str, Any]) -> bool:
+    if path.stat().st_size != file["size"]:
+        return False
+    with open(path, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest() == file["sha256"]
+
+
+def _write_manifest(entry: Path, manifest: dict[str, Any]) -> None:
+    made = entry / f"{_UNFINISHED}{_MANIFEST}"
+    made.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    os.replace(made, entry / _MANIFEST)
+
+
+def _remove_unfinished(entry: Path) -> None:
+    for path in entry.glob(f"{_UNFINISHED}*"):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

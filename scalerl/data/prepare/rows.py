@@ -1,0 +1,150 @@
+"""Original records of each known data set -> rows with the five columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from scalerl.data.problems import FileProblems, excerpt, type_name
+from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
+
+# (row number, record, instruction, problems) -> a row, or None with the reason added to `problems`.
+Convert = Callable[[int, dict[str, Any], str, FileProblems], dict[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set whose files hold `columns`, and maybe `optional`. instruction: text after each problem; "": none."""
+
+    name: str
+    about: str
+    columns: tuple[str, ...]
+    convert: Convert
+    optional: tuple[str, ...] = ()
+    instruction: str = ""
+
+
+def _text(record: dict[str, Any], row: int, column: str, problems: FileProblems) -> str | None:
+    value = record[column]
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    found = "empty text" if isinstance(value, str) else f"{type_name(value)}, not text"
+    problems.add(found, "restore the original file", row=row, column=column, value=excerpt(value))
+    return None
+
+
+def _make_row(
+    data_source: str, ability: str, question: str, instruction: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    content = f"{question}\n\n{instruction}" if instruction else question
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": content}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
+def _gsm8k(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
+    question, answer = (_text(record, row, column, problems) for column in ("question", "answer"))
+    if question is None or answer is None:
+        return None
+    _, marker, number = answer.rpartition("####")
+    truth = number.strip().replace(",", "").replace("$", "")
+    if not marker or not truth:
+        problems.add(
+            "no '#### answer' at the end", "restore the original file", row=row, column="answer", value=excerpt(answer)
+        )
+        return None
+    extra_info = {"question": question, "answer": answer}
+    return _make_row("openai/gsm8k", "math", question, instruction, truth, extra_info)
+
+
+def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
+    question, solution = (_text(record, row, column, problems) for column in ("problem", "solution"))
+    if question is None or solution is None:
+        return None
+    truth = record.get("answer") or last_boxed(solution)
+    if not isinstance(truth, str) or not truth.strip():
+        problems.add(
+            r"no \boxed{answer}", "restore the original file", row=row, column="solution", value=excerpt(solution)
+        )
+        return None
+    extra_info = {
+        "question": question,
+        "answer": solution,
+        # Numbers in some copies of the data set, "Level 5" in others.
+        "level": str(record.get("level") or ""),
+        "subject": str(record.get("subject") or record.get("type") or ""),
+    }
+    return _make_row("DigitalLearningGmbH/MATH-lighteval", "math", question, instruction, truth.strip(), extra_info)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{...} or \fbox{...} of a solution holds, or the word after a \boxed without braces."""
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix(r"\boxed").removeprefix(r"\fbox").lstrip()
+    if not rest.startswith("{"):
+        return rest.split("$")[0].split()[0] if rest.split("$")[0].split() else None
+    depth = position = 0
+    while position < len(rest):
+        if rest[position] == "\\":
+            position += 1  # An escaped brace is none.
+        else:
+            depth += {"{": 1, "}": -1}.get(rest[position], 0)
+        if depth == 0:
+            return rest[1:position]
+        position += 1
+    return None
+
+
+def _dapo(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
+    # The original has the five columns; only the style is another.
+    checked = check_prompt_rows([(row, record)], PromptColumns(), problems)
+    if not checked:
+        return None
+    (_, fields), = checked  # fmt: skip
+    if not isinstance(fields.ground_truth, str):
+        found = f"{type_name(fields.ground_truth)} as ground_truth, not text"
+        problems.add(found, "restore the original file", row=row, column="reward_model")
+        return None
+    messages = [{"role": message["role"], "content": message["content"]} for message in fields.messages]
+    return {
+        "data_source": fields.data_source,
+        "prompt": messages,
+        "ability": record["ability"].lower(),
+        "reward_model": {"style": "rule", "ground_truth": fields.ground_truth},
+        "extra_info": {"original_index": str(fields.extra_info.get("index", ""))},
+    }
+
+
+SOURCES = {
+    source.name: source
+    for source in (
+        Source(
+            "gsm8k",
+            "grade-school word problems: train and test, question and answer ('... #### 72'), jsonl or parquet",
+            ("question", "answer"),
+            _gsm8k,
+            instruction="Think step by step, then write the final number on a last line of its own, after ####.",
+        ),
+        Source(
+            "math",
+            "competition problems: problem, level, type, solution (with \\boxed{}), json, jsonl or parquet",
+            ("problem", "solution"),
+            _math,
+            optional=("answer", "level", "type", "subject"),
+            instruction="Think step by step, then write the final answer in \\boxed{}.",
+        ),
+        Source(
+            "dapo",
+            "DAPO-Math-17k and sets of its format (AIME 2024): five columns, each problem many times, parquet",
+            tuple(PromptColumns().names),
+            _dapo,
+        ),
+    )
+}

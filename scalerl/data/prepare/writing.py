@@ -1,0 +1,71 @@
+"""Rows -> parquet files that are checked before they have their names."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalerl.data.files import read_chunks
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
+
+
+def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
+    """The five columns; extra_info has the keys of the first row, text or whole numbers."""
+    text = pa.string()
+    extra = rows[0]["extra_info"]
+    return pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            (
+                "extra_info",
+                pa.struct([(key, pa.int64() if isinstance(value, int) else text) for key, value in extra.items()]),
+            ),
+        ]
+    )
+
+
+def write_all(tables: dict[str, list[dict[str, Any]]], out: Path, *, overwrite: bool) -> dict[str, Path]:
+    """name -> out/name.parquet, all of them read back and compared before the first is renamed to it.
+
+    Raises DataError when one exists already and overwrite is False.
+    """
+    paths = {name: out / f"{name}.parquet" for name in tables}
+    there = [str(path) for path in paths.values() if path.exists()]
+    if there and not overwrite:
+        raise DataError([f"{', '.join(there)}: exists already; give another --out, or --overwrite"])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as unfinished:
+            made = {name: Path(unfinished) / f"{name}.parquet" for name in tables}
+            for name, rows in tables.items():
+                pq.write_table(pa.Table.from_pylist(rows, schema_of(rows)), made[name])
+                _check(made[name], rows)
+                with open(made[name], "rb") as file:
+                    os.fsync(file.fileno())
+            for name, path in paths.items():
+                os.replace(made[name], path)
+    except OSError as error:
+        raise DataError(
+            [f"--out {out}: cannot be written ({error}); give a directory that you can write to"]
+        ) from error
+    return paths
+
+
+def _check(path: Path, rows: list[dict[str, Any]]) -> None:
+    """What a training run would check, and that nothing was lost on the way."""
+    problems, columns = FileProblems(str(path)), PromptColumns()
+    read = []
+    for chunk in read_chunks(str(path), columns.names, problems):
+        check_prompt_rows(chunk, columns, problems)
+        read += [values for _, values in chunk]
+    problems.raise_if_any()
+    assert read == rows, f"{path} does not give back the rows that were written"

@@ -1,0 +1,112 @@
+"""What a row of prompts must look like: the five columns, and images where a file has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from scalerl.data.files import Chunk
+from scalerl.data.messages import check_messages
+from scalerl.data.problems import FileProblems, excerpt, type_name
+
+_REWARD_SHAPE = 'write it as {"style": "rule", "ground_truth": "..."}'
+# Stands for the value of a column that the file does not have.
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class PromptColumns:
+    """Names of the columns. sees_images: without it a row with images is a problem."""
+
+    data_source: str = "data_source"
+    prompt: str = "prompt"
+    images: str = "images"
+    sees_images: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        return [self.data_source, self.prompt, "ability", "reward_model", "extra_info"]
+
+
+class PromptFields(NamedTuple):
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    messages: list[dict[str, Any]]
+    reward_style: str
+    images: list[Any]
+
+
+def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProblems) -> list[tuple[int, PromptFields]]:
+    """The rows of a chunk; what is wrong is added to `problems`, and from then on rows are only checked."""
+    rows = []
+    for row, values in chunk:
+        if not values.keys() >= set(columns.names):
+            # The file lacks a column, which is in `problems`: check the others.
+            values = {**dict.fromkeys(columns.names, _ABSENT), **values}
+        _check_text(values[columns.data_source], row, columns.data_source, problems)
+        _check_text(values["ability"], row, "ability", problems, may_be_empty=True)
+        _check_reward_model(values["reward_model"], row, problems)
+        _check_extra_info(values["extra_info"], row, problems)
+        images = values.get(columns.images)
+        _check_images(images, row, columns, problems)
+        messages = None
+        if values[columns.prompt] is not _ABSENT:
+            messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
+        if not problems:
+            reward = values["reward_model"]
+            fields = PromptFields(
+                values[columns.data_source],
+                reward["ground_truth"],
+                values["extra_info"] or {},
+                messages,
+                reward["style"],
+                images or [],
+            )
+            rows.append((row, fields))
+    return rows
+
+
+def _check_text(value: Any, row: int, column: str, problems: FileProblems, *, may_be_empty: bool = False) -> None:
+    if value is _ABSENT:
+        return
+    if not isinstance(value, str):
+        problems.add(f"{type_name(value)}, not text", "write text", row=row, column=column, value=excerpt(value))
+    elif not value and not may_be_empty:
+        problems.add("empty text", "name the source of the row", row=row, column=column)
+
+
+def _check_reward_model(value: Any, row: int, problems: FileProblems) -> None:
+    if value is _ABSENT:
+        return
+    place: dict[str, Any] = {"row": row, "column": "reward_model"}
+    if not isinstance(value, dict):
+        problems.add(f"{type_name(value)}, not a dict", _REWARD_SHAPE, **place, value=excerpt(value))
+        return
+    for key in ("style", "ground_truth"):
+        if key not in value:
+            problems.add(f"no key '{key}' (it has: {', '.join(map(str, value)) or 'none'})", _REWARD_SHAPE, **place)
+    style = value.get("style", "rule")
+    if not isinstance(style, str) or not style:
+        problems.add(f"{type_name(style)} as style, not a name", _REWARD_SHAPE, **place, value=excerpt(style))
+    if style == "rule" and "ground_truth" in value and value["ground_truth"] is None:
+        problems.add("null as ground_truth", "give the answer that the rule compares with", **place)
+
+
+def _check_extra_info(value: Any, row: int, problems: FileProblems) -> None:
+    if value is not _ABSENT and value is not None and not isinstance(value, dict):
+        found = f"{type_name(value)}, not a dict"
+        problems.add(found, "write a dict, or null", row=row, column="extra_info", value=excerpt(value))
+
+
+def _check_images(value: Any, row: int, columns: PromptColumns, problems: FileProblems) -> None:
+    place: dict[str, Any] = {"row": row, "column": columns.images}
+    if value is not None and not isinstance(value, list):
+        problems.add(f"{type_name(value)}, not a list of images", "write a list, or null", **place)
+    elif value and not columns.sees_images:
+        found = "images, for a model without a vision part"
+        advice = (
+            "no model family of scalerl has one: remove the images or the rows, or name another column with "
+            "data.image_key if these are no images"
+        )
+        problems.add(found, advice, **place, value=f"{len(value)} of them")

@@ -1,0 +1,118 @@
+"""Messages -> token ids, in this process or in several, in the order of the rows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from scalerl.data.chat import encode, render
+from scalerl.data.problems import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, Any]]
+# Token ids, int32; or why the chat template refuses the messages.
+Tokens = np.ndarray | str
+Rows = TypeVar("Rows")
+
+# Chunks that each process has before it or behind it, waiting: bounds the memory.
+_CHUNKS_PER_WORKER = 2
+
+
+class PromptTokenizer:
+    """Tokenizes chunk by chunk. workers: processes that do it from the second chunk on; 1: this process alone.
+
+    A context manager: the processes end with the block.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, workers: int) -> None:
+        self._tokenizer = tokenizer
+        self._workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> PromptTokenizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def each(self, chunks: Iterable[tuple[Rows, Sequence[Messages]]]) -> Iterator[tuple[Rows, list[Tokens]]]:
+        """(rows, messages) -> (rows, tokens), in order. Raises DataError when a process is lost."""
+        if self._workers == 1:
+            for rows, messages in chunks:
+                yield rows, tokenize(self._tokenizer, messages)
+            return
+        waiting: deque[tuple[Rows, Future[list[Tokens]]]] = deque()
+        try:
+            for number, (rows, messages) in enumerate(chunks):
+                if number == 0:
+                    # Most files have one chunk: it is done before a process would have started.
+                    yield rows, tokenize(self._tokenizer, messages)
+                    continue
+                waiting.append((rows, self._start().submit(_tokenize_in_worker, messages)))
+                if len(waiting) >= self._workers * _CHUNKS_PER_WORKER:
+                    yield _done(waiting)
+            while waiting:
+                yield _done(waiting)
+        except BrokenProcessPool as error:
+            raise DataError(
+                [
+                    f"one of {self._workers} tokenizing processes was lost ({error}); if memory ran out, lower "
+                    "data.filter_overlong_prompts_workers"
+                ]
+            ) from error
+
+    def _start(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._workers,
+                # A fork would copy locks that threads of this process may hold.
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(self._tokenizer,),
+            )
+        return self._pool
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages]) -> list[Tokens]:
+    """The tokens of each prompt, generation prompt included, or the complaint of the chat template."""
+    results: list[Tokens] = []
+    texts = []
+    for prompt in messages:
+        try:
+            texts.append(render(tokenizer, prompt, add_generation_prompt=True))
+            results.append("")
+        except Exception as error:  # a chat template is a program of the model's author: it raises anything
+            results.append(f"{type(error).__name__}: {error}")
+    tokens = iter(encode(tokenizer, texts))
+    # An array: a list of Python integers is ten times larger while the other rows are read.
+    return [result or np.asarray(next(tokens), np.int32) for result in results]
+
+
+def _done(waiting: deque[tuple[Rows, Future[list[Tokens]]]]) -> tuple[Rows, list[Tokens]]:
+    rows, future = waiting.popleft()
+    return rows, future.result()
+
+
+_worker_tokenizer: PreTrainedTokenizerBase | None = None
+
+
+def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
+    global _worker_tokenizer
+    # The processes are the parallelism.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_tokenizer = tokenizer
+
+
+def _tokenize_in_worker(messages: Sequence[Messages]) -> list[Tokens]:
+    assert _worker_tokenizer is not None
+    return tokenize(_worker_tokenizer, messages)

@@ -1,0 +1,34 @@
+"""Where metrics go. `Tracking` logs to backends; each is a class registered under its name; docs/tracking.md."""
+
+from __future__ import annotations
+
+# Registers them, in the order in which an error lists them.
+from scalerl.metrics.tracking import (  # noqa: F401
+    console,
+    jsonl,
+    mlflow_backend,
+    swanlab_backend,
+    tensorboard_backend,
+    wandb_backend,
+)
+from scalerl.metrics.tracking.backend import (
+    Backend,
+    RunInfo,
+    backend_names,
+    check_backends,
+    check_installed,
+    register_backend,
+    unregister_backend,
+)
+from scalerl.metrics.tracking.tracker import Tracking
+
+__all__ = [
+    "Backend",
+    "RunInfo",
+    "Tracking",
+    "backend_names",
+    "check_backends",
+    "check_installed",
+    "register_backend",
+    "unregister_backend",
+]

@@ -1,0 +1,146 @@
+"""What a tracking backend is, and the registry of them by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+FINISH_TIMEOUT_S = 60.0
+STATUSES = ("FINISHED", "FAILED", "KILLED")
+_SECRET_KEY = re.compile(
+    r"(^|[._])(password|passwd|secret|api_?key|access_?key|private_?key|token|credentials?)$", re.I
+)
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class Backend(Protocol):
+    """All calls come from one thread, in the order in which the run made them. An exception costs that record only."""
+
+    def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
+        """time_s: when the run logged it, seconds since 1970."""
+
+    def log_artifact(self, path: Path) -> None:
+        """A file, or a directory with all it holds."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+    def finish(self, status: str) -> None:
+        """status: one of STATUSES. Last call."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a backend is told about the run when it is opened."""
+
+    project_name: str
+    experiment_name: str
+    # Exists.
+    run_dir: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # Step that this process starts from; 0: the beginning.
+    resumed_from: int = 0
+    total_steps: int | None = None
+    mlflow_tracking_uri: str | None = None
+    # MLflow run to continue.
+    run_id: str | None = None
+    # What `finish` may take; then the backend is left behind.
+    finish_timeout_s: float = FINISH_TIMEOUT_S
+
+
+Opener = Callable[[RunInfo], Backend]
+AnyOpener = TypeVar("AnyOpener", bound=Opener)
+
+
+@dataclass(frozen=True)
+class _Registered:
+    open: Opener
+    # Package that has to be importable, None: nothing beyond scalerl's own.
+    package: str | None
+
+
+_BACKENDS: dict[str, _Registered] = {}
+
+
+def register_backend(name: str, *, package: str | None = None) -> Callable[[AnyOpener], AnyOpener]:
+    """Decorator of a class or function that opens a backend: called with a RunInfo, in the backend's own thread.
+
+    package: the optional package it imports.  Raises ValueError when the name is taken.
+    """
+
+    def register(opener: AnyOpener) -> AnyOpener:
+        if name in _BACKENDS:
+            raise ValueError(f"tracking backend {name!r} is registered already ({_BACKENDS[name].open!r})")
+        _BACKENDS[name] = _Registered(opener, package)
+        return opener
+
+    return register
+
+
+def unregister_backend(name: str) -> None:
+    """Raises KeyError when there is none of that name."""
+    del _BACKENDS[name]
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(_BACKENDS)
+
+
+def opener_of(name: str) -> Opener:
+    return _BACKENDS[name].open
+
+
+def check_backends(names: Iterable[str]) -> None:
+    """Raises ValueError, with what to do, for a backend that is not registered or not installed."""
+    names = list(names)
+    if unknown := [name for name in names if name not in _BACKENDS]:
+        raise ValueError(
+            f"trainer.logger: unknown backend {', '.join(map(repr, unknown))}; use any of {', '.join(_BACKENDS)}"
+        )
+    check_installed(names)
+
+
+def check_installed(names: Iterable[str]) -> None:
+    """Raises ValueError for a registered backend whose package is not installed, naming the extra to install."""
+    for name in names:
+        package = _BACKENDS[name].package if name in _BACKENDS else None
+        if package is not None and find_spec(package) is None:
+            raise ValueError(
+                f"trainer.logger has {name}, but the package {package} is not installed: "
+                f"pip install 'scalerl[{name}]', or take {name} out of trainer.logger"
+            )
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; a list with mappings in it by index; secrets as ***."""
+    found: dict[str, Any] = {}
+
+    def visit(key: str, value: Any) -> None:
+        if isinstance(value, Mapping) and value:
+            for name, inner in value.items():
+                visit(f"{key}.{name}" if key else str(name), inner)
+        elif isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
+            for index, inner in enumerate(value):
+                visit(f"{key}.{index}", inner)
+        elif _SECRET_KEY.search(key) and isinstance(value, str) and value:
+            found[key] = "***"
+        else:
+            found[key] = safe_uri(value) if isinstance(value, str) else value
+
+    visit("", dict(config))
+    return found
+
+
+def safe_uri(text: str) -> str:
+    """Without user and password of the URIs in it."""
+    return _USERINFO.sub("***@", text)
+
+
+def first_line(error: BaseException) -> str:
+    """`Type: first line of the message`, without passwords."""
+    # SQLAlchemy puts advice about autoflush above the cause.
+    lines = [line for line in str(error).splitlines() if line.strip() and "(raised as a result of" not in line]
+    return safe_uri(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

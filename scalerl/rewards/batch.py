@@ -1,0 +1,86 @@
+"""The batch manager: one call of the reward function for all samples that finished since the last call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from scalerl.config.schema import RewardModelConfig
+from scalerl.rewards.calls import Outcome
+from scalerl.rewards.manager import (
+    NaiveRewardManager,
+    ScoreRequest,
+    ScoreResult,
+    copy_of_extra_info,
+    register_reward_manager,
+)
+from scalerl.rewards.reward_function import BATCH_ARGUMENTS, RewardFunction
+
+# Samples of one call.
+MAX_BATCH = 256
+# How long the first sample waits for others, unless a call is under way.
+COLLECT_S = 0.05
+
+
+@register_reward_manager("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """function(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) -> a number or dict for each.
+
+    One call at a time; the samples that finish while it runs are the next batch, MAX_BATCH at most. config.timeout_s is
+    for one call. A call that raises, is late, or returns another number of values has failed for all of its samples; a
+    bad value in the list has failed for its own.
+    """
+
+    arguments = BATCH_ARGUMENTS
+
+    def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:
+        super().__init__(function, config)
+        self._waiting: list[tuple[ScoreRequest, asyncio.Future[Outcome]]] = []
+        self._calls: asyncio.Task | None = None
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        loop = asyncio.get_running_loop()
+        if self._calls is None or self._calls.done() or self._calls.get_loop() is not loop:
+            self._waiting = []  # what another loop left behind nobody waits for
+            self._calls = loop.create_task(self._call_until_none_waits())
+        outcome: asyncio.Future[Outcome] = loop.create_future()
+        self._waiting.append((request, outcome))
+        return self._result(request, await outcome)
+
+    async def _call_until_none_waits(self) -> None:
+        await asyncio.sleep(COLLECT_S)
+        while self._waiting:
+            # One whose score() was cancelled is not asked for any more.
+            waiting = [pair for pair in self._waiting if not pair[1].done()]
+            batch, self._waiting = waiting[:MAX_BATCH], waiting[MAX_BATCH:]
+            if not batch:
+                return
+            try:
+                outcomes = await self._call([request for request, _ in batch])
+            except Exception as error:  # too many hung calls: each of these samples tells
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, future), outcome in zip(batch, outcomes, strict=True):
+                if not future.done():
+                    future.set_result(outcome)
+
+    async def _call(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        outcome = await self._caller.call(
+            data_sources=[request.data_source for request in requests],
+            solution_strs=[request.solution_str for request in requests],
+            ground_truths=[request.ground_truth for request in requests],
+            extra_infos=[copy_of_extra_info(request) for request in requests],
+        )
+        if outcome.timed_out or outcome.error is not None:
+            return [outcome] * len(requests)
+        try:
+            values = list(outcome.value)
+        except TypeError:
+            values = None
+        if values is None or isinstance(outcome.value, dict | str) or len(values) != len(requests):
+            what = type(outcome.value).__name__ + ("" if values is None else f" of {len(values)}")
+            error = ValueError(f"it returned {what} for {len(requests)} samples; return a list, one value for each")
+            return [Outcome(error=error)] * len(requests)
+        return [Outcome(value) for value in values]

@@ -1,0 +1,47 @@
+"""The dapo manager: the naive one, and a penalty for responses that come near the limit of their length."""
+
+from __future__ import annotations
+
+from scalerl.config.schema import OverlongBufferConfig, RewardModelConfig
+from scalerl.rewards.manager import NaiveRewardManager, ScoreRequest, ScoreResult, register_reward_manager
+from scalerl.rewards.reward_function import RewardFunction
+
+
+def overlong_penalty(response_length: int, buffer: OverlongBufferConfig) -> float:
+    """0 up to max_resp_len - len tokens, then falling linearly to -penalty_factor at max_resp_len, and on beyond it.
+
+    Source: Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
+    """
+    over = response_length - (buffer.max_resp_len - buffer.len)
+    return -buffer.penalty_factor * over / buffer.len if over > 0 else 0.0
+
+
+@register_reward_manager("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """score + overlong_penalty with reward_model.overlong_buffer.enable; without it the same as naive.
+
+    A score of 0 that stands for a failure is left at 0. With overlong_buffer.log, extra has overlong and
+    overlong_reward, which tells the two parts apart.
+    """
+
+    def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:
+        buffer = config.overlong_buffer
+        if buffer.enable and not 0 < buffer.len <= buffer.max_resp_len:
+            raise ValueError(
+                f"reward_model.overlong_buffer.len={buffer.len}: use 1 to max_resp_len={buffer.max_resp_len} tokens "
+                "(the paper: 4096 of 20480), or set enable=false"
+            )
+        super().__init__(function, config)
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        result = await super().score(request)
+        buffer = self._config.overlong_buffer
+        if not buffer.enable or result.error is not None:
+            return result
+        if request.response_length is None:
+            raise ValueError(f"sample {request.sample_name}: reward_manager=dapo needs its response_length")
+        penalty = overlong_penalty(request.response_length, buffer)
+        extra = dict(result.extra)
+        if buffer.log:
+            extra |= {"overlong": float(penalty < 0), "overlong_reward": penalty}
+        return ScoreResult(result.score + penalty, extra)

@@ -1,0 +1,35 @@
+"""The prime manager: the function in processes beside this one, so that pure Python runs in parallel."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from scalerl.rewards.calls import NUM_THREADS, RewardCaller
+from scalerl.rewards.manager import NaiveRewardManager, register_reward_manager
+from scalerl.rewards.processes import START_TIMEOUT_S, ProcessPool
+from scalerl.rewards.reward_function import RewardFunction
+
+
+@register_reward_manager("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """The naive manager with up to 8 processes (one per CPU) in place of threads, each of at most 4 GiB.
+
+    A call past its deadline is killed, also one that never releases the GIL, and one that crashes its process fails
+    alone. Each process imports the function's file: what it keeps between calls it keeps per process. Arguments, values
+    and reward_kwargs are pickled.
+    """
+
+    def _new_caller(self) -> RewardCaller:
+        target = f"{self._function.path or 'scalerl.rewards.default_score'}:{self._function.name}"
+        self._pool = ProcessPool(target, min(NUM_THREADS, os.cpu_count() or 1))
+        called = RewardFunction(self._call, self._function.name, self._function.path)
+        # The pool keeps the deadline; a thread also waits for a process to be free and to start.
+        return RewardCaller(called, NUM_THREADS * (self._config.timeout_s + START_TIMEOUT_S))
+
+    def _call(self, **arguments: Any) -> Any:
+        return self._pool.call(self._config.timeout_s, arguments | dict(self._function.reward_kwargs))
+
+    def close(self) -> None:
+        super().close()
+        self._pool.close()

@@ -1,0 +1,77 @@
+"""One process of a ProcessPool: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES`, pickles in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def main() -> None:
+    target, memory_bytes = sys.argv[1], int(sys.argv[2])
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    # What the function prints or reads is not part of the protocol.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        function, path = _load(target)
+    except BaseException as error:
+        _reply(replies, "broken", _cause(error, None))
+        return
+    # After the imports: those of a large library need more than the call.
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    loop = asyncio.new_event_loop()
+    _reply(replies, "value", None)
+    while header := requests.read(8):
+        timeout_s, arguments = pickle.loads(requests.read(int.from_bytes(header, "little")))
+        # Ends this process, whatever it does, also when the one that asked is gone.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
+        kind, value = _call(function, path, arguments, loop)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _reply(replies, kind, value)
+
+
+def _load(target: str) -> tuple[Callable[..., Any], str | None]:
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), name), None
+    from scalerl.rewards.reward_function import import_file
+
+    return getattr(import_file(Path(place)), name), place
+
+
+def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:
+    try:
+        value = function(**arguments)
+        return "value", loop.run_until_complete(value) if inspect.iscoroutine(value) else value
+    except BaseException as error:
+        return "error", _cause(error, path)
+
+
+def _cause(error: BaseException, path: str | None) -> str:
+    from scalerl.rewards.reward_function import cause_of
+
+    return cause_of(error, path)
+
+
+def _reply(replies: BinaryIO, kind: str, value: Any) -> None:
+    try:
+        message = pickle.dumps((kind, value))
+    except Exception as error:
+        message = pickle.dumps(("error", f"its value cannot be sent to another process: {error}"))
+    replies.write(len(message).to_bytes(8, "little") + message)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

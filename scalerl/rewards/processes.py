@@ -1,0 +1,174 @@
+"""Calls in processes that can be killed: for functions that hang, hold the GIL, use signals or eat memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+START_TIMEOUT_S = 120.0
+DEFAULT_MEMORY_BYTES = 4 * 1024**3
+
+
+class CallFailed(Exception):
+    """The call raised, or its process ended; the message says which."""
+
+
+class CallTimeout(CallFailed):
+    """The call was past its deadline; its process has been killed."""
+
+
+class ProcessPool:
+    """Calls of one function in up to num_processes processes, kept between calls; safe to use from many threads.
+
+    target: `module:name`, or `file.py:name`. memory_bytes: address space of one process.
+    """
+
+    def __init__(self, target: str, num_processes: int, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
+        self._target, self._memory_bytes = target, memory_bytes
+        self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(num_processes):
+            self._free.put(None)
+        self._lock = threading.Lock()
+        self._workers: set[_Worker] = set()
+        self._closed = False
+
+    def call(self, timeout_s: float, arguments: dict[str, Any]) -> Any:
+        """The function's value. The deadline counts from the start of the call, not from the wait for a process.
+
+        Raises CallTimeout (the process is killed, the next call gets a new one), CallFailed with type, message and
+        place of what the function raised, or why the process ended.
+        """
+        worker = self._free.get()
+        try:
+            if worker is None or not worker.is_alive():
+                worker = self._start()
+            return worker.call(timeout_s, arguments)
+        except _WorkerLost as lost:
+            self._discard(worker)
+            worker = None
+            raise lost.failure from None
+        except BaseException as error:
+            if worker is not None and not isinstance(error, CallFailed):
+                self._discard(worker)  # what it would answer belongs to nobody
+                worker = None
+            raise
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """Kills the processes; calls that still run fail."""
+        with self._lock:
+            self._closed = True
+            workers, self._workers = self._workers, set()
+        for worker in workers:
+            worker.kill()
+
+    def _start(self) -> _Worker:
+        worker = _Worker(self._target, self._memory_bytes)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._workers.add(worker)
+        if closed:
+            worker.kill()
+            raise CallFailed("the pool is closed")
+        try:
+            worker.wait_ready()
+        except _WorkerLost as lost:
+            self._discard(worker)
+            raise lost.failure from None
+        return worker
+
+    def _discard(self, worker: _Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.kill()
+
+
+class _WorkerLost(Exception):
+    def __init__(self, failure: CallFailed) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+class _Worker:
+    def __init__(self, target: str, memory_bytes: int) -> None:
+        self._target = target
+        # One thread each: a thread pool of a numeric library counts against the address space.
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=env,
+            bufsize=0,
+        )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self) -> None:
+        self._read(START_TIMEOUT_S, "the start of its process")
+
+    def call(self, timeout_s: float, arguments: dict[str, Any]) -> Any:
+        message = pickle.dumps((timeout_s, arguments))
+        try:
+            view = memoryview(len(message).to_bytes(8, "little") + message)
+            while view:
+                view = view[self._process.stdin.write(view) :]
+        except OSError:
+            raise _WorkerLost(self._ended()) from None
+        return self._read(timeout_s, "the call")
+
+    def _read(self, timeout_s: float, what: str) -> Any:
+        deadline = time.monotonic() + timeout_s
+        header = self._read_bytes(8, deadline, timeout_s, what)
+        kind, value = pickle.loads(self._read_bytes(int.from_bytes(header, "little"), deadline, timeout_s, what))
+        if kind == "error":
+            raise CallFailed(value)
+        if kind == "broken":
+            raise _WorkerLost(CallFailed(value))
+        return value
+
+    def _read_bytes(self, count: int, deadline: float, timeout_s: float, what: str) -> bytes:
+        parts, fd = [], self._process.stdout.fileno()
+        poll = select.poll()  # select() refuses descriptors above 1023
+        poll.register(fd, select.POLLIN)
+        while count:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise _WorkerLost(CallTimeout(f"{what} took more than {timeout_s:g} s"))
+            part = os.read(fd, min(count, 1 << 20))
+            if not part:
+                raise _WorkerLost(self._ended())
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _ended(self) -> CallFailed:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code == -signal.SIGALRM:
+            return CallTimeout("the call took longer than its time")
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return CallFailed(f"the process of {self._target} ended with {how}; its stderr is in the log of this process")
+
+    def kill(self) -> None:
+        # The whole group: what the function started goes too. Reaped after the kill, so the id is still its own.
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()

@@ -1,0 +1,169 @@
+"""Runs a Python program that nobody trusts, within limits of time, memory, files, processes and network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scalerl.rewards.errors import RewardError
+
+# Not a module of the package: it runs before anything of it could be imported.
+_JAIL = Path(__file__).with_name("sandbox_jail.py")
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """wall_s: from start to end.  cpu_s: of one process.  memory_bytes: address space of one process.
+
+    num_processes: at one time, threads included.  file_bytes: of one file; disk_bytes and num_files: of all.
+    output_bytes: of stdout and stderr together.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: int = 10
+    memory_bytes: int = 512 * 1024**2
+    num_processes: int = 32
+    file_bytes: int = 16 * 1024**2
+    disk_bytes: int = 64 * 1024**2
+    num_files: int = 4096
+    output_bytes: int = 1024**2
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """stdout, stderr: as far as read.  failure: None for exit code 0, else why: a limit, a signal, an exit code."""
+
+    stdout: str
+    stderr: str
+    failure: str | None
+
+
+def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
+    """Runs `source` as a program: standard library only, stdin from `stdin`, working directory empty and thrown away.
+
+    It has namespaces of its own (user, mount, process, network, IPC, host name): it sees no file but the system's and
+    Python's, read-only, and its working directory; no process but its own; no network, not even the loopback; no
+    environment variable of this process; no privilege. It ends with its first process, and with this one.
+    What it does not limit: side channels and defects of the kernel, whose system calls it can make.
+
+    Safe to call from threads; takes two short-lived processes. Raises RewardError where the kernel or the container
+    does not allow such namespaces: there is no weaker mode.
+    """
+    limits = limits or SandboxLimits()
+    with _sealed_file(source, stdin) as program:
+        return _run(program, len(source.encode(errors="replace")), limits)
+
+
+@functools.cache
+def check_sandbox() -> None:
+    """Raises RewardError, saying what is missing, where programs cannot be sandboxed."""
+    if run_python("print(1)").stdout != "1\n":
+        raise RewardError("the sandbox for model-written code starts, but Python does not run in it")
+
+
+@contextlib.contextmanager
+def _sealed_file(source: str, stdin: str):
+    """Program and stdin in memory, not to be changed by anyone: nothing to feed, so no deadlock with its output."""
+    import fcntl
+
+    fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(source.encode(errors="replace") + stdin.encode(errors="replace"))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResult:
+    status_read, status_write = os.pipe()
+    settings = {"source_bytes": source_bytes, "python_prefix": sys.base_prefix, "status_fd": status_write}
+    try:
+        process = subprocess.Popen(
+            # -I -S: nothing of the environment, the user's directory or site-packages runs with privileges.
+            [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings | asdict(limits))],
+            stdin=program,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[status_write],
+            env={},
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(status_read)
+        raise
+    finally:
+        os.close(status_write)
+    with os.fdopen(status_read, "rb") as status, process.stdout, process.stderr:
+        deadline = time.monotonic() + limits.wall_s
+        output = {"stdout": bytearray(), "stderr": bytearray()}
+        try:
+            failure = _read_output(process, output, deadline, limits) or _wait(process, deadline, limits)
+        finally:
+            # Its child, process 1 of the namespace, has asked to die with it, and takes all others along.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        report = status.read()
+    stdout, stderr = (bytes(output[name]).decode(errors="replace") for name in ("stdout", "stderr"))
+    return SandboxResult(stdout, stderr, failure or _failure_of(report, code, stderr, limits))
+
+
+def _read_output(
+    process: subprocess.Popen, output: dict[str, bytearray], deadline: float, limits: SandboxLimits
+) -> str | None:
+    """Fills `output` until the program closes both pipes; the limit that it was over, if one."""
+    with selectors.PollSelector() as selector:
+        for name in output:
+            selector.register(getattr(process, name), selectors.EVENT_READ, name)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                return f"time: more than {limits.wall_s:g} s"
+            for key, _ in ready:
+                part = os.read(key.fd, 1 << 16)
+                output[key.data] += part
+                if not part:
+                    selector.unregister(key.fileobj)
+                if sum(map(len, output.values())) > limits.output_bytes:
+                    return f"output: more than {limits.output_bytes} bytes"
+    return None
+
+
+def _wait(process: subprocess.Popen, deadline: float, limits: SandboxLimits) -> str | None:
+    """The program may have closed its pipes and run on."""
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return f"time: more than {limits.wall_s:g} s"
+    return None
+
+
+def _failure_of(report: bytes, jail_code: int, stderr: str, limits: SandboxLimits) -> str | None:
+    if not report and jail_code < 0:
+        return f"signal {signal.Signals(-jail_code).name} to the process above it: the machine's memory, or an operator"
+    ended = json.loads(report) if report else {"setup": f"exit code {jail_code}: {stderr[-500:]}"}
+    if "setup" in ended:
+        raise RewardError(
+            f"model-written code cannot be run safely here: {ended['setup']}\n"
+            "  The sandbox needs root, or user namespaces (sysctl user.max_user_namespaces > 0; in a container: "
+            "CAP_SYS_ADMIN, or a seccomp profile that allows unshare and mount), and Linux 5.12 or newer."
+        )
+    code = ended["code"]
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+        # Nothing else in there kills with these: the CPU limit, or the kernel that ran out of memory.
+        return f"signal {signal.Signals(-code).name}: more than {limits.cpu_s} s of CPU time, or the machine's memory"
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else None

@@ -1,0 +1,155 @@
+"""Rollout servers that are killed or stopped while a run uses them: it goes on to the numbers it would have had."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from scalerl.errors import EXIT_USER_ERROR
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
+from tests.e2e.test_kill_and_resume import STEPS, assert_same_samples, assert_same_weights, reproducible
+
+RESPONSE = 32
+# A request's whole time on a busy machine, and what a hang costs a test, twice.
+REQUEST_TIMEOUT_S = 20
+FAULTS = ("rollout/num_restarts", "rollout/num_resubmitted")
+
+
+def arguments(inputs: Inputs, run_dir: Path, strikes: list[Strike], *more: str) -> list[str]:
+    """One prompt at a time on each server, so that most of a step is still to come at its 6th sample."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / "strikes.json"
+    file.write_text(json.dumps([strike.as_json(run_dir) for strike in strikes]))
+    rollout = "actor_rollout_ref.rollout"
+    return main_ppo(
+        inputs.overrides(
+            run_dir,
+            "+layout=tp2",
+            f"data.max_response_length={RESPONSE}",
+            f"{rollout}.ignore_eos=true",
+            f"{rollout}.max_num_seqs={SAMPLES}",
+            f"{rollout}.request_timeout_s={REQUEST_TIMEOUT_S}",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.save_freq=4",
+            "trainer.test_freq=2",
+            f"+custom_reward_function.reward_kwargs.strikes_file={file}",
+            *more,
+        )
+    )
+
+
+def run(start_job: StartJob, arguments: list[str], run_dir: Path) -> Job:
+    job = start_job(arguments, run_dir)
+    assert job.finish() == 0, job.tail()
+    job.assert_gone()
+    # The last words of a server may hold one.
+    own = [line for line in job.stderr.splitlines() if not line.startswith("  | ")]
+    assert not any("Traceback" in line for line in own), job.tail()
+    return job
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    run(start_job, arguments(inputs, run_dir, []), run_dir)
+    return run_dir
+
+
+def assert_same_run(expected: Path, run_dir: Path, tmp_path: Path) -> None:
+    wanted = {step: reproducible(data) for step, data in Record.read(expected).final.items()}
+    found = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
+    for step in range(1, STEPS + 1):
+        assert wanted[step]["actor/grad_norm"] > 0, "a run that learns nothing would prove nothing"
+        assert [wanted[step].pop(key) for key in FAULTS] == [0.0, 0.0]
+        for key in FAULTS:
+            del found[step][key]
+    assert found == wanted
+    assert_same_samples(expected, run_dir)
+    assert_same_weights(expected, run_dir, tmp_path)
+
+
+def test_two_servers_that_die_and_hang_in_turn(
+    inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    strikes = [
+        Strike(1, 0, signal.SIGKILL),
+        Strike(2, 1, signal.SIGKILL, idle=True),
+        Strike(3, 1, signal.SIGSTOP),
+        Strike(4, 0, signal.SIGSTOP, idle=True),
+    ]
+    job = run(start_job, arguments(inputs, run_dir, strikes, "actor_rollout_ref.rollout.num_replicas=2"), run_dir)
+    metrics = Record.read(run_dir).final
+    assert [metrics[step]["rollout/num_restarts"] for step in range(1, STEPS + 1)] == [1.0] * STEPS
+    resubmitted = [metrics[step]["rollout/num_resubmitted"] for step in range(1, STEPS + 1)]
+    # What the server had, and what it was given before its loss was noticed; idle servers have nothing.
+    assert resubmitted[0] >= SAMPLES and resubmitted[2] >= SAMPLES and resubmitted[1] == resubmitted[3] == 0.0
+    assert_same_run(undisturbed, run_dir, tmp_path)
+    assert job.stderr.count("It ended with exit code 137.") == 2
+    assert job.stderr.count("It was still running and was killed.") == 2
+    assert job.stderr.count("Restart 1 of at most 3.") == job.stderr.count("Restart 2 of at most 3.") == 2
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert logs == {f"rollout-{index}{again}.log" for index in (0, 1) for again in ("", ".restart-1", ".restart-2")}
+
+
+def test_the_only_server_dies(inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    strikes = [Strike(2, 0, signal.SIGKILL)]
+    run(start_job, arguments(inputs, run_dir, strikes, "actor_rollout_ref.rollout.num_replicas=1"), run_dir)
+    metrics = Record.read(run_dir).final
+    assert [metrics[step]["rollout/num_restarts"] for step in range(1, STEPS + 1)] == [0.0, 1.0, 0.0, 0.0]
+    assert metrics[2]["rollout/num_resubmitted"] >= SAMPLES
+    assert_same_run(undisturbed, run_dir, tmp_path)
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
+    inputs: Inputs, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    run_dir = tmp_path / "run"
+    strikes = [Strike(step, 0, signal.SIGABRT) for step in (1, 2)]
+    limit = ["actor_rollout_ref.rollout.max_restarts=1", "trainer.val_before_train=false"]
+    job = start_job(arguments(inputs, run_dir, strikes, *limit), run_dir)
+    assert job.finish() == EXIT_USER_ERROR, job.tail()
+    job.assert_gone()
+    assert sorted(Record.read(run_dir).final) == [1]
+    error = job.stderr.rpartition("error: ")[2]
+    assert error.startswith("rollout server 0 was lost: "), job.tail()
+    assert "It ended with exit code 134." in error
+    log = run_dir / "logs" / "rollout-0.restart-1.log"
+    assert "Fatal Python error: Aborted" in log.read_text()
+    last_line = [line.rstrip() for line in log.read_text().splitlines() if line.strip()][-1]
+    assert f"Last lines of its log {log}:" in error and f"  | {last_line}" in error
+    assert "It was restarted 1 times in this run, actor_rollout_ref.rollout.max_restarts=1" in error
+
+
+def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    more = [
+        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.num_replicas=1",
+        "actor_rollout_ref.rollout.request_timeout_s=120",
+        "actor_rollout_ref.actor.optim.lr=3e-2",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+    ]
+    job = run(start_job, arguments(inputs, run_dir, [Strike(2, 0, signal.SIGKILL)], *more), run_dir)
+    metrics = Record.read(run_dir).final
+    assert [metrics[step]["rollout/num_restarts"] for step in (1, 2)] == [0.0, 1.0]
+    assert metrics[2]["rollout/num_resubmitted"] >= SAMPLES
+    assert "rollout server 0 was lost" in job.stderr
+    for step in (1, 2):
+        rollouts = pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet").to_pydict()
+        keys = list(zip(rollouts["uid"], rollouts["sample_index"], strict=True))
+        assert keys == [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
+        assert set(rollouts["response_length"]) == {RESPONSE}
+        assert set(rollouts["policy_version"]) == {step - 1}
+        # The new server started from the files of the model: without the weights of step 1 it would be far off.
+        assert metrics[step]["training/rollout_probs_diff_max"] < 1e-4

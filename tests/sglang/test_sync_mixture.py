@@ -1,0 +1,72 @@
+"""SGLang's checksums of a mixture of experts: all experts of a layer in two parameters, cut over ranks and padded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.rollout.checksums import MIXTURES
+from scalerl.rollout.client import GenerateRequest, SamplingParams
+from scalerl.rollout.weights import checksum_differences, expected_checksums
+from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
+
+TWO_CORES = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own"
+)
+# Widths that SGLang pads: with 40 one rank has 24 zeros; with 48 the second of two has 16, and as many zeros.
+WIDTH_KEY = {"qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size"}
+WIDTH = {1: 40, 2: 48}
+SPOILED = {
+    "qwen3_moe": ("model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
+    "mixtral": (
+        "model.layers.1.block_sparse_moe.experts.2.w2.weight",
+        "model.layers.1.block_sparse_moe.experts.w2_weight",
+    ),
+}
+
+
+def make(path: Path, family: str, tp_size: int, seed: int) -> Model:
+    width = {WIDTH_KEY[family]: WIDTH[tp_size]}
+    return Model.load(make_model(path, family, seed, vocab_size=483, num_experts=4, **width))
+
+
+def test_every_family_that_is_said_to_be_known_is_here() -> None:
+    assert set(WIDTH_KEY) == set(MIXTURES)
+
+
+@pytest.mark.parametrize(("family", "tp_size"), [
+    ("qwen3_moe", 1),
+    pytest.param("qwen3_moe", 2, marks=TWO_CORES),
+    pytest.param("mixtral", 2, marks=TWO_CORES),
+])  # fmt: skip
+def test_checksums_of_a_mixture(start_engine: Callable[..., Engine], tmp_path: Path, family: str, tp_size: int) -> None:
+    old, new = (make(tmp_path / str(seed), family, tp_size, seed) for seed in (0, 1))
+    config = new.hf.config.to_dict()
+    engine = start_engine("sglang", old.path, tp_size=tp_size)
+    try:
+        found = engine.client.checksums()
+        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), found) == []
+
+        engine.load(new.weights(), policy_version=3, tp_size=tp_size)
+        expected = expected_checksums(new.weights(), config, tp_size, "sglang")
+        assert checksum_differences(expected, engine.client.checksums()) == []
+        requests = [GenerateRequest(row, p, 1, SamplingParams(8, temperature=0.0)) for row, p in enumerate(PROMPTS)]
+        for prompt, output in zip(PROMPTS, engine.generate(requests), strict=True):
+            assert output.output_ids == new.greedy(prompt, 8)
+            torch.testing.assert_close(
+                torch.tensor(output.logprobs), new.logprobs(prompt, output.output_ids, 1.0), atol=1e-4, rtol=0
+            )
+
+        # One number of one expert: the parameter that it is in is named, on the one rank that has it.
+        name, parameter = SPOILED[family]
+        spoiled = [(n, tensor.clone()) for n, tensor in new.weights()]
+        dict(spoiled)[name][3, 5] += 1e-6
+        engine.load(spoiled, policy_version=4, tp_size=tp_size)
+        (line,) = checksum_differences(expected, engine.client.checksums())
+        assert line.startswith(f"rank 0 {parameter}: trainer ")
+    finally:
+        engine.server.stop()

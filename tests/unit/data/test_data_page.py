@@ -1,0 +1,95 @@
+"""docs/data.md: its commands run, its Python runs, its keys and defaults are those of the schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import scalerl
+from scalerl import cli
+from scalerl.config import compose
+from scalerl.config.keys import leaves
+from scalerl.config.schema import DataConfig, PPOConfig, SFTConfig
+from scalerl.data import RLHFDataset, create_rl_dataset
+from scalerl.data.prepare.rows import SOURCES
+
+PAGE = (Path(next(iter(scalerl.__path__))).parent / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the original files that the page names."""
+    monkeypatch.chdir(tmp_path)
+    problem = {"problem": "1+1?", "level": "Level 1", "type": "Algebra", "solution": r"\boxed{2}"}
+    for split in ("train", "test"):
+        Path("gsm8k").mkdir(exist_ok=True)
+        Path(f"gsm8k/{split}.jsonl").write_text(json.dumps({"question": f"{split}?", "answer": "so\n#### 5"}) + "\n")
+        Path(f"MATH/{split}/algebra").mkdir(parents=True)
+        Path(f"MATH/{split}/algebra/1.json").write_text(json.dumps(problem | {"problem": split}, indent=2))
+    for name, texts in (("dapo-math-17k", "ab"), ("aime-2024", "c")):
+        rows = [
+            {
+                "data_source": "math_dapo",
+                "prompt": [{"content": text, "role": "user"}],
+                "ability": "MATH",
+                "reward_model": {"ground_truth": "1", "style": "rule-lighteval/MATH_v2"},
+                "extra_info": {"index": text},
+            }
+            for text in texts
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), f"{name}.parquet")
+    return tmp_path
+
+
+def test_the_commands_run(originals, tokenizer):
+    (commands,) = blocks("bash")
+    outs = []
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "scalerl" and cli.main(arguments) == 0, line
+        outs.append(Path(arguments[arguments.index("--out") + 1]))
+    assert {arguments.split()[2] for arguments in commands.splitlines()} == set(SOURCES)
+    for out in outs:
+        for name in ("train", "val"):
+            assert len(RLHFDataset(str(out / f"{name}.parquet"), tokenizer, DataConfig())) >= 1
+
+
+def test_the_class_runs_with_the_overrides_of_the_page(tmp_path, monkeypatch, tokenizer, write, make_row):
+    monkeypatch.chdir(tmp_path)
+    (code,) = [block for block in blocks("python") if "class " in block]
+    Path("dataset.py").write_text(code)
+    overrides = re.search(r"`(data\.custom_cls\.path=.*?)`", PAGE).group(1).split()
+    needed = [
+        "data.train_files=a",
+        "data.val_files=b",
+        "actor_rollout_ref.model.path=m",
+        "actor_rollout_ref.rollout.n=2",
+    ]
+    config = compose("ppo", [*needed, *overrides]).data
+    path = write([make_row("x" * n, truth=str(n)) for n in (9, 3, 5)])
+    assert [row.ground_truth for row in create_rl_dataset(path, tokenizer, config)] == ["3", "5", "9"]
+
+
+def test_the_copy_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (code,) = [block for block in blocks("python") if "copy_to_local" in block]
+    found: dict[str, str] = {}
+    exec(code.replace("/tmp/scalerl-docs", str(tmp_path)), found)
+    assert Path(found["path"]).read_text() == "{}\n" and found["path"].startswith("cache/")
+
+
+def test_keys_and_defaults_are_those_of_the_schema():
+    known = {leaf.key for schema in (PPOConfig, SFTConfig) for leaf in leaves(schema)}
+    assert set(re.findall(r"`(data\.[a-z_.]+)", PAGE)) <= known
+    assert f"`data.cache_dir` (`{DataConfig.cache_dir}`)" in PAGE

@@ -1,0 +1,132 @@
+"""Backends whose packages are extras: refused where they are missing, real offline runs where they are installed."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scalerl.metrics import Tracking, check_installed
+from scalerl.metrics.tracking import register_backend, unregister_backend
+
+OPTIONAL = ("tensorboard", "wandb", "swanlab")
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_the_extra_to_install(tmp_path):
+    register_backend("mine", package="surely_not_installed")(lambda run: None)
+    try:
+        with pytest.raises(
+            ValueError, match=r"the package surely_not_installed is not installed: pip install 'scalerl\[mi"
+        ):
+            check_installed(["console", "mine"])
+        with pytest.raises(ValueError, match=r"take mine out of trainer\.logger"):
+            Tracking("p", "e", ["mine"], run_dir=tmp_path / "run")
+    finally:
+        unregister_backend("mine")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_each_optional_backend_is_usable_or_refused(name):
+    if find_spec(name) is None:
+        with pytest.raises(ValueError, match=rf"pip install 'scalerl\[{name}\]'"):
+            check_installed([name])
+    else:
+        check_installed([name])
+
+
+def test_the_extras_that_errors_name_exist():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    for name in OPTIONAL:
+        assert any(pin.startswith(f"{name}==") for pin in project["optional-dependencies"][name])
+
+
+RUN = """
+    import sys
+    from pathlib import Path
+    from scalerl.metrics import Tracking
+
+    name, run_dir = sys.argv[1], Path(sys.argv[2])
+    (run_dir / "a.txt").write_text("a")
+    for resumed_from, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        with Tracking("p", "e", name, {"lr": 0.5}, run_dir=run_dir, resumed_from=resumed_from) as tracking:
+            for step in steps:
+                tracking.log({"x": step + 10 * resumed_from, "val-core/a/reward/mean@4": 1.0}, step)
+            tracking.log_table("val/generations", ["prompt", "score"], [["2+2=", 1.0]], steps[-1])
+            tracking.log_artifact(run_dir / "a.txt")
+"""
+
+
+def run_in_its_own_process(name: str, run_dir: Path, environment: dict[str, str]) -> None:
+    """These packages start helpers and change the process; a warning of ours on standard error is a failure."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(RUN), name, str(run_dir)],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(run_dir), "PYTHONPATH": ":".join(filter(None, sys.path))}
+        | environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tracking backend" not in done.stderr, done.stderr
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """Of a log as https://github.com/google/leveldb/blob/main/doc/log_format.md has it, behind wandb's 7-byte head."""
+    position, record = 7, b""
+    while position + 7 <= len(content):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        # Whole, or the last part.
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install 'scalerl[wandb]'")
+def test_wandb_offline_keeps_every_step_in_one_run(tmp_path):
+    from wandb.proto import wandb_internal_pb2
+
+    run_in_its_own_process("wandb", tmp_path, {"WANDB_MODE": "offline"})
+    points, ids = [], set()
+    for path in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")):
+        for data in leveldb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
+            if "x" in items:
+                points.append((int(items["step"]), float(items["x"])))
+    assert points == [(1, 1), (2, 2), (3, 3), (3, 23), (4, 24)]
+    assert ids == {(tmp_path / "wandb_run_id").read_text().strip()}
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install 'scalerl[wandb]'")
+def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="there is no API key: set WANDB_API_KEY"):
+        Tracking("p", "e", "wandb", run_dir=tmp_path)
+
+
+@pytest.mark.skipif(find_spec("swanlab") is None, reason="pip install 'scalerl[swanlab]'")
+def test_swanlab_local_writes_below_the_run_directory(tmp_path):
+    run_in_its_own_process("swanlab", tmp_path, {})
+    files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
+    assert len([path for path in (tmp_path / "swanlog").iterdir() if path.is_dir()]) >= 2
+    assert any(b"mean@4" in path.read_bytes() for path in files)
