@@ -273,7 +273,7 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     import logging
     import os
 
-    from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+    from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
     from scalerl.controller.workers import MegatronWorker
     from scalerl.parallel.layout import Layout
     from scalerl.protocol import DataProto, Jagged
@@ -285,9 +285,7 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     os.environ["SCALERL_LOGGING_LEVEL"] = "debug"
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
-    worker = MegatronWorker(
-        rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1
-    )
+    worker = MegatronWorker(rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1)
     worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     config = MegatronConfig(dtype="bfloat16", **megatron)
     worker.build_engine("actor", model, config, OptimConfig(lr=1e-3))
@@ -303,12 +301,17 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
         samples={"advantages": torch.tensor([1.0, -1.0]).numpy()},
     )
     after = [on_device()]
-    for method in ("compute_log_prob", "compute_ref_log_prob"):
-        _, columns = getattr(worker, method)(shard, [[[0, 1]]], temperature=1.0)
+    for method, options in (
+        ("compute_log_prob", {"correction": RolloutCorrectionConfig()}),
+        ("compute_ref_log_prob", {}),
+    ):
+        _, columns = getattr(worker, method)(shard, [[[0, 1]]], temperature=1.0, **options)
         shard = shard.union(columns)
         after.append(on_device())
     totals = [{"num_loss_tokens": 42, "num_sequences": 4}]
-    metrics, _ = worker.update_actor(shard, [[[0, 1]]], config=ActorConfig(), temperature=1.0, totals=totals)
+    metrics, _ = worker.update_actor(
+        shard, [[[0, 1]]], config=ActorConfig(), temperature=1.0, totals=totals, bypass_mode=False
+    )
     after.append(on_device())
     logprobs = [shard.tokens[name].values for name in ("old_logprobs", "ref_logprobs")]
     return after, metrics, worker.memory(), lines, logprobs
