@@ -24,7 +24,7 @@ def compute_score(
     pause_dir: str | None = None,
     strikes_file: str | None = None,
 ) -> float:
-    if extra_info["split"] == "train" and (pause_dir is not None or strikes_file is not None):
+    if (pause_dir is not None or strikes_file is not None) and extra_info["split"] == "train":
         called = _count()
         if strikes_file is not None:
             _strike(json.loads(Path(strikes_file).read_text()), called)
