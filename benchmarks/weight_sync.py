@@ -4,7 +4,7 @@ python benchmarks/weight_sync.py                              # 0.1 and 1 GB, tr
 python benchmarks/weight_sync.py --gb 8 --layouts tp2         # up to what memory holds three times
 python benchmarks/weight_sync.py --server-tp 2 --bucket-mb 64 # other servers, buckets: --help
 
-On a CPU. A byte is copied twice: by the trainer rank that holds it into memory that all processes of the machine share,
+On a CPU. A byte is copied twice: by the trainer rank that holds it into memory that all processes of the machine map,
 and by the server out of it. The limit is therefore half of the speed of one copy, which is measured after every sync in
 the trainer's rank 0; both copies run at the same time, on different buckets, so that on idle cores more is possible.
 """
@@ -225,6 +225,7 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch.distributed as dist
 
     from scalerl.hybrid.replicas import Replica
+    from scalerl.hybrid.transports.gathered import GatheredTransport
     from scalerl.hybrid.weight_sync import WeightSync
 
     sync = WeightSync(
@@ -236,7 +237,7 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         timeout_s=300.0,
     )
     if path == "gathered":
-        sync.node_buckets = None
+        sync.transport = GatheredTransport(engine.export_buckets, sync.feeds)
     copied: list[torch.Tensor] = []
     seconds: dict[str, list[float]] = {"send": [], "whole": [], "copy": []}
     for repeat in range(job.warmup + job.repeats):

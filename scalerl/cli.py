@@ -15,11 +15,13 @@ USAGE = """\
 usage: scalerl COMMAND ...
 
 commands:
-  train    reinforcement learning: parquet in, checkpoints out
-  sft      supervised fine-tuning on conversations
-  data     original files of a known data set -> parquet for train
-  merge    a checkpoint -> a Hugging Face model directory
-  doctor   versions, devices, what is missing and what that changes
+  train     reinforcement learning: parquet in, checkpoints out
+  sft       supervised fine-tuning on conversations
+  generate  responses of a model to the prompts of a file
+  eval      scores of such responses: mean, best of n, majority, pass@k
+  data      original files of a known data set -> parquet for train
+  merge     a checkpoint -> a Hugging Face model directory
+  doctor    versions, devices, what is missing and what that changes
 
 `scalerl COMMAND --help` explains a command; `scalerl --version` prints the version.
 SCALERL_TRACEBACK=1 shows the stack behind an error message."""
@@ -55,6 +57,18 @@ def _sft(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _generate(argv: list[str]) -> int | None:
+    from scalerl.trainer.main_generation import main as program
+
+    return program(argv)
+
+
+def _eval(argv: list[str]) -> int | None:
+    from scalerl.trainer.main_eval import main as program
+
+    return program(argv)
+
+
 def _data(argv: list[str]) -> int | None:
     from scalerl.data.prepare.command import main as program
 
@@ -76,12 +90,14 @@ def _doctor(argv: list[str]) -> int | None:
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": _train,
     "sft": _sft,
+    "generate": _generate,
+    "eval": _eval,
     "data": _data,
     "merge": _merge,
     "doctor": _doctor,
 }
 # Commands that take the keys of a config schema.
-SCHEMA_OF = {"train": "ppo", "sft": "sft"}
+SCHEMA_OF = {"train": "ppo", "sft": "sft", "generate": "generation", "eval": "eval"}
 
 
 def main(argv: list[str] | None = None) -> int:

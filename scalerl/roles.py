@@ -25,8 +25,14 @@ class Batch(Protocol):
 class Rollout(Protocol):
     """The sampler and the reward manager behind it."""
 
-    def generate(self, uids: Sequence[int], *, step: int) -> tuple[Any, Metrics]:
-        """n scored samples for each training prompt, and where the time went."""
+    def begin(self, groups: Sequence[Any], **early_end: Any) -> Any:
+        """Starts n samples for each group of training prompts."""
+
+    def finish(self, generation: Any) -> Any:
+        """Scored samples of what was begun, where the time went, and what an early end left."""
+
+    def greedy_scores(self, samples: Any) -> tuple[np.ndarray, Metrics]:
+        """[S]: score of one greedy response to each sample's prompt."""
 
     def validate(self, *, step: int) -> tuple[Any, Metrics]:
         """Scored samples for every validation prompt, sampled as val_kwargs say."""
@@ -46,6 +52,12 @@ class Actor(Protocol):
 
     def logprobs(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The batch with old_logprobs, scored by the weights as they are, and with what corrects the sampler's."""
+
+    def reward_kl(self, batch: Batch, kind: str) -> np.ndarray:
+        """[S], summed over the sampled tokens of each sample. The batch holds old_logprobs and ref_logprobs."""
+
+    def token_advantages(self, batch: Batch, config: Any, *, kl_coef: float | None) -> tuple[Batch, Metrics]:
+        """The batch with advantages and returns of single tokens."""
 
     def update(self, batch: Batch) -> Metrics:
         """One optimizer update per mini-batch and epoch. The batch holds old_logprobs and advantages."""

@@ -1,27 +1,74 @@
-"""Advantages from one score per sample (outcome rewards).
+"""Advantage estimators by name, and those that need one score per sample (outcome rewards).
 
-Dims: S samples, G groups (samples of one prompt).
+Estimators of single tokens are in `token_advantages`.
+Dims: S samples, G groups (samples of one prompt, known by their uid, in any order), T packed tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scalerl.algorithms.registry import Registry
+from scalerl.algorithms.registry import Registry, check_result
 from scalerl.config.schema import AlgorithmConfig
+from scalerl.user_code import UserCodeError, called, place_of
 
-AdvantageEstimator = Callable[[Tensor, np.ndarray, AlgorithmConfig], Tensor]
-
-_REGISTRY: Registry[AdvantageEstimator] = Registry("advantage estimator", "algorithm.adv_estimator")
-register_adv_est = _REGISTRY.register
-get_adv_estimator = _REGISTRY.get
+_REGISTRY: Registry[Callable[..., Any]] = Registry("advantage estimator", "algorithm.adv_estimator")
 adv_estimator_names = _REGISTRY.names
 
 GRPO_EPS = 1e-6
+WHITEN_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """What a name stands for.
+
+    per_token False: function(scores_S, uids_S, config, **columns) -> advantages [S], the same for all sampled tokens
+    of a sample.  True: function(rewards_T, response_mask_T, cu_seqlens, config, **columns) -> (advantages [T], returns
+    [T]), on each data-parallel rank for its samples.
+    needs: columns of the batch that it gets by name: of samples [S]; per_token also the critic's `values` [T].
+    whiten: advantages of tokens are whitened over the whole step afterwards.
+    """
+
+    function: Callable[..., Any]
+    per_token: bool
+    needs: tuple[str, ...] = ()
+    whiten: bool = False
+
+    def __call__(self, *args: Any, **columns: Any) -> Any:
+        """Raises UserCodeError for a function of the user's that raises, or any that returns something else."""
+        key = "algorithm.adv_estimator"
+        found = called(self.function, key, *args, **columns)
+        parts = found if self.per_token and isinstance(found, tuple) else (found,)
+        for name, part in zip(("advantages", "returns") if self.per_token else ("advantages",), parts, strict=False):
+            check_result(self.function, f"{key}, {name}", part, args[0])
+        if self.per_token and len(parts) != 2:
+            raise UserCodeError(f"{key}: {place_of(self.function)} must return two tensors, advantages and returns")
+        return found
+
+
+def register_adv_est(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorator of fn(scores_S, uids_S, config, **columns) -> advantages_S; see `AdvantageEstimator`."""
+    return _REGISTRY.register(name, arguments=("scores_S", "uids_S", "config"), needs=needs, per_token=False)
+
+
+def register_token_adv_est(
+    name: str, *, needs: tuple[str, ...] = (), whiten: bool = False
+) -> Callable[[Callable], Callable]:
+    """Decorator of fn(rewards_T, response_mask_T, cu_seqlens, config, **columns) -> (advantages_T, returns_T)."""
+    arguments = ("rewards_T", "response_mask_T", "cu_seqlens", "config")
+    return _REGISTRY.register(name, arguments=arguments, needs=needs, per_token=True, whiten=whiten)
+
+
+def get_adv_estimator(name: str) -> AdvantageEstimator:
+    """Raises ValueError naming the known ones."""
+    return AdvantageEstimator(_REGISTRY.get(name), **_REGISTRY.traits(name))
 
 
 @register_adv_est("grpo")
@@ -34,14 +81,29 @@ def grpo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tenso
     Raises ValueError for a score that is not finite.
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1.2; Dr.GRPO (arXiv 2503.20783) section 3.2.
     """
-    centred_S, counts_S, groups_S = _centre_by_group(scores_S, uids_S)
-    if not config.norm_adv_by_std_in_grpo:
-        return centred_S.float()
-    squares_G = torch.zeros(int(groups_S.max()) + 1 if len(groups_S) else 0, dtype=torch.float64)
-    squares_G.index_add_(0, groups_S, centred_S.square())
-    std_S = (squares_G[groups_S] / (counts_S - 1).clamp(min=1)).sqrt()
-    std_S = torch.where(counts_S > 1, std_S, torch.ones_like(std_S))
-    return (centred_S / (std_S + GRPO_EPS)).float()
+    groups = _Groups(scores_S, uids_S)
+    centred_S = groups.centred()
+    return (centred_S / _divisor(groups, centred_S, config)).float()
+
+
+@register_adv_est("grpo_passk")
+def grpo_passk(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
+    """A = (best - second best) / (std_g + 1e-6) for the best sample of a group, 0 for the others.
+
+    Without `norm_adv_by_std_in_grpo` nothing is divided. Equal best scores: 0 for all. A group of one: as `grpo`.
+    Shapes and errors as `grpo`.  Source: arXiv 2503.19595 section 3 (pass@k as the best of k, leave-one-out baseline).
+    """
+    groups = _Groups(scores_S, uids_S)
+    best_G = groups.extreme(groups.scores_S, "amax")
+    is_best_S = groups.scores_S == best_G[groups.number_S]
+    # The first of several best ones; what is left then holds the second best.
+    rows_S = torch.arange(len(is_best_S))
+    first_G = groups.extreme(torch.where(is_best_S, rows_S, len(rows_S)).double(), "amin")
+    winner_S = rows_S == first_G[groups.number_S]
+    second_G = groups.extreme(groups.scores_S.masked_fill(winner_S, -torch.inf), "amax")
+    second_G = torch.where(groups.counts_G > 1, second_G, 0.0)
+    gap_S = (best_G - second_G)[groups.number_S]
+    return (torch.where(winner_S, gap_S, 0.0) / _divisor(groups, groups.centred(), config)).float()
 
 
 @register_adv_est("rloo")
@@ -50,34 +112,102 @@ def rloo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tenso
 
     Shapes and errors as `grpo`.  Source: RLOO (arXiv 2402.14740) section 2.2.
     """
-    centred_S, counts_S, _ = _centre_by_group(scores_S, uids_S)
-    scale_S = torch.where(counts_S > 1, counts_S / (counts_S - 1).clamp(min=1), torch.ones_like(centred_S))
-    return (centred_S * scale_S).float()
+    groups = _Groups(scores_S, uids_S)
+    counts_S = groups.counts_S.double()
+    return (groups.centred() * torch.where(counts_S > 1, counts_S / (counts_S - 1).clamp(min=1), 1.0)).float()
 
 
-def _centre_by_group(scores_S: Tensor, uids_S: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores less their group's mean [S] float64, group sizes [S] int64, group numbers [S] int64).
+@register_adv_est("opo", needs=("response_length",))
+def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, response_length: np.ndarray) -> Tensor:
+    """A = s - sum_g(l * s) / sum_g(l): the baseline of least variance where a gradient's size grows with its tokens.
 
-    A group of one is left as it is.
+    response_length: [S] sampled tokens l.  A group of one: A = s.  A group without tokens: its plain mean.
+    Shapes and errors as `grpo`.  Source: OPO (arXiv 2505.23585) section 3.
     """
-    uids_S = np.asarray(uids_S)
-    if scores_S.ndim != 1 or uids_S.shape != tuple(scores_S.shape):
-        raise ValueError(f"scores {tuple(scores_S.shape)} and uids {uids_S.shape} must both be [number of samples]")
-    scores_S = scores_S.detach().cpu().double()
-    bad = torch.nonzero(~scores_S.isfinite())
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"score of sample {row} (uid {uids_S[row]}) is {scores_S[row].item()} ({len(bad)} of {len(scores_S)} "
-            "scores are not finite): the reward function must return a finite number"
-        )
-    groups_S = torch.from_numpy(np.unique(uids_S, return_inverse=True)[1].reshape(-1).astype(np.int64))
-    counts_G = torch.bincount(groups_S)
-    # The group's lowest score is taken off first, so that equal scores give a mean without rounding.
-    lowest_G = torch.full((len(counts_G),), torch.inf, dtype=torch.float64)
-    lowest_G.scatter_reduce_(0, groups_S, scores_S, reduce="amin")
-    shifted_S = scores_S - lowest_G[groups_S]
-    sums_G = torch.zeros(len(counts_G), dtype=torch.float64).index_add_(0, groups_S, shifted_S)
-    centred_S = shifted_S - (sums_G / counts_G)[groups_S]
-    counts_S = counts_G[groups_S]
-    return torch.where(counts_S > 1, centred_S, scores_S), counts_S, groups_S
+    groups = _Groups(scores_S, uids_S)
+    return groups.centred(torch.tensor(response_length, dtype=torch.float64)).float()
+
+
+@register_adv_est("gpg")
+def gpg(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
+    """A = alpha * (s - mean_g), alpha = S / (samples of groups whose scores differ).
+
+    Groups of equal scores give no gradient: alpha makes up for their share of the batch. A group of one counts as one
+    with a gradient, and A = alpha * s.  alpha = 1 where no group has one.
+    Shapes and errors as `grpo`.  Source: GPG (arXiv 2504.02546) section 3.2, with the paper's F_norm = 1.
+    """
+    groups = _Groups(scores_S, uids_S)
+    centred_S = groups.centred()
+    differs_G = groups.extreme(centred_S.abs(), "amax") > 0
+    num_learning = int((differs_G | (groups.counts_G == 1))[groups.number_S].sum())
+    return (centred_S * (len(centred_S) / max(num_learning, 1) if num_learning else 1.0)).float()
+
+
+@register_adv_est("reinforce_plus_plus_baseline", needs=("response_length",))
+def reinforce_plus_plus_baseline(
+    scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, response_length: np.ndarray
+) -> Tensor:
+    """A = (b - mean) / sqrt(var + 1e-8), b = s - mean_g; mean and unbiased variance over the step's sampled tokens.
+
+    A sample counts in them as often as it has tokens.  response_length: [S] sampled tokens.  A group of one: b = s.
+    Shapes and errors as `grpo`.  Source: REINFORCE++ (arXiv 2501.03262) section 3.3.
+    """
+    centred_S = _Groups(scores_S, uids_S).centred()
+    return whiten_by_tokens(centred_S, torch.tensor(response_length, dtype=torch.float64)).float()
+
+
+def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:
+    """[S] as `masked_whiten` would give on every token of its sample. Fewer than two tokens have variance 0."""
+    total = num_tokens_S.sum()
+    mean = (values_S * num_tokens_S).sum() / total.clamp(min=1)
+    squares = ((values_S - mean).square() * num_tokens_S).sum()
+    variance = torch.where(total > 1, squares / (total - 1).clamp(min=1), 0.0)
+    return (values_S - mean) * torch.rsqrt(variance + WHITEN_EPS)
+
+
+def _divisor(groups: _Groups, centred_S: Tensor, config: AlgorithmConfig) -> Tensor:
+    """[S] std_g + 1e-6, or 1 without `norm_adv_by_std_in_grpo`."""
+    if not config.norm_adv_by_std_in_grpo:
+        return torch.ones_like(centred_S)
+    std_S = (groups.sums(centred_S.square()) / (groups.counts_G - 1).clamp(min=1)).sqrt()[groups.number_S]
+    return torch.where(groups.counts_S > 1, std_S, 1.0) + GRPO_EPS
+
+
+class _Groups:
+    """Scores by group. scores_S: [S] float64.  number_S: [S] group of each sample.  counts_G, counts_S: its size."""
+
+    def __init__(self, scores_S: Tensor, uids_S: np.ndarray) -> None:
+        uids_S = np.asarray(uids_S)
+        if scores_S.ndim != 1 or uids_S.shape != tuple(scores_S.shape):
+            raise ValueError(f"scores {tuple(scores_S.shape)} and uids {uids_S.shape} must both be [number of samples]")
+        self.scores_S = scores_S.detach().cpu().double()
+        bad = torch.nonzero(~self.scores_S.isfinite())
+        if len(bad):
+            row = int(bad[0])
+            raise ValueError(
+                f"score of sample {row} (uid {uids_S[row]}) is {self.scores_S[row].item()} ({len(bad)} of "
+                f"{len(self.scores_S)} scores are not finite): the reward function must return a finite number"
+            )
+        self.number_S = torch.from_numpy(np.unique(uids_S, return_inverse=True)[1].reshape(-1).astype(np.int64))
+        self.counts_G = torch.bincount(self.number_S)
+        self.counts_S = self.counts_G[self.number_S]
+
+    def sums(self, values_S: Tensor) -> Tensor:
+        """[G]."""
+        return torch.zeros(len(self.counts_G), dtype=torch.float64).index_add_(0, self.number_S, values_S)
+
+    def extreme(self, values_S: Tensor, reduce: str) -> Tensor:
+        """[G]. reduce: amin | amax."""
+        found_G = torch.zeros(len(self.counts_G), dtype=torch.float64)
+        return found_G.scatter_reduce_(0, self.number_S, values_S, reduce=reduce, include_self=False)
+
+    def centred(self, weights_S: Tensor | None = None) -> Tensor:
+        """[S] scores less their group's mean, weighted where weights are given; a group of one is left as it is."""
+        # The group's lowest score is taken off first, so that equal scores give a mean without rounding.
+        shifted_S = self.scores_S - self.extreme(self.scores_S, "amin")[self.number_S]
+        means_G = self.sums(shifted_S) / self.counts_G
+        if weights_S is not None:
+            totals_G = self.sums(weights_S)
+            weighted_G = self.sums(shifted_S * weights_S) / torch.where(totals_G > 0, totals_G, 1.0)
+            means_G = torch.where(totals_G > 0, weighted_G, means_G)
+        return torch.where(self.counts_S > 1, shifted_S - means_G[self.number_S], self.scores_S)

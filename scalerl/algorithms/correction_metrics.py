@@ -18,15 +18,17 @@ _PREFIX = "rollout_corr/"
 _IS = f"{_PREFIX}rollout_is"
 _RS = f"{_PREFIX}rollout_rs"
 _IS_SQUARE = "rollout_corr_partial/rollout_is_square"
+_SEQ_SQUARE = "rollout_corr_partial/rollout_is_seq_square"
 
 
 def weight_metrics(
     log_ratio_U: Tensor, weights_U: Tensor, weights_N: Tensor, sequences: Sequences, lower: float | None, upper: float
 ) -> dict[str, Metric]:
-    """rollout_corr/rollout_is_*, but for std and effective sample size, which need the merged sums.
+    """rollout_corr/rollout_is_*, but for both std and effective sample size, which need the merged sums.
 
     U: what has one weight: tokens, or sequences with a token.  lower None: weights over upper were truncated to it.
     """
+    means_S = sequences.nonempty(sequences.mean(weights_N))
     high_U = log_ratio_U > math.log(upper)
     low_U = log_ratio_U < math.log(1.0 / upper if lower is None else lower)
     return {
@@ -35,7 +37,9 @@ def weight_metrics(
         **_mean(f"{_IS}_ratio_fraction_high", high_U),
         **_mean(f"{_IS}_ratio_fraction_low", low_U),
         **_mean(f"{_IS}_oob_ratio", high_U if lower is None else high_U | low_U),
-        **_mean_and_extremes(f"{_IS}_seq", sequences.nonempty(sequences.mean(weights_N))),
+        **_mean_and_extremes(f"{_IS}_seq", means_S),
+        **_mean(_SEQ_SQUARE, means_S.square()),
+        **_max(f"{_IS}_seq_max_deviation", (means_S - 1.0).abs()),
     }
 
 
@@ -72,19 +76,21 @@ def rejection_metrics(keep_N: Tensor, sequences: Sequences) -> dict[str, Metric]
 def rollout_corr_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
     """`metrics` with the merged partial sums replaced by the metrics they stand for; others pass through.
 
-    rollout_corr/rollout_is_std: of the weights (population), before batch normalization.
+    rollout_corr/rollout_is_std, rollout_is_seq_std: of the weights, of the samples' means of them (population), before
+    batch normalization.
     rollout_corr/rollout_is_eff_sample_size: (sum w)^2 / (n sum w^2), in (0, 1]; absent when all weights are 0.
     """
-    rest = {key: metric for key, metric in metrics.items() if key != _IS_SQUARE}
-    if _IS_SQUARE not in metrics:
-        return rest
-    mean, square = (_value(metrics[key]) for key in (f"{_IS}_mean", _IS_SQUARE))
-    variance = square - mean**2
-    # Rounding can leave the difference of two equal numbers below 0; NaN stays NaN, it is the finding.
-    found = {f"{_IS}_std": math.sqrt(0.0 if variance < 0 else variance)}
-    if square != 0:
-        found[f"{_IS}_eff_sample_size"] = mean**2 / square
-    return rest | found
+    found: dict[str, Metric | float] = {}
+    for prefix, square_key in ((_IS, _IS_SQUARE), (f"{_IS}_seq", _SEQ_SQUARE)):
+        if square_key not in metrics:
+            continue
+        mean, square = (_value(metrics[key]) for key in (f"{prefix}_mean", square_key))
+        variance = square - mean**2
+        # Rounding can leave the difference of two equal numbers below 0; NaN stays NaN, it is the finding.
+        found[f"{prefix}_std"] = math.sqrt(0.0 if variance < 0 else variance)
+        if prefix == _IS and square != 0:
+            found[f"{_IS}_eff_sample_size"] = mean**2 / square
+    return {key: metric for key, metric in metrics.items() if key not in (_IS_SQUARE, _SEQ_SQUARE)} | found
 
 
 def _masked_fractions(prefix: str, reject_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
@@ -102,6 +108,10 @@ def _mean_and_extremes(prefix: str, values: Tensor) -> dict[str, Metric]:
     return _mean(f"{prefix}_mean", values) | {
         f"{prefix}_{name}": Metric(float(value), name) for name, value in extremes.items()
     }
+
+
+def _max(key: str, values: Tensor) -> dict[str, Metric]:
+    return {key: Metric(float(values.max()), "max")} if len(values) else {}
 
 
 def _mean(key: str, values: Tensor) -> dict[str, Metric]:

@@ -38,7 +38,21 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": _k3,
     "low_var_kl": _k3,
 }
-KL_KINDS = tuple(_KINDS)
+# With a + behind it: the same value, with another gradient.
+KL_KINDS = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
+
+
+def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
+    """[T] `kl_penalty_forward`, with its gradient; of a kind that ends in +, with k2's: logprobs - ref_logprobs.
+
+    The expected gradient of k2 is that of the KL (on-policy); of k1 it is 0, of k3 that of the reversed KL.
+    Raises ValueError as `kl_penalty_forward`.  Source: arXiv 2510.01555.
+    """
+    value_T = kl_penalty_forward(logprobs_T, ref_logprobs_T, kind)
+    if not kind.endswith("+"):
+        return value_T
+    slope_T = (logprobs_T - ref_logprobs_T).detach()
+    return value_T.detach() + slope_T * (logprobs_T - logprobs_T.detach())
 
 
 def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
@@ -46,8 +60,9 @@ def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) ->
 
     k1 | kl: -d (unbiased, either sign).  abs: |d|.  k2 | mse: d^2 / 2.
     k3 | low_var_kl: exp(d) - 1 - d with d in [-20, 20], result at most 10 (no gradient beyond a bound).
+    A + behind a kind changes nothing here.
     Raises ValueError for another kind.  Source: J. Schulman, http://joschu.net/blog/kl-approx.html
     """
-    if kind not in _KINDS:
-        raise ValueError(f"kl_loss_type={kind!r}: no such KL estimator; known are {sorted(_KINDS)}")
-    return _KINDS[kind](logprobs_T, ref_logprobs_T)
+    if kind not in KL_KINDS:
+        raise ValueError(f"kl_loss_type={kind!r}: no such KL estimator; known are {sorted(KL_KINDS)}")
+    return _KINDS[kind.removesuffix("+")](logprobs_T, ref_logprobs_T)

@@ -8,6 +8,7 @@ Dims: T packed tokens, S sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,16 +16,61 @@ from torch import Tensor
 from scalerl.algorithms.registry import Registry
 from scalerl.config.schema import ActorConfig
 
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, ActorConfig], tuple[Tensor, dict[str, Tensor]]]
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 _REGISTRY: Registry[PolicyLoss] = Registry("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
-register_policy_loss = _REGISTRY.register
 get_policy_loss = _REGISTRY.get
 policy_loss_names = _REGISTRY.names
+
+# What a loss may ask for: `LossSequences`, and the column that `covariance.select_tokens` makes.
+SEQUENCES, SELECTED = "sequences", "selected"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.
 LOG_RATIO_BOUND = 20.0
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+
+
+def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Decorator of fn(logprobs_T, old_logprobs_T, advantages_T, config) -> (loss_T, {metric: values_T}).
+
+    Tokens without weight hold 0 in all three columns. needs: what the function also gets, by name: "sequences" (a
+    `LossSequences`), "selected" ([T] bool, the tokens of greatest covariance). Metrics are without gradient; what is
+    logged of one is its mean over loss tokens. The loss is aggregated by loss_agg_mode afterwards.
+    """
+    unknown = set(needs) - {SEQUENCES, SELECTED}
+    if unknown:
+        raise ValueError(f"policy loss {name!r} needs {sorted(unknown)}: there are {[SEQUENCES, SELECTED]}")
+    arguments = ("logprobs_T", "old_logprobs_T", "advantages_T", "config")
+    return _REGISTRY.register(name, arguments=arguments, needs=needs)
+
+
+def policy_loss_needs(name: str) -> tuple[str, ...]:
+    """Of a registered loss."""
+    return _REGISTRY.traits(name)["needs"]
+
+
+@dataclass(frozen=True)
+class LossSequences:
+    """The whole sequences of a micro-batch, for losses with a ratio of the sequence.
+
+    keep_T: [T] bool, tokens with a weight.  sequence_T: [T] int64, number of each token's sequence.
+    num_sequences: tokens past the last sequence have this number.
+    """
+
+    keep_T: Tensor
+    sequence_T: Tensor
+    num_sequences: int
+
+    def mean(self, values_T: Tensor) -> Tensor:
+        """[T] float64: mean of values over the kept tokens of each token's sequence, with gradient; 0 without any."""
+        kept_T = torch.where(self.keep_T, values_T, 0.0).double()
+        sums, counts = (
+            torch.zeros(self.num_sequences + 1, dtype=torch.float64, device=values_T.device).index_add(
+                0, self.sequence_T, column_T
+            )
+            for column_T in (kept_T, self.keep_T.double())
+        )
+        return (sums / counts.clamp(min=1.0))[self.sequence_T]
 
 
 def clip_bounds(config: ActorConfig) -> tuple[float, float]:
@@ -35,6 +81,11 @@ def clip_bounds(config: ActorConfig) -> tuple[float, float]:
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     return low, high
+
+
+def bounded_log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
+    """[T] in [-20, 20]: a token beyond has no gradient through it."""
+    return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 @register_policy_loss("vanilla")
@@ -57,7 +108,7 @@ def vanilla(
         raise ValueError(
             f"actor.clip_ratio_c={bound} must be over 1 (3.0 is usual): at 1 it would cut unchanged tokens"
         )
-    log_ratio_T = (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    log_ratio_T = bounded_log_ratio(logprobs_T, old_logprobs_T)
     ratio_T = log_ratio_T.exp()
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(1.0 - low, 1.0 + high)
@@ -93,7 +144,7 @@ def loss_weights(
     """
     check_loss_counts(loss_agg_mode, num_loss_tokens, num_sequences)
     divisor = num_loss_tokens if loss_agg_mode == "token-mean" else num_sequences
-    sequence_T = _sequence_of_token(cu_seqlens, len(response_mask_T))
+    sequence_T = sequence_of_token(cu_seqlens, len(response_mask_T))
     num_local = len(cu_seqlens) - 1
     mask_T = (response_mask_T != 0) & (sequence_T < num_local)
     divisor_T = torch.full(mask_T.shape, float(divisor), dtype=torch.float64, device=mask_T.device)
@@ -109,7 +160,7 @@ def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:
     return (torch.where(weights_T != 0, values_T, 0.0) * weights_T).sum()
 
 
-def _sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """[T] int64 number of the sequence of each token; S for tokens past cu_seqlens[-1]."""
     positions_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions_T, right=True)

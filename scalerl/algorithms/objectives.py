@@ -9,13 +9,26 @@ Dims: T packed tokens, S sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scalerl.algorithms.kl import KL_KINDS, kl_penalty_forward
-from scalerl.algorithms.losses import check_loss_counts, get_policy_loss, loss_weights, weighted_sum
+from scalerl.algorithms.kl import KL_KINDS, kl_penalty
+from scalerl.algorithms.losses import (
+    SELECTED,
+    SEQUENCES,
+    LossSequences,
+    check_loss_counts,
+    get_policy_loss,
+    loss_weights,
+    policy_loss_needs,
+    sequence_of_token,
+    weighted_sum,
+)
+from scalerl.algorithms.registry import check_result
 from scalerl.config.schema import ActorConfig
+from scalerl.user_code import UserCodeError, called, place_of
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,9 @@ class PolicyObjective:
     rollout_is_weights times (`correction.correct` makes both); entropy, KL and shares of tokens are not weighted.
     Raises ValueError at construction for a loss_mode, kl_loss_type or loss_agg_mode that does not exist.
 
-    Metrics (0-dim, without gradient, sum-reducible): actor/pg_loss, actor/kl_loss (use_kl_loss) and actor/entropy (when
-    entropy is given) aggregated by loss_agg_mode; actor/pg_clipfrac, actor/pg_clipfrac_lower, actor/ppo_kl means over
-    loss tokens.
+    Metrics (0-dim, without gradient, sum-reducible): actor/loss, actor/pg_loss, actor/kl_loss (use_kl_loss) and
+    actor/entropy (when entropy is given) aggregated by loss_agg_mode; actor/pg_clipfrac, actor/pg_clipfrac_lower,
+    actor/ppo_kl means over loss tokens.
     """
 
     actor_config: ActorConfig
@@ -50,7 +63,12 @@ class PolicyObjective:
         names = ["old_logprobs", "advantages", self._mask]
         names += ["rollout_is_weights"] if self.corrected else []
         names += ["ref_logprobs"] if self.actor_config.use_kl_loss else []
+        names += [SELECTED] if SELECTED in self._loss_needs else []
         return tuple(names)
+
+    @property
+    def _loss_needs(self) -> tuple[str, ...]:
+        return policy_loss_needs(self.actor_config.policy_loss.loss_mode)
 
     @property
     def _mask(self) -> str:
@@ -80,9 +98,7 @@ class PolicyObjective:
         logprobs_T, old_logprobs_T, advantages_T = (
             torch.where(keep_T, column, 0.0) for column in (logprobs_T, columns["old_logprobs"], columns["advantages"])
         )
-        loss_T, token_metrics = get_policy_loss(config.policy_loss.loss_mode)(
-            logprobs_T, old_logprobs_T, advantages_T, config
-        )
+        loss_T, token_metrics = self._policy_loss(logprobs_T, old_logprobs_T, advantages_T, columns, keep_T)
         if self.corrected:
             loss_T = loss_T * columns["rollout_is_weights"]
         loss = weighted_sum(loss_T, weights_T)
@@ -94,10 +110,40 @@ class PolicyObjective:
             if self.needs_entropy:
                 loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
-            kl = weighted_sum(kl_penalty_forward(logprobs_T, columns["ref_logprobs"], config.kl_loss_type), weights_T)
+            kl = weighted_sum(kl_penalty(logprobs_T, columns["ref_logprobs"], config.kl_loss_type), weights_T)
             metrics["actor/kl_loss"] = snapshot(kl)
             loss = loss + config.kl_loss_coef * kl
+        metrics["actor/loss"] = snapshot(loss)
         return loss, metrics
+
+    def _policy_loss(
+        self,
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        columns: dict[str, Tensor],
+        keep_T: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Raises UserCodeError for a function of the user's that raises, or any that returns something else."""
+        config, key = self.actor_config, "actor_rollout_ref.actor.policy_loss.loss_mode"
+        function = get_policy_loss(config.policy_loss.loss_mode)
+        found = called(function, key, logprobs_T, old_logprobs_T, advantages_T, config, **self._more(columns, keep_T))
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            raise UserCodeError(f"{key}: {place_of(function)} must return the loss [T] and a dict of metrics")
+        loss_T, metrics = found
+        for name, column in {"the loss": loss_T, **metrics}.items():
+            check_result(function, f"{key}, {name}", column, logprobs_T)
+        return loss_T, metrics
+
+    def _more(self, columns: dict[str, Tensor], keep_T: Tensor) -> dict[str, Any]:
+        """What the policy loss asks for beside the four that all get."""
+        found: dict[str, Any] = {}
+        if SELECTED in self._loss_needs:
+            found[SELECTED] = columns[SELECTED]
+        if SEQUENCES in self._loss_needs:
+            cu_seqlens = columns["cu_seqlens"]
+            found[SEQUENCES] = LossSequences(keep_T, sequence_of_token(cu_seqlens, len(keep_T)), len(cu_seqlens) - 1)
+        return found
 
 
 @dataclass(frozen=True)

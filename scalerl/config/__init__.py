@@ -18,11 +18,14 @@ from scalerl.config.model_roles import ModelRole, model_roles, num_devices, uses
 from scalerl.config.recompute_rules import recompute_violations
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
-from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.config.validate import validate_ppo, validate_sft
+from scalerl.config.rollout_rules import transport_of
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
 
 __all__ = [
     "ConfigError",
+    "EvalConfig",
+    "GenerationConfig",
     "ModelRole",
     "ModelSizes",
     "PPOConfig",
@@ -40,7 +43,10 @@ __all__ = [
     "num_devices",
     "recompute_violations",
     "save_resolved",
+    "transport_of",
     "uses_critic",
+    "validate_eval",
+    "validate_generation",
     "validate_ppo",
     "validate_sft",
     "world_size",

@@ -26,12 +26,22 @@ from yaml import YAMLError
 from scalerl.config.domains import domain_violations
 from scalerl.config.draft import Draft
 from scalerl.config.errors import ConfigError
-from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.config.validate import said_once, validate_ppo, validate_sft
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
 
 CONFIGS_PACKAGE = "scalerl.configs"
-SCHEMAS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig}
-VALIDATORS = {"ppo": validate_ppo, "sft": validate_sft}
+SCHEMAS: dict[str, type] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "eval": EvalConfig,
+}
+VALIDATORS = {
+    "ppo": validate_ppo,
+    "sft": validate_sft,
+    "generation": validate_generation,
+    "eval": validate_eval,
+}
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 for _kind, _schema in SCHEMAS.items():
@@ -42,7 +52,13 @@ for _kind, _schema in SCHEMAS.items():
 def compose(kind: Literal["ppo"], overrides: Sequence[str]) -> PPOConfig: ...
 @overload
 def compose(kind: Literal["sft"], overrides: Sequence[str]) -> SFTConfig: ...
-def compose(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> PPOConfig | SFTConfig:
+@overload
+def compose(kind: Literal["generation"], overrides: Sequence[str]) -> GenerationConfig: ...
+@overload
+def compose(kind: Literal["eval"], overrides: Sequence[str]) -> EvalConfig: ...
+def compose(
+    kind: Literal["ppo", "sft", "generation", "eval"], overrides: Sequence[str]
+) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig:
     """Compose and check a configuration. Interpolations are resolved; relative paths stay as they are.
 
     Args:

@@ -53,10 +53,19 @@ def list_of(*names: str) -> Domain:
     return Domain(allows, f"a list of {', '.join(names)}, each at most once", f"[{names[0]}]")
 
 
+def _is_distinct_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value)) and len(set(value)) == len(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
 FINITE = Domain(_number, "a finite number", "0")
 UNIT = Domain(lambda v: _number(v) and 0 <= v <= 1, "at least 0 and at most 1", "1")
 FRACTION = Domain(lambda v: _number(v) and 0 < v <= 1, "above 0 and at most 1", "1")
-TEXT = Domain(lambda v: isinstance(v, str) and v.strip() != "", "a non-empty text", "a name")
+TEXT = Domain(_is_text, "a non-empty text", "a name")
+TEXTS = Domain(_is_distinct_texts, "a list of different, non-empty texts", "[]")
 BETAS = Domain(
     lambda v: isinstance(v, list) and len(v) == 2 and all(_number(b) and 0 <= b < 1 for b in v),
     "two numbers, each at least 0 and below 1",
@@ -81,7 +90,12 @@ SERVER_ARGS = Domain(
     f"arguments by engine ({', '.join(schema.ROLLOUT_NAMES)})",
     "{sglang: {attention_backend: fa3}}",
 )
+PARQUET = Domain(
+    lambda v: _is_text(v) and v.endswith(".parquet"), "the path of a file that ends in .parquet", "out.parquet"
+)
 DTYPE = one_of("bfloat16", "float16", "float32")
+_KL_ESTIMATES = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
+KL_KIND = one_of(*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES))
 
 
 def _is_threshold(value: Any) -> bool:
@@ -104,16 +118,32 @@ REJECTION = Domain(_is_rejection, f"some of {', '.join(RS_OPTIONS)}", "[seq_mean
 # megatron's moe_act is not among them: it needs megatron's own grouped experts.
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
 
+# Tracking backends that are scalerl's own.
+LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
+
 _SAMPLING = {
     "n": at_least(1),
     "temperature": above(0, 1),
     "top_p": FRACTION,
     "top_k": all_or_at_least(1),
 }
+_SERVER = {
+    "tensor_model_parallel_size": at_least(1),
+    "num_replicas": or_null(at_least(1)),
+    "dtype": DTYPE,
+    "gpu_memory_utilization": above(0, 0.5, below=1),
+    "max_num_seqs": at_least(1),
+    "start_timeout_s": above(0, 600),
+    "request_timeout_s": above(0, 600),
+    "max_restarts": at_least(0),
+    "engine_kwargs": SERVER_ARGS,
+}
+_REWARD = {"reward_manager": TEXT, "timeout_s": above(0, 60), "on_error": one_of("stop", "zero")}
 _RUN = {
     "project_name": TEXT,
     "experiment_name": TEXT,
-    "logger": list_of("console", "mlflow", "file", "tensorboard", "wandb", "swanlab"),
+    # Which names there are: user_code_rules.
+    "logger": TEXTS,
     "mlflow_tracking_uri": or_null(TEXT),
     "device": one_of("auto", "cuda", "cpu"),
     "nnodes": at_least(1),
@@ -127,6 +157,7 @@ _RUN = {
     "resume_from_path": or_null(TEXT),
     "max_actor_ckpt_to_keep": or_null(at_least(1)),
     "timeout_s": above(0, 1800),
+    "import_files": TEXTS,
 }
 
 # Every field that is neither a bool nor a free dict, by the dataclass that declares it.
@@ -140,6 +171,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "max_prompt_length": at_least(1),
         "max_response_length": at_least(1),
         "train_batch_size": at_least(1),
+        "gen_batch_size": at_least(1),
         "train_max_samples": all_or_at_least(1),
         "val_max_samples": all_or_at_least(1),
         "seed": at_least(0),
@@ -184,7 +216,14 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "min_loss_scale": above(0, 1),
         "loss_scale_window": at_least(1),
     },
-    schema.PolicyLossConfig: {"loss_mode": TEXT},
+    schema.PolicyLossConfig: {
+        "loss_mode": TEXT,
+        "clip_cov_ratio": FRACTION,
+        "clip_cov_lb": FINITE,
+        "clip_cov_ub": FINITE,
+        "kl_cov_ratio": FRACTION,
+        "ppo_kl_coef": at_least(0),
+    },
     schema.ActorConfig: {
         "ppo_mini_batch_size": at_least(1),
         "ppo_max_token_len_per_gpu": at_least(1),
@@ -196,25 +235,22 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
         "entropy_coeff": FINITE,
         "kl_loss_coef": at_least(0),
-        "kl_loss_type": one_of("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"),
+        "kl_loss_type": KL_KIND,
+        "tau_pos": above(0, 1),
+        "tau_neg": above(0, 1.05),
     },
     schema.ValSamplingConfig: _SAMPLING,
     schema.RolloutConfig: {
         **_SAMPLING,
         "name": one_of(*schema.ROLLOUT_NAMES),
         "seed": at_least(0),
-        "tensor_model_parallel_size": at_least(1),
-        "num_replicas": or_null(at_least(1)),
-        "dtype": DTYPE,
-        "gpu_memory_utilization": above(0, 0.5, below=1),
-        "max_num_seqs": at_least(1),
+        **_SERVER,
         "update_weights_bucket_megabytes": at_least(1),
+        "weight_transport": one_of("auto", "shared", "broadcast", "disk"),
+        "weight_transport_dir": or_null(TEXT),
         "verify_weights_every": at_least(0),
-        "start_timeout_s": above(0, 600),
-        "request_timeout_s": above(0, 600),
-        "max_restarts": at_least(0),
-        "engine_kwargs": SERVER_ARGS,
     },
+    schema.RolloutPoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
     schema.ResourcePoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
     schema.RefConfig: {"model_path": or_null(TEXT), "log_prob_max_token_len_per_gpu": at_least(1)},
     schema.CriticModelConfig: {"path": TEXT},
@@ -232,21 +268,28 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "rollout_rs_threshold": or_null(THRESHOLD),
         "rollout_token_veto_threshold": or_null(above(0, 1e-4, below=1)),
     },
-    schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT},
+    schema.KLControlConfig: {
+        "type": one_of("fixed", "adaptive"),
+        "kl_coef": at_least(0),
+        "horizon": above(0, 10000),
+        "target_kl": above(0, 0.1),
+    },
+    schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT, "kl_penalty": KL_KIND},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
     schema.OverlongBufferConfig: {"len": at_least(0), "penalty_factor": at_least(0), "max_resp_len": at_least(1)},
     schema.RewardModelConfig: {
         "forward_max_token_len_per_gpu": at_least(1),
-        "reward_manager": TEXT,
-        "timeout_s": above(0, 60),
-        "on_error": one_of("stop", "zero"),
+        **_REWARD,
     },
+    schema.FilterGroupsConfig: {"metric": TEXT, "max_num_gen_batches": at_least(1)},
     schema.TrainerConfig: {
         **_RUN,
+        "max_staleness": at_least(0),
         "critic_warmup": at_least(0),
         "log_val_generations": at_least(0),
         "rollout_data_dir": or_null(TEXT),
+        "rollout_data_freq": at_least(1),
         "rollout_data_outliers": at_least(0),
     },
     schema.SFTDataConfig: {
@@ -261,6 +304,38 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "seed": at_least(0),
     },
     schema.SFTTrainerConfig: _RUN,
+    schema.GenerationDataConfig: {
+        "path": FILES,
+        "prompt_key": TEXT,
+        "response_key": TEXT,
+        "batch_size": at_least(1),
+        "n_samples": at_least(1),
+        "max_samples": all_or_at_least(1),
+        "truncation": one_of("error", "left", "right", "middle"),
+        "output_path": PARQUET,
+        "cache_dir": TEXT,
+    },
+    schema.GenerationRolloutConfig: {
+        "name": one_of(*schema.ROLLOUT_NAMES),
+        **_SAMPLING,
+        "temperature": at_least(0),
+        "seed": at_least(0),
+        "prompt_length": at_least(1),
+        "response_length": at_least(1),
+        **_SERVER,
+    },
+    schema.GenerationTrainerConfig: {name: _RUN[name] for name in ("device", "nnodes", "n_gpus_per_node", "timeout_s")},
+    schema.EvalDataConfig: {
+        "path": FILES,
+        "prompt_key": TEXT,
+        "response_key": TEXT,
+        "data_source_key": TEXT,
+        "reward_model_key": TEXT,
+        "output_path": or_null(PARQUET),
+        "cache_dir": TEXT,
+    },
+    schema.EvalRewardConfig: _REWARD,
+    schema.EvalTrainerConfig: {"import_files": TEXTS},
 }
 
 

@@ -13,7 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 from scalerl.config.domains import show
 from scalerl.config.keys import KeyTable
 
-_PLACEHOLDER = "missing"
+# A text inside the domain of every key that has no default.
+_PLACEHOLDER = "missing.parquet"
 
 
 class Draft:

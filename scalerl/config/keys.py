@@ -145,10 +145,6 @@ VERL_KEYS: list[tuple[str, str]] = [
         r"(enable_gradient_checkpointing|override_transformer_config\.recompute_\w+)$",
         "set recompute_granularity, recompute_method, recompute_num_layers, recompute_modules of the megatron section",
     ),
-    (
-        r"^algorithm\.(use_kl_in_reward|kl_ctrl|kl_penalty)\b",
-        "KL is a term of the loss: set actor_rollout_ref.actor.use_kl_loss, kl_loss_coef and kl_loss_type",
-    ),
     (r"^reward\.reward_manager(\.name)?$", "set reward_model.reward_manager"),
     (r"^reward\.custom_reward_function\b", "set custom_reward_function.path and custom_reward_function.name"),
     (r"^data\.val_batch_size$", "all validation prompts go to the servers at once; remove it"),

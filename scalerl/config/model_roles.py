@@ -71,8 +71,8 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             section="actor_rollout_ref.ref",
             budget_key="log_prob_max_token_len_per_gpu",
             head="lm",
-            switch=f"{ACTOR}.use_kl_loss=true",
-            active=policy.actor.use_kl_loss,
+            switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true",
+            active=policy.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward,
             model_path=policy.ref.model_path or policy.model.path,
             trust_remote_code=policy.model.trust_remote_code,
             megatron=policy.ref.megatron,
@@ -116,7 +116,9 @@ def model_roles(cfg: PPOConfig) -> list[ModelRole]:
 def num_devices(cfg: PPOConfig) -> int:
     """Of all pools of the run; on CPU, processes."""
     actor = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    return actor + sum(role.world_size(cfg) for role in model_roles(cfg) if role.has_own_pool)
+    own = cfg.actor_rollout_ref.rollout.resource_pool
+    servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
+    return actor + servers + sum(role.world_size(cfg) for role in model_roles(cfg) if role.has_own_pool)
 
 
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:

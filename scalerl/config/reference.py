@@ -15,12 +15,24 @@ from scalerl.config import schema
 from scalerl.config.domains import show
 from scalerl.config.keys import Leaf, inherited_keys, leaves
 
-SCHEMAS: dict[str, type] = {"ppo": schema.PPOConfig, "sft": schema.SFTConfig}
+SCHEMAS: dict[str, type] = {
+    "ppo": schema.PPOConfig,
+    "sft": schema.SFTConfig,
+    "generation": schema.GenerationConfig,
+    "eval": schema.EvalConfig,
+}
+Kind = Literal["ppo", "sft", "generation", "eval"]
 # Fields without a comment mean what the namesake in this class means.
 LIKE: dict[type, type] = {
     schema.SFTDataConfig: schema.DataConfig,
     schema.SFTTrainerConfig: schema.TrainerConfig,
     schema.ValSamplingConfig: schema.RolloutConfig,
+    schema.GenerationDataConfig: schema.DataConfig,
+    schema.GenerationRolloutConfig: schema.RolloutConfig,
+    schema.GenerationTrainerConfig: schema.TrainerConfig,
+    schema.EvalDataConfig: schema.DataConfig,
+    schema.EvalRewardConfig: schema.RewardModelConfig,
+    schema.EvalTrainerConfig: schema.TrainerConfig,
 }
 
 
@@ -34,7 +46,7 @@ class KeyDoc:
     comment: str
 
 
-def key_docs(kind: Literal["ppo", "sft"]) -> list[KeyDoc]:
+def key_docs(kind: Kind) -> list[KeyDoc]:
     """Every key, in the order of the source. A field without a comment may have a namesake's."""
     inherited = inherited_keys(SCHEMAS[kind])
     return [
@@ -43,7 +55,7 @@ def key_docs(kind: Literal["ppo", "sft"]) -> list[KeyDoc]:
     ]
 
 
-def help_text(kind: Literal["ppo", "sft"]) -> str:
+def help_text(kind: Kind) -> str:
     """All keys with default and comment, by section; one line for a section whose keys are all as another section's."""
     lines: list[str] = []
     section = None

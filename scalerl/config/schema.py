@@ -42,6 +42,9 @@ class DataConfig:
     max_response_length: int = 512
     # Prompts per step.
     train_batch_size: int = 1024
+    # Prompts whose samples a step begins. More than train_batch_size: generation ends when that many groups are whole,
+    # and what is unfinished is dropped or, with rollout.partial_rollout, goes on in the next step.
+    gen_batch_size: int = same_as("data.train_batch_size")
     # First rows to keep; -1: all.
     train_max_samples: int = -1
     # First rows to keep; -1: all.
@@ -167,8 +170,18 @@ class ResourcePoolConfig:
 
 @dataclass
 class PolicyLossConfig:
-    # A name registered with algorithms.register_policy_loss.
+    # vanilla | gspo | cispo | geo_mean | sapo | gpg | clip_cov | kl_cov, or a name registered with
+    # algorithms.register_policy_loss.
     loss_mode: str = "vanilla"
+    # clip_cov: share of a mini-batch's loss tokens that lose their gradient.
+    clip_cov_ratio: float = 0.0002
+    # clip_cov: those tokens have a covariance of advantage and log-prob between these two.
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    # kl_cov: share of a mini-batch's loss tokens, those of the greatest covariance, that are held back.
+    kl_cov_ratio: float = 0.0002
+    # kl_cov: weight in the loss of the absolute log-ratio of those tokens.
+    ppo_kl_coef: float = 0.1
 
 
 @dataclass
@@ -189,12 +202,16 @@ class ActorConfig:
     clip_ratio_c: float = 3.0
     # token-mean | seq-mean-token-sum | seq-mean-token-mean
     loss_agg_mode: str = "token-mean"
+    # sapo: how fast a token's gradient fades as its ratio leaves 1, where the advantage is above 0.
+    tau_pos: float = 1.0
+    # sapo: the same for the other tokens.
+    tau_neg: float = 1.05
     # Weight of the entropy that the loss rewards.
     entropy_coeff: float = 0.0
-    # Add the KL to the reference model to the loss; without it there is no reference model.
+    # Add the KL to the reference model to the loss.
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    # k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs
+    # k1 (kl) | k2 (mse) | k3 (low_var_kl) | abs; with a + behind it the gradient is that of k2.
     kl_loss_type: str = "low_var_kl"
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -212,6 +229,14 @@ class ValSamplingConfig:
 
 
 @dataclass
+class RolloutPoolConfig:
+    # Nodes whose devices are the servers' alone; 0: they share the trainer's.
+    nnodes: int = 0
+    # Devices (on CPU: processes) per node of that pool.
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node")
+
+
+@dataclass
 class RolloutConfig:
     # sglang | embedded
     name: str = "sglang"
@@ -226,16 +251,28 @@ class RolloutConfig:
     seed: int = 42
     # Devices of one replica.
     tensor_model_parallel_size: int = 1
-    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size).
+    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
     num_replicas: int | None = None
     dtype: str = "bfloat16"
     # Share of the device's memory for the server's weights and KV cache (GPU only).
     gpu_memory_utilization: float = 0.5
     # Requests that one replica runs at a time.
     max_num_seqs: int = 256
-    # Release the server's KV cache and weights while the trainer computes (GPU only).
+    # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
+    # token with the version of its own. Needs trainer.max_staleness.
+    partial_rollout: bool = False
+    # Release the server's KV cache and weights while the trainer computes (GPU only; servers with devices of their own
+    # keep them).
     free_cache_engine: bool = True
+    # The servers' own devices; required with hybrid_engine=false.
+    resource_pool: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
     update_weights_bucket_megabytes: int = 512
+    # How weights reach the servers. shared: through the memory of the devices that trainer and servers share;
+    # broadcast: over the network (NCCL, on a CPU gloo); disk: through files in weight_transport_dir;
+    # auto: shared with hybrid_engine, else broadcast.
+    weight_transport: str = "auto"
+    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone.
+    weight_transport_dir: str | None = None
     # Compare per-tensor checksums of server and trainer after every k-th sync; 0 never.
     verify_weights_every: int = 1
     start_timeout_s: float = 600.0
@@ -260,7 +297,7 @@ class RefConfig:
 
 @dataclass
 class ActorRolloutRefConfig:
-    # True: trainer and rollout share devices. False (own pools) is not there yet and is refused.
+    # True: trainer and rollout share devices. False: the servers have those of rollout.resource_pool.
     hybrid_engine: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -320,16 +357,47 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): train on train_batch_size groups that can teach."""
+
+    # Drop groups whose samples all have the same metric, and refill the batch with the groups of other prompts.
+    enable: bool = False
+    # score, or a number that the reward function returns beside it.
+    metric: str = "score"
+    # Rounds of up to data.gen_batch_size prompts in which a batch must be full, else the run ends.
+    max_num_gen_batches: int = 10
+
+
+@dataclass
+class KLControlConfig:
+    # fixed | adaptive
+    type: str = "fixed"
+    # Weight of the KL in the reward; adaptive: at the start.
+    kl_coef: float = 0.001
+    # adaptive: samples over which the weight would move by the whole relative error.
+    horizon: float = 10000.0
+    # adaptive: the KL that the weight is steered to, in nats per token.
+    target_kl: float = 0.1
+
+
+@dataclass
 class AlgorithmConfig:
-    # A name registered with algorithms.register_adv_est, or gae (needs a critic).
+    # gae (has a critic) | grpo | grpo_passk | rloo | opo | gpg | remax | reinforce_plus_plus |
+    # reinforce_plus_plus_baseline, or a name registered with algorithms.register_adv_est.
     adv_estimator: str = "grpo"
-    # Divide by the standard deviation of the group.
+    # Divide by the standard deviation of the group (grpo, grpo_passk).
     norm_adv_by_std_in_grpo: bool = True
-    # Discount of rewards per token (gae).
+    # Discount of rewards per token (gae, reinforce_plus_plus).
     gamma: float = 1.0
     # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
     lam: float = 1.0
+    # Take the KL to the reference model off the reward of each token.
+    use_kl_in_reward: bool = False
+    # Estimate of that KL: as kl_loss_type; a + changes nothing here, where there is no gradient.
+    kl_penalty: str = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
 
 
 @dataclass
@@ -387,7 +455,8 @@ class RewardModelConfig:
 class TrainerConfig:
     project_name: str = "scalerl"
     experiment_name: str = "default"
-    # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md).
+    # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
+    # metrics.tracking.register_backend.
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     # null: a SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = None
@@ -405,8 +474,14 @@ class TrainerConfig:
     test_freq: int = -1
     # First steps in which the critic learns and the actor does not.
     critic_warmup: int = 0
+    # Updates of the policy between a sample's first token and the step that trains on it, at most. 0: every step
+    # waits for samples of the policy that it trains. 1 with hybrid_engine=false: the servers generate the next step's
+    # samples meanwhile. More: that many steps ahead.
+    max_staleness: int = 0
     # Validate before the first step.
     val_before_train: bool = True
+    # Validate, and train nothing; the metrics go to a run of their own, in val_only of default_local_dir.
+    val_only: bool = False
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     # auto | disable | resume_path
@@ -418,9 +493,14 @@ class TrainerConfig:
     log_val_generations: int = 0
     # null: no dump. Directory for one parquet of samples per step.
     rollout_data_dir: str | None = None
+    # Steps between dumps in rollout_data_dir, and at the end.
+    rollout_data_freq: int = 1
     # Samples per step that are listed beside the dump of rollout_data_dir: those with the tokens on whose log-probs
     # sampler and trainer differ most; 0: none.
     rollout_data_outliers: int = 8
+    # Python files of your own that register estimators, losses, reward managers, rewards or tracking backends; imported
+    # before their names are looked up, in the driver and in every process that uses them (docs/extending.md).
+    import_files: list[str] = field(default_factory=list)
     # Seconds that a collective or a worker call may take before the run stops with the ranks that are missing.
     timeout_s: float = 1800.0
 
@@ -476,6 +556,7 @@ class SFTTrainerConfig:
     resume_mode: str = "auto"
     resume_from_path: str | None = None
     max_actor_ckpt_to_keep: int | None = 1
+    import_files: list[str] = field(default_factory=list)
     timeout_s: float = 1800.0
 
 
@@ -488,3 +569,111 @@ class SFTConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+
+
+@dataclass
+class GenerationDataConfig:
+    # One path or URL, or a list of them (parquet, json, jsonl).
+    path: Any = MISSING
+    # Column with a list of {"role", "content"}.
+    prompt_key: str = "prompt"
+    # Column that is added: a list of responses for each prompt.
+    response_key: str = "responses"
+    # Prompts whose responses are written at a time: what a run that was killed has to do again, at most.
+    batch_size: int = 128
+    # Responses for each prompt.
+    n_samples: int = 1
+    # First rows to keep; -1: all.
+    max_samples: int = -1
+    # What to do with a prompt over rollout.prompt_length: error | left | right | middle.
+    truncation: str = "error"
+    # Parquet file with the columns of the input and the responses. Until it is there, OUTPUT_PATH.parts
+    # has what is done.
+    output_path: str = MISSING
+    cache_dir: str = "~/.cache/scalerl/data"
+
+
+@dataclass
+class GenerationRolloutConfig:
+    name: str = "sglang"
+    # 0: greedy.
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    # Generate response_length tokens, whatever comes.
+    ignore_eos: bool = False
+    seed: int = 42
+    # Tokens of a prompt, chat template included.
+    prompt_length: int = 1024
+    # Tokens of a response.
+    response_length: int = 1024
+    tensor_model_parallel_size: int = 1
+    # null: as many as fit on the devices (trainer.nnodes x n_gpus_per_node / tensor_model_parallel_size).
+    num_replicas: int | None = None
+    dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.85
+    max_num_seqs: int = 256
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    max_restarts: int = 3
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
+
+
+@dataclass
+class GenerationTrainerConfig:
+    device: str = "auto"
+    nnodes: int = 1
+    n_gpus_per_node: int = 8
+    # Seconds that starting the servers may take before the run stops.
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class GenerationConfig:
+    """Configuration of `scalerl generate`."""
+
+    data: GenerationDataConfig = field(default_factory=GenerationDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    rollout: GenerationRolloutConfig = field(default_factory=GenerationRolloutConfig)
+    trainer: GenerationTrainerConfig = field(default_factory=GenerationTrainerConfig)
+
+
+@dataclass
+class EvalDataConfig:
+    # One path or URL, or a list of them (parquet, json, jsonl): what `scalerl generate` wrote, or the like.
+    path: Any = MISSING
+    # Column with the prompt's messages, for reward managers that look at them; may be missing.
+    prompt_key: str = "prompt"
+    # Column with a list of responses, or with one response.
+    response_key: str = "responses"
+    # Column whose value picks the reward rule and groups the metrics.
+    data_source_key: str = "data_source"
+    # Column with {"ground_truth": ...}.
+    reward_model_key: str = "reward_model"
+    # null: none. Parquet file with the columns of the input and the scores.
+    output_path: str | None = None
+    cache_dir: str = "~/.cache/scalerl/data"
+
+
+@dataclass
+class EvalRewardConfig:
+    reward_manager: str = "naive"
+    timeout_s: float = 60.0
+    # stop: a reward function that raises, hangs or returns NaN ends the program. zero: the response scores 0 and is
+    # counted.
+    on_error: str = "stop"
+
+
+@dataclass
+class EvalTrainerConfig:
+    import_files: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EvalConfig:
+    """Configuration of `scalerl eval`."""
+
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    reward_model: EvalRewardConfig = field(default_factory=EvalRewardConfig)
+    trainer: EvalTrainerConfig = field(default_factory=EvalTrainerConfig)

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from scalerl.config.algorithm_rules import ALGORITHM_RULES
 from scalerl.config.attention_rules import transformer_engine_version, transformer_engine_violations
 from scalerl.config.correction_rules import CORRECTION_RULES
 from scalerl.config.domains import domain_violations
+from scalerl.config.generation_rules import GENERATION_RULES
 from scalerl.config.keys import inherited_keys
 from scalerl.config.layout_rules import (
     ACTOR,
@@ -19,16 +21,18 @@ from scalerl.config.layout_rules import (
     megatron_of,
     micro_batch_multiple,
     tokens_per_device,
-    world_size,
 )
 from scalerl.config.model_roles import all_model_roles
 from scalerl.config.role_rules import ROLE_RULES
+from scalerl.config.rollout_rules import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
 from scalerl.config.rules import Rule, nearest, nearest_multiples, value_at
-from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.sampling_rules import SAMPLING_RULES
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.section_rules import RESUME, lr_rules, megatron_rules, world_rule
+from scalerl.config.user_code_rules import KNOWN_LOGGERS
 
 # Estimators whose baseline is the other samples of the same prompt.
-GROUP_ESTIMATORS = ("grpo", "rloo")
+GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
@@ -46,7 +50,17 @@ def validate_sft(cfg: SFTConfig, *, device: str | None = None) -> list[str]:
     return _validate(cfg, SFT_RULES, device)
 
 
-def _validate(cfg: Any, rules: list[Rule], device: str | None) -> list[str]:
+def validate_generation(cfg: GenerationConfig) -> list[str]:
+    """As `validate_ppo`, for `scalerl generate`, whose rules are the same on every device."""
+    return _validate(cfg, GENERATION_RULES)
+
+
+def validate_eval(cfg: EvalConfig) -> list[str]:
+    """As `validate_ppo`, for `scalerl eval`, which needs no device and has no rules between keys."""
+    return said_once(cfg, dict(domain_violations(cfg)))
+
+
+def _validate(cfg: Any, rules: list[Rule], device: str | None = None) -> list[str]:
     outside = dict(domain_violations(cfg))
     found = said_once(cfg, outside)
     for rule in [*rules, *_device_rules(cfg, device, outside)]:
@@ -66,14 +80,14 @@ def said_once(cfg: Any, outside: dict[str, str]) -> list[str]:
 
 
 def _device_rules(cfg: Any, device: str | None, outside: dict[str, str]) -> list[Rule]:
-    if "trainer.device" in outside:
+    if "trainer.device" in outside or isinstance(cfg, GenerationConfig):
         return []
     found = []
     # What is installed counts on the machine that has the devices, which knows them.
     if device is not None or cfg.trainer.device == "cpu":
         found += _transformer_engine_rules(cfg, device or cfg.trainer.device)
     if isinstance(cfg, PPOConfig) and (device or cfg.trainer.device) == "cuda":
-        found.append(REPLICAS_ON_CUDA)
+        found += ROLLOUT_RULES_ON_CUDA
     return found
 
 
@@ -100,14 +114,6 @@ def _transformer_engine_rules(cfg: Any, device: str) -> list[Rule]:
 
 
 # Rules of PPO
-
-
-def _hybrid(cfg: PPOConfig) -> Iterator[str]:
-    if not cfg.actor_rollout_ref.hybrid_engine:
-        yield (
-            "actor_rollout_ref.hybrid_engine = false: trainer and rollout share their devices, pools of their own are "
-            "not there yet; set actor_rollout_ref.hybrid_engine=true"
-        )
 
 
 def _mini_batches(cfg: PPOConfig) -> Iterator[str]:
@@ -169,42 +175,18 @@ def _greedy_repeats(cfg: PPOConfig) -> Iterator[str]:
 
 def _reference_used(cfg: PPOConfig) -> Iterator[str]:
     path = cfg.actor_rollout_ref.ref.model_path
-    if path is not None and not cfg.actor_rollout_ref.actor.use_kl_loss:
+    if path is not None and not (cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward):
         yield (
-            f"actor_rollout_ref.ref.model_path = {path}: has no effect when {ACTOR}.use_kl_loss = false; set "
-            f"{ACTOR}.use_kl_loss=true, or actor_rollout_ref.ref.model_path=null"
+            f"actor_rollout_ref.ref.model_path = {path}: has no effect when {ACTOR}.use_kl_loss and "
+            f"algorithm.use_kl_in_reward are false; set {ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
+            "or actor_rollout_ref.ref.model_path=null"
         )
 
 
-def _replicas_on_cuda(cfg: PPOConfig) -> Iterator[str]:
-    rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
-    tp_size = rollout.tensor_model_parallel_size
-    if per_node % tp_size:
-        yield (
-            f"{ROLLOUT}.tensor_model_parallel_size = {tp_size}: a replica lives on one node, so it must divide "
-            f"trainer.n_gpus_per_node = {per_node}; set {ROLLOUT}.tensor_model_parallel_size="
-            f"{nearest(tp_size, divisors(per_node))}"
-        )
-    elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
-        yield (
-            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {ROLLOUT}.tensor_model_parallel_size = {tp_size} "
-            f"must be at most the {world} devices; set {ROLLOUT}.num_replicas={world // tp_size} or less, or null"
-        )
-
-
-REPLICAS_ON_CUDA = Rule(
-    (
-        f"{ROLLOUT}.tensor_model_parallel_size",
-        f"{ROLLOUT}.num_replicas",
-        "trainer.nnodes",
-        "trainer.n_gpus_per_node",
-    ),
-    _replicas_on_cuda,
-)
 _PPO_WORLD = world_rule(f"{ACTOR}.megatron")
 PPO_RULES = [
-    Rule((), _hybrid),
     _PPO_WORLD,
+    *ROLLOUT_RULES,
     Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), _mini_batches),
     Rule((f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *_PPO_WORLD.keys), _mini_batch_feeds_ranks),
     Rule(
@@ -221,9 +203,12 @@ PPO_RULES = [
     Rule((f"{ROLLOUT}.n", "algorithm.adv_estimator"), _group_baseline),
     Rule((f"{ROLLOUT}.val_kwargs.n",), _greedy_repeats),
     Rule(("actor_rollout_ref.ref.model_path",), _reference_used),
+    *ALGORITHM_RULES,
     *ROLE_RULES,
     *CORRECTION_RULES,
+    *SAMPLING_RULES,
     RESUME,
+    KNOWN_LOGGERS,
 ]
 
 
@@ -266,4 +251,5 @@ SFT_RULES = [
     *lr_rules("optim"),
     *megatron_rules("megatron"),
     RESUME,
+    KNOWN_LOGGERS,
 ]

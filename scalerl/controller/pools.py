@@ -9,7 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from scalerl.errors import UserError
@@ -96,6 +101,10 @@ class ResourcePool:
             "num_gpus": num_devices if self.device == "cuda" else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
         }
+
+    def node_ids(self) -> set[str]:
+        """Of the machines that it is on."""
+        return set(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def release(self) -> None:
         remove_placement_group(self.group)

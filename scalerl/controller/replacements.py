@@ -48,6 +48,8 @@ class Replacements:
 
     def put(self, index: int, client: RolloutClient) -> None:
         """The successor, which is not in service yet."""
+        # A generation may not have noticed the loss; it must not use the successor before it has its weights.
+        self.missing.setdefault(index, LostServer(index, self.clients[index].url, "replaced"))
         self.clients[index] = client
 
     async def in_service(self, indices: list[int]) -> None:

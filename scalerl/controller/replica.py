@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scalerl.config.schema import RolloutConfig
     from scalerl.rollout.server import RolloutServer
+
+
+def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
+    """Ray's ids by number, so that 10 comes after 9; names (UUID, MIG) by text, after the numbers."""
+    return sorted(map(str, gpu_ids), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
 
 
 # A restarted SGLang does not draw again what it drew when the run began.
@@ -29,7 +35,9 @@ class ReplicaHost:
         single_node: bool,
         trust_remote_code: bool,
     ) -> None:
-        """log_dir: gets rollout-{index}.log, and rollout-{index}.restart-{k}.log of each restart.
+        """gpu_ids: None on a GPU: those that Ray gave this actor.
+
+        log_dir: gets rollout-{index}.log, and rollout-{index}.restart-{k}.log of each restart.
 
         single_node: listen on the loopback address only.
         """
@@ -52,6 +60,9 @@ class ReplicaHost:
         from scalerl.rollout.sglang_server import sglang_command
 
         rollout = self.rollout
+        gpu_ids = self.gpu_ids
+        if gpu_ids is None and self.device == "cuda":
+            gpu_ids = in_device_order(ray.get_gpu_ids())
         host = "127.0.0.1" if self.single_node else ray.util.get_node_ip_address()
         common = {
             "model_path": self.model_path,
@@ -68,9 +79,10 @@ class ReplicaHost:
         def make_server(port: int) -> RolloutServer:
             if rollout.name == "sglang":
                 seed = rollout.seed + self.index + RESTART_SEED * (self.num_starts - 1)
-                command, env = sglang_command(**common, port=port, gpu_ids=self.gpu_ids, seed=seed)
+                command, env = sglang_command(**common, port=port, gpu_ids=gpu_ids, seed=seed)
             else:
                 command, env = embedded_command(**common, port=port)
+                env |= {} if gpu_ids is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
             netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             return RolloutServer(command, env, f"http://{netloc}", f"{self.log_dir}/{name}")
 

@@ -24,7 +24,7 @@ MAX_RESTARTS_KEY = "actor_rollout_ref.rollout.max_restarts"
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Where one server runs. devices: it has those of these trainer ranks of the node, counted from 0."""
+    """Where one server runs. devices: those of the pool on that node, counted from 0: in the trainer's its ranks'."""
 
     index: int
     node: int
@@ -36,14 +36,14 @@ class ReplicaPlan:
 
 
 def plan_replicas(pool: ResourcePool, rollout: RolloutConfig) -> list[ReplicaPlan]:
-    """Replicas in device order, each on one node. On CPU any number of them, dealt over the nodes."""
+    """Replicas in device order, each on one node. On the trainer's CPUs any number of them, dealt over the nodes."""
     tp_size = rollout.tensor_model_parallel_size
-    count = rollout.num_replicas or max(1, pool.world_size // tp_size)
+    per_node = max(1, pool.devices_per_node // tp_size)
+    count = rollout.num_replicas or per_node * pool.nnodes
     plans = []
     for index in range(count):
-        first = index * tp_size
-        node = first // pool.devices_per_node % pool.nnodes
-        start = first % pool.devices_per_node
+        node = index // per_node % pool.nnodes
+        start = index % per_node * tp_size
         plans.append(ReplicaPlan(index, node, tuple(range(start, start + tp_size))))
     return plans
 
@@ -61,8 +61,17 @@ class ReplicaSet:
         max_model_len: int,
         log_dir: Path,
         timeout_s: float,
+        owns_devices: bool = False,
+        single_node: bool | None = None,
     ) -> None:
-        """Starts the servers; `wait_ready` returns when they answer."""
+        """Starts the servers; `wait_ready` returns when they answer.
+
+        gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers are their owners.
+        owns_devices: the servers take the pool's devices, which nobody else has.
+        single_node: whether all who talk to them are on their machine; None: whether the pool is one machine.
+        """
+        tp_size = rollout.tensor_model_parallel_size
+        single_node = pool.nnodes == 1 if single_node is None else single_node
         self.rollout, self.timeout_s = rollout, timeout_s
         self.replicas: list[Replica] = []
         # Index -> how it ended. They have no process until `restart_down`.
@@ -70,7 +79,7 @@ class ReplicaSet:
         self.num_restarts: dict[int, int] = {}
         self.hosts = [
             ray.remote(ReplicaHost)
-            .options(**pool.place(plan.node, num_devices=0), max_concurrency=2)
+            .options(**pool.place(plan.node, num_devices=tp_size if owns_devices else 0), max_concurrency=2)
             .remote(
                 plan.index,
                 log_dir=str(log_dir),
@@ -79,7 +88,7 @@ class ReplicaSet:
                 device=pool.device,
                 gpu_ids=None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids),
                 max_model_len=max_model_len,
-                single_node=pool.nnodes == 1,
+                single_node=single_node,
                 trust_remote_code=model.trust_remote_code,
             )
             for plan in plan_replicas(pool, rollout)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +14,27 @@ import numpy as np
 import torch
 
 from scalerl.protocol import DataProto, Jagged
+from scalerl.user_code import import_files
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RolloutConfig
+    from scalerl.controller.groups import Enough, SampleGroup
     from scalerl.controller.replacements import LostServer
     from scalerl.data import PromptRow
     from scalerl.hybrid.replicas import Replica
-    from scalerl.rollout.client import GenerateOutput, RolloutClient, SamplingParams
+    from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+
+
+# Token columns that the trainer's passes read; the others are for dumps.
+TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What the controller learns of a batch. samples: column -> [S]; gen_s, reward_wait_s: seconds.
+    """What the controller learns of a batch. samples: column -> [S], of finished groups; gen_s, reward_wait_s: seconds.
 
     num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
-    successor yet.
+    successor yet.  unfinished: groups that an early end left.
     """
 
     batch_id: int
@@ -38,6 +44,15 @@ class Generated:
     reward_wait_s: float
     num_resubmitted: int
     missing: list[LostServer]
+    unfinished: list[SampleGroup]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A group that an early end left. rest: asks for its unfinished samples, with the tokens they have."""
+
+    rest: GenerateRequest
+    finished: list[GenerateOutput]
 
 
 class RolloutWorker:
@@ -49,8 +64,12 @@ class RolloutWorker:
         reward: RewardModelConfig,
         custom_reward: CustomRewardFunctionConfig,
         trust_remote_code: bool,
+        user_files: Sequence[str] = (),
     ) -> None:
-        """datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it)."""
+        """datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
+
+        user_files: register what the configuration names.
+        """
         import ray
 
         from scalerl.data import load_tokenizer
@@ -58,10 +77,13 @@ class RolloutWorker:
 
         self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         self.tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.model_scores = reward.enable
         self.batches: dict[int, DataProto] = {}
         self.batch_ids = itertools.count()
+        # uid of a group -> where an early end left it.
+        self.interrupted: dict[int, Interrupted] = {}
 
     def connect(self, replicas: Sequence[Replica], rollout: RolloutConfig, max_model_len: int) -> None:
         from scalerl.controller.replacements import Replacements
@@ -72,13 +94,14 @@ class RolloutWorker:
 
     def _client(self, replica: Replica) -> RolloutClient:
         from scalerl.rollout.client import RolloutClient
+        from scalerl.rollout.routing import max_in_flight
 
         return RolloutClient(
             replica.url,
             replica.kind,
             max_model_len=self.max_model_len,
             timeout_s=self.rollout.request_timeout_s,
-            max_concurrency=self.rollout.max_num_seqs,
+            max_concurrency=max_in_flight(self.rollout.max_num_seqs),
         )
 
     async def next_lost(self) -> list[LostServer]:
@@ -98,56 +121,105 @@ class RolloutWorker:
         return list(await asyncio.gather(*(self.clients[index].is_well() for index in indices)))
 
     async def generate(
-        self, dataset: str, uids: Sequence[int], n: int, sampling: SamplingParams, *, step: int, keep: bool
+        self,
+        dataset: str,
+        groups: Sequence[SampleGroup],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keep: bool,
+        enough: Enough | None = None,
+        carry: bool = False,
     ) -> Generated:
-        """n samples for each prompt, scored as they finish. keep: hold the tokens for `shard` until `drop`.
+        """n samples for each group, scored as they finish; a group that was interrupted goes on where it was.
+
+        keep: hold the tokens for `shard` until `drop`.
+        enough: ends the generation early. carry: the groups that are unfinished then may come again; else what they
+        have is given up.
 
         A server that is lost is told by `next_lost`; what it had goes to the others, and to its successor.
 
         Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt that
         asks for a sampling that it cannot have.
         """
+        from scalerl.controller.groups import SampleGroup
         from scalerl.controller.replacements import Resubmissions
-        from scalerl.rollout.client import GenerateRequest
+        from scalerl.controller.scoring import GroupScores
         from scalerl.rollout.generation import generate_samples
+        from scalerl.rollout.requests import unfinished_requests
 
         start = time.perf_counter()
-        prompts = {uid: self.datasets[dataset][uid] for uid in uids}
-        # A prompt may come twice in a step that runs over the end of an epoch.
-        owners = list(uids)
-        requests = [
-            GenerateRequest(
-                request_id=position,
-                input_ids=prompts[uid].input_ids,
-                n=n,
-                sampling=sampling_of(dataset, prompts[uid], sampling),
-                seeds=[sample_seed(self.seed, step, position, sample) for sample in range(n)],
-            )
-            for position, uid in enumerate(owners)
-        ]
-        scoring: dict[tuple[int, int], asyncio.Task] = {}
-
-        def score(output: GenerateOutput) -> None:
-            prompt = prompts[owners[output.request_id]]
-            scoring[output.request_id, output.sample_index] = asyncio.ensure_future(
-                self._score(dataset, prompt, output)
-            )
-
+        prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
+        scores = GroupScores(n, lambda output: self._score(dataset, prompts[output.request_id], output), enough)
+        requests, before = [], []
+        for group in groups:
+            left = self.interrupted.pop(group.uid, None)
+            before += left.finished if left else []
+            requests.append(left.rest if left else self._request(dataset, group, prompts[group.uid], n, sampling))
         again = Resubmissions(self.replacements)
         try:
-            outputs = await generate_samples(self.clients, requests, score, recovery=again)
+            for output in before:
+                scores.add(output)
+            outputs = await generate_samples(
+                self.clients,
+                requests,
+                scores.add,
+                stop_when=None if enough is None else lambda _: scores.are_enough(),
+                # What somebody pauses goes on under the weights that come.
+                continue_aborted=True,
+                recovery=again,
+            )
             gen_s = time.perf_counter() - start
-            results = await asyncio.gather(*(scoring[o.request_id, o.sample_index] for o in outputs))
+            whole = [group for group in groups if scores.is_finished(group.uid)]
+            results = {group.uid: await scores.of(group.uid) for group in whole}
         finally:
-            for task in scoring.values():
-                task.cancel()
-        batch = _to_batch(outputs, [prompts[owners[o.request_id]] for o in outputs], results)
+            scores.cancel()
+        rows = [row for group in whole for row in results[group.uid]]
+        batch = _to_batch(
+            [output for output, _ in rows],
+            [prompts[output.request_id] for output, _ in rows],
+            [result for _, result in rows],
+            seeds=[
+                sample_seed(self.seed, *SampleGroup.step_and_position(output.request_id), output.sample_index)
+                for output, _ in rows
+            ],
+        )
         batch_id = next(self.batch_ids)
         if keep:
             self.batches[batch_id] = batch
-        reward_wait_s = time.perf_counter() - start - gen_s
-        missing = list(self.replacements.missing.values())
-        return Generated(batch_id, batch.samples, gen_s, reward_wait_s, again.num_samples, missing)
+        unfinished = [group for group in groups if group.uid not in results]
+        if carry:
+            rests = {request.request_id: request for request in unfinished_requests(requests, outputs)}
+            self.interrupted |= {
+                group.uid: Interrupted(rests[group.uid], scores.finished(group.uid)) for group in unfinished
+            }
+        return Generated(
+            batch_id=batch_id,
+            samples=batch.samples,
+            gen_s=gen_s,
+            reward_wait_s=time.perf_counter() - start - gen_s,
+            num_resubmitted=again.num_samples,
+            missing=list(self.replacements.missing.values()),
+            unfinished=unfinished,
+        )
+
+    def _request(
+        self, dataset: str, group: SampleGroup, prompt: PromptRow, n: int, sampling: SamplingParams
+    ) -> GenerateRequest:
+        from scalerl.rollout.client import GenerateRequest
+
+        return GenerateRequest(
+            request_id=group.uid,
+            input_ids=prompt.input_ids,
+            n=n,
+            sampling=sampling_of(dataset, prompt, sampling),
+            seeds=[sample_seed(self.seed, group.step, group.position, sample) for sample in range(n)],
+        )
+
+    def forget(self, uids: Sequence[int]) -> None:
+        """Interrupted groups that will not come again."""
+        for uid in uids:
+            self.interrupted.pop(uid, None)
 
     async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
         from scalerl.rewards import ScoreRequest, ScoreResult
@@ -155,7 +227,7 @@ class RolloutWorker:
         if self.model_scores and prompt.reward_style == "model":
             # Until the reward model has seen it: no advantage can be made of it.
             return ScoreResult(float("nan"))
-        return await self.rewards.score(
+        return await self.rewards.scored(
             ScoreRequest(
                 sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
                 data_source=prompt.data_source,
@@ -169,7 +241,17 @@ class RolloutWorker:
 
     def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
         """The token columns of these rows: what one data-parallel rank trains on."""
-        return DataProto(self.batches[batch_id].select(rows).tokens)
+        picked = self.batches[batch_id].select(rows).tokens
+        return DataProto({name: picked[name] for name in TRAINED_COLUMNS})
+
+    def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """(batch, rows of it) in order, as one batch; those batches are dropped. -> its id."""
+        joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])
+        for batch_id, _ in parts:
+            self.drop(batch_id)
+        batch_id = next(self.batch_ids)
+        self.batches[batch_id] = joined
+        return batch_id
 
     def drop(self, batch_id: int) -> None:
         self.batches.pop(batch_id, None)
@@ -183,27 +265,55 @@ class RolloutWorker:
             decoded.append((self.tokenizer.decode(ids[:prompt_length]), self.tokenizer.decode(ids[prompt_length:])))
         return decoded
 
-    def dump(self, batch_id: int, samples: dict[str, np.ndarray], path: str) -> None:
-        """One parquet of the batch: texts, token ids, log-probs, scores, versions. Written whole or not at all.
+    async def dump(
+        self, batch_id: int, samples: dict[str, np.ndarray], path: str, rows: list[tuple[int, ...]], *made: DataProto
+    ) -> None:
+        """`rollout_dump.write_dump`. samples: the columns as they are by now. made[i]: the trainer's, of rows[i]."""
+        from scalerl.controller.rollout_dump import joined, write_dump
 
-        samples: the sample columns as they are by now.
+        def write() -> None:
+            batch = self.batches[batch_id]
+            texts = self.texts(batch_id, range(len(batch)))
+            write_dump(Path(path), batch.tokens | joined(rows, made), samples, texts)
+
+        # Beside the event loop: a generation may be under way.
+        await asyncio.to_thread(write)
+
+    async def pause(self) -> dict[int, str]:
+        """Running samples are interrupted where they are and wait. -> index: error of servers that did not."""
+        from scalerl.rollout.client import RolloutClient
+
+        return await self._tell_each(RolloutClient.pause)
+
+    async def go_on(self) -> dict[int, str]:
+        """What `pause` interrupted goes on, under the weights that its server has now. -> as `pause`."""
+
+        def go_on(client: RolloutClient) -> None:
+            # One that was restarted meanwhile was never paused.
+            if client.paused:
+                client.continue_generation()
+
+        return await self._tell_each(go_on)
+
+    async def _tell_each(self, call: Callable[[RolloutClient], None]) -> dict[int, str]:
+        """At the same time, while samples come back."""
+        from scalerl.rollout.requests import RolloutError
+
+        failed = {}
+        asked = [asyncio.to_thread(call, client) for client in self.clients]
+        for index, result in enumerate(await asyncio.gather(*asked, return_exceptions=True)):
+            if isinstance(result, RolloutError):
+                failed[index] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
+        return failed
+
+    def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
+        """Frees that part (kv_cache, weights) of the servers' device memory. -> index: error of those that did not.
+
+        skip: indices of servers that are not asked.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        batch = self.batches[batch_id]
-        texts = self.texts(batch_id, range(len(batch)))
-        columns: dict[str, Any] = {name: list(column) for name, column in samples.items() if name != "reward_extra"}
-        columns |= {name: [column[row].tolist() for row in range(len(batch))] for name, column in batch.tokens.items()}
-        columns |= {"prompt": [prompt for prompt, _ in texts], "response": [response for _, response in texts]}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        partial = f"{path}.tmp"
-        pq.write_table(pa.table(columns), partial)
-        Path(partial).rename(path)
-
-    def release(self) -> dict[int, str]:
-        """Frees the servers' device memory (KV cache and weights). -> index: error of those that did not."""
-        return self._tell_all(lambda client: client.release(["kv_cache", "weights"]))
+        return self._tell_all(lambda client: client.release([tag]), skip)
 
     def resume(self, tags: Sequence[str]) -> dict[int, str]:
         """Of what each server released: one that was restarted since has all of it. -> as `release`."""
@@ -214,11 +324,13 @@ class RolloutWorker:
 
         return self._tell_all(resume)
 
-    def _tell_all(self, call: Callable[[RolloutClient], None]) -> dict[int, str]:
+    def _tell_all(self, call: Callable[[RolloutClient], None], skip: Collection[int] = ()) -> dict[int, str]:
         from scalerl.rollout.requests import RolloutError
 
         failed = {}
         for index, client in enumerate(self.clients):
+            if index in skip:
+                continue
             try:
                 call(client)
             except RolloutError as error:
@@ -232,6 +344,9 @@ def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> Sampli
 
     name = f"{dataset} prompt {prompt.uid}"
     sampling = override_sampling(base, prompt.extra_info, name)
+    if dataset == "train" and base.temperature == 0:
+        # What samples are compared with, whatever temperature the prompt wants for them.
+        return replace(sampling, temperature=0.0)
     if dataset == "train" and sampling.temperature != base.temperature:
         raise ValueError(
             f"{name}: extra_info.sampling.temperature is {sampling.temperature}, the run trains at {base.temperature}: "
@@ -246,7 +361,11 @@ def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
     return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _to_batch(outputs: list[GenerateOutput], prompts: list[PromptRow], results: list[Any]) -> DataProto:
+def _to_batch(
+    outputs: list[GenerateOutput], prompts: list[PromptRow], results: list[Any], seeds: list[int]
+) -> DataProto:
+    from scalerl.rollout.requests import NO_VERSION
+
     prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
     rows = list(zip(outputs, prompts, strict=True))
     tokens = {
@@ -255,11 +374,15 @@ def _to_batch(outputs: list[GenerateOutput], prompts: list[PromptRow], results: 
             [[False] * len(p.input_ids) + [True] * len(o.output_ids) for o, p in rows], torch.bool
         ),
         "rollout_logprobs": Jagged.from_list([[0.0] * len(p.input_ids) + o.logprobs for o, p in rows], torch.float32),
+        "policy_versions": Jagged.from_list(
+            [[NO_VERSION] * len(p.input_ids) + o.token_versions() for o, p in rows], torch.int32
+        ),
     }
     samples = {
         "uid": np.array([o.request_id for o in outputs]),
         "prompt_uid": np.array([p.uid for p in prompts]),
         "sample_index": np.array([o.sample_index for o in outputs]),
+        "seed": np.array(seeds, dtype=np.int64),
         "prompt_length": np.array(prompt_lengths),
         "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
         "response_length": np.array([len(o.output_ids) for o in outputs]),

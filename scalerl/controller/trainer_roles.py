@@ -49,14 +49,36 @@ class MegatronActor:
         shards = batch.shards("actor", TOKENS, "old_logprobs")
         return sample_columns(shards.plan, self.workers.find_worst_tokens(shards)[1])
 
-    def gae(self, batch: PlacedBatch, config: AlgorithmConfig) -> tuple[PlacedBatch, Metrics]:
-        """The batch with advantages and returns, from the critic's values."""
-        metrics, column = self.workers.compute_gae(batch.shards("actor", TOKENS, "values"), config=config)
-        return batch.with_column("advantages", "actor", column), explained_variance_metrics(metrics)
+    @property
+    def _old_logprobs(self) -> tuple[str, list[str]]:
+        """(name of the token column that says what the policy gave, columns of the batch that hold it)."""
+        return ("rollout_logprobs", []) if self.correction.bypass_mode else ("old_logprobs", ["old_logprobs"])
+
+    def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
+        """[S] float64: KL to the reference, summed over the sampled tokens of each sample."""
+        name, held = self._old_logprobs
+        shards = batch.shards("actor", TOKENS, *held, "ref_logprobs")
+        found = self.workers.sum_reward_kl(shards, kind=kind, old_logprobs=name)[1]
+        return sample_columns(shards.plan, found)["reward_kl"]
+
+    def token_advantages(
+        self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
+    ) -> tuple[PlacedBatch, Metrics]:
+        """The batch with advantages and returns of single tokens. kl_coef: weight of the KL in the rewards, if any."""
+        name, held = self._old_logprobs
+        columns = ["values"] if "values" in batch.columns else []
+        columns += [*held, "ref_logprobs"] if kl_coef is not None else []
+        metrics, column = self.workers.compute_advantages(
+            batch.shards("actor", TOKENS, *columns), config=config, kl=None if kl_coef is None else (kl_coef, name)
+        )
+        if "values" in columns:
+            metrics = explained_variance_metrics(metrics)
+        return batch.with_column("advantages", "actor", column), metrics
 
     def update(self, batch: PlacedBatch) -> Metrics:
         made = [] if self.correction.bypass_mode else ["old_logprobs"]
-        optional = [name for name in ("ref_logprobs", "advantages") if name in batch.columns]
+        used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
+        optional = [name for name in used if name in batch.columns]
         shards = batch.shards("actor", TOKENS, *made, *optional)
         counts = "num_loss_tokens" if rejects(self.correction) else "response_length"
         metrics, _ = self.workers.update_actor(

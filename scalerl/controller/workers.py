@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from scalerl.controller.register import Dispatch, register
 from scalerl.metrics import GPUMemoryLogger, Metric, memory_phase
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
+from scalerl.user_code import import_files
 
 if TYPE_CHECKING:
     from scalerl.config.schema import (
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
         RolloutCorrectionConfig,
     )
     from scalerl.families import Head
+    from scalerl.hybrid.handover import RankMemory
     from scalerl.hybrid.replicas import Replica
+    from scalerl.hybrid.transports import TransportName
 
 # [mini-batch][micro-batch] -> positions in the shard's rows.
 MicroBatches = Sequence[Sequence[Sequence[int]]]
@@ -43,7 +48,7 @@ def phase(name: str, *parts: str, role: str = "actor") -> Callable[[Callable], C
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def measured(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
-            with memory_phase(name), self.engines[role].on_device(*parts):
+            with memory_phase(name), self.present(name, role, parts):
                 return method(self, *args, **kwargs)
 
         return GPUMemoryLogger(role)(measured)
@@ -54,10 +59,23 @@ def phase(name: str, *parts: str, role: str = "actor") -> Callable[[Callable], C
 class MegatronWorker:
     """Runs inside a Ray actor; every @register method is called on the group (`worker_group.WorkerGroup`)."""
 
-    def __init__(self, rank: int, layout: Layout, *, device: str, collective_timeout_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        *,
+        device: str,
+        collective_timeout_s: float,
+        seed: int,
+        user_files: Sequence[str] = (),
+    ) -> None:
+        """user_files: register what the configuration names; imported in `join`."""
         self.rank, self.layout, self.device, self.seed = rank, layout, device, seed
+        self.user_files = user_files
         self.collective_timeout_s = collective_timeout_s
         self.engines: dict[str, Any] = {}
+        # Phase -> seconds since `memory` in which parts of its model came to the device and left it.
+        self.offload_s: dict[str, float] = {}
         self.weight_sync = None
 
     def rendezvous(self) -> tuple[str, int]:
@@ -90,6 +108,8 @@ class MegatronWorker:
         from scalerl.parallel.layout import initialize
 
         platform.install(self.device)
+        # After the platform: a file may import megatron.
+        import_files(self.user_files)
         self.groups = initialize(
             self.layout, backend=platform.backend(), timeout_s=self.collective_timeout_s, seed=self.seed
         )
@@ -112,6 +132,20 @@ class MegatronWorker:
             model_path, megatron, self.groups, optim=optim, head=head, trust_remote_code=trust_remote_code
         )
         self.engines[role].leave_device()
+
+    @contextlib.contextmanager
+    def present(self, name: str, role: str, parts: Sequence[str]) -> Iterator[None]:
+        """That role's parts are on the device inside the block."""
+        engine, began = self.engines[role], time.perf_counter()
+        with engine.on_device(*parts):
+            came = left = time.perf_counter()
+            try:
+                yield
+            finally:
+                left = time.perf_counter()
+        if engine.leaves:
+            moved_s = came - began + time.perf_counter() - left
+            self.offload_s[name] = self.offload_s.get(name, 0.0) + moved_s
 
     def run_on_shard(
         self,
@@ -188,27 +222,28 @@ class MegatronWorker:
         return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def compute_gae(self, shard: DataProto, micro_batches: MicroBatches, *, config: AlgorithmConfig) -> Result:
-        """Columns advantages (whitened over all samples) and returns, of the column values and the samples' scores."""
-        import torch
+    def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
+        """Sample column reward_kl: sum over the sampled tokens. old_logprobs: name of the policy's column."""
+        from scalerl.controller.credit import reward_kl, sums_of_rows
 
-        from scalerl.algorithms import gae, masked_whiten, rewards_at_last_token
-        from scalerl.metrics import explained_variance_sums, token_stat_sums
+        sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
+        return {}, DataProto(samples={"reward_kl": sums})
 
-        mask, values = shard.tokens["response_mask"], shard.tokens["values"].values
-        rewards = rewards_at_last_token(
-            torch.as_tensor(shard.samples["score"].astype(np.float32)), mask.values, mask.cu_seqlens
-        )
-        advantages, returns = gae(rewards, values, mask.values, mask.cu_seqlens, gamma=config.gamma, lam=config.lam)
-        # Collectives run on the device's backend.
-        whitened = masked_whiten(advantages.to(self.device), mask.values.to(self.device), group=self.groups.dp).cpu()
-        metrics = {}
-        if not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank):
-            metrics = explained_variance_sums(values, returns, mask.values)
-            for name, column in (("advantages", whitened), ("returns", returns), ("values", values)):
-                metrics |= token_stat_sums(f"critic/{name}", column, mask.values)
-        columns = {"advantages": Jagged(whitened, mask.cu_seqlens), "returns": Jagged(returns, mask.cu_seqlens)}
-        return metrics, DataProto(columns)
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: AlgorithmConfig,
+        kl: tuple[float, str] | None,
+    ) -> Result:
+        """Columns advantages and returns, of an estimator of single tokens (`credit.token_advantages`)."""
+        from scalerl.controller.credit import token_advantages
+
+        metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
+        is_first = not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank)
+        return metrics if is_first else {}, columns
 
     def _logprobs(
         self, role: str, shard: DataProto, micro_batches: MicroBatches, temperature: float
@@ -232,7 +267,8 @@ class MegatronWorker:
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
         bypass_mode: the sampler's log-probs are the old ones.
         """
-        from scalerl.algorithms import PolicyObjective
+        from scalerl.algorithms import PolicyObjective, policy_loss_needs
+        from scalerl.algorithms.losses import SELECTED
 
         if "advantages" not in shard.tokens:
             shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
@@ -241,12 +277,26 @@ class MegatronWorker:
         corrected = "loss_mask" in shard.tokens
         # The counts are those of all ranks, so that all of them leave the same ones out.
         kept = [at for at, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
+        mini_batches, kept_totals = [micro_batches[at] for at in kept], [totals[at] for at in kept]
+        if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
+            from scalerl.controller.credit import covariance_column
+
+            selected = covariance_column(
+                shard,
+                mini_batches,
+                config.policy_loss,
+                kept_totals,
+                mask="loss_mask" if corrected else "response_mask",
+                group=self.groups.dp,
+                device=self.device,
+            )
+            shard = shard.union(DataProto({SELECTED: selected}))
         updates = self._update(
             "actor",
             shard,
-            [micro_batches[at] for at in kept],
+            mini_batches,
             config.ppo_epochs,
-            [totals[at] for at in kept],
+            kept_totals,
             functools.partial(PolicyObjective, corrected=corrected),
             config,
             temperature=temperature,
@@ -342,7 +392,7 @@ class MegatronWorker:
         for key in applied[0].keys() - {"skipped_updates", "loss_scale"} if applied else ():
             name = key if "/" in key else f"{prefix}/{key}"
             metrics[name] = Metric(float(np.mean([update[key] for update in applied])), "mean")
-        for key in ("actor/ppo_kl", "actor/pg_clipfrac"):
+        for key in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
             if applied and key in applied[0]:
                 metrics[f"{key}_first_update"] = Metric(applied[0][key], "mean")
         if updates and "loss_scale" in updates[-1]:
@@ -361,6 +411,9 @@ class MegatronWorker:
         max_model_len: int,
         timeout_s: float,
         dtype: str | None = None,
+        transport: TransportName = "shared",
+        directory: str | None = None,
+        model_path: str | None = None,
     ) -> None:
         """dtype: what the servers store; None: as the engine's."""
         import torch
@@ -375,6 +428,9 @@ class MegatronWorker:
             max_model_len=max_model_len,
             timeout_s=timeout_s,
             dtype=getattr(torch, dtype) if dtype else None,
+            transport=transport,
+            directory=directory,
+            model_path=model_path,
         )
 
     @register(Dispatch.ONE_TO_ALL)
@@ -425,9 +481,17 @@ class MegatronWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:
+        """`memory_metrics`, and timing_s/{phase}/offload of phases whose model comes and goes; since the last call."""
         from scalerl.metrics import memory_metrics
 
-        return memory_metrics()
+        moved, self.offload_s = self.offload_s, {}
+        return memory_metrics() | {f"timing_s/{name}/offload": Metric(s, "max") for name, s in moved.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> RankMemory:
+        from scalerl.hybrid.handover import measure
+
+        return measure(self.rank, self.device, self.engines)
 
 
 def _flat(micro_batches: MicroBatches) -> list[Sequence[int]]:

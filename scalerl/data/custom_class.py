@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
-import importlib.util
 import inspect
 import os
 import pickle
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +17,7 @@ from scalerl.config.schema import CustomClassConfig, DataConfig
 from scalerl.data.problems import DataError, excerpt, type_name
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
+from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +48,7 @@ def create_rl_dataset(
     except DataError:
         raise
     except Exception as error:  # the user's code raises what it likes
-        raise DataError([f"{label}: cannot be read: {_cause(error, path)}; correct the class"]) from error
+        raise DataError([f"{label}: cannot be read: {cause_of(error, path)}; correct the class"]) from error
     return PromptTable(rows, label, tokenizer, config, cls.__module__)
 
 
@@ -66,13 +62,16 @@ def load_dataset_class(config: CustomClassConfig) -> type:
         unset = "path" if config.path is None else "name"
         raise DataError([f"data.custom_cls.{unset} = null: set both path and name, or none of them"])
     path = Path(config.path).expanduser()
-    module = _import_file(path)
+    try:
+        module = import_file(path, "data.custom_cls.path")
+    except UserCodeError as error:
+        raise DataError([str(error)]) from error
     cls = getattr(module, config.name, None)
     if not isinstance(cls, type):
         found = f"defines '{config.name}' as {type_name(cls)}, not a class" if cls is not None else (
             f"does not define the class '{config.name}'"
         )  # fmt: skip
-        own = [name for name, value in vars(module).items() if _is_own_class(value, module)]
+        own = [name for name, value in defined_in(module).items() if isinstance(value, type)]
         near = difflib.get_close_matches(config.name, own, n=1)
         advice = f"set data.custom_cls.name={near[0]}" if near else "set data.custom_cls.name to a class of it"
         raise DataError([f"data.custom_cls.path={path} {found} (its classes: {', '.join(own) or 'none'}); {advice}"])
@@ -190,42 +189,3 @@ def _token_problems(tokens: Any, vocab_size: int, max_prompt_length: int) -> lis
             f"more tokens than data.max_prompt_length={max_prompt_length}; cut or leave out the prompt, or raise it"
         ]
     return []
-
-
-def _is_own_class(value: Any, module: ModuleType) -> bool:
-    return isinstance(value, type) and value.__module__ == module.__name__
-
-
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise DataError(
-            [f"data.custom_cls.path={path} does not exist (working directory {Path.cwd()}); correct the path"]
-        )
-    if path.suffix != ".py":
-        raise DataError([f"data.custom_cls.path={path} is no Python file; give a file that ends in .py"])
-    path = path.resolve()
-    # By the whole path: two files named dataset.py are two modules.
-    name = f"scalerl_dataset_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise DataError(
-            [f"data.custom_cls.path={path} does not import: {_cause(error, str(path))}; correct it"]
-        ) from error
-    return module
-
-
-def _cause(error: BaseException, path: str) -> str:
-    """Type, message and place: the innermost line of `path`, else the innermost of all, or that of a syntax error."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if frame.filename == path]
-    frame = (of_user or frames or [None])[-1]
-    place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
-    return f"{type(error).__name__}: {error}{place}"

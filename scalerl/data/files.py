@@ -91,18 +91,18 @@ def _parquet_chunks(
             present = file.schema_arrow.names
             for column in columns:
                 if present.count(column) != 1:
-                    _add_bad_column(problems, column, present)
+                    add_bad_column(problems, column, present)
             wanted = [column for column in dict.fromkeys([*columns, *optional]) if present.count(column) == 1]
             # With no column at all Arrow still yields the row counts.
             row = 0
             for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
-                yield [(row + i, values) for i, values in _python_rows(batch, row, problems)]
+                yield [(row + i, values) for i, values in python_rows(batch, row, problems)]
                 row += batch.num_rows
     except (pa.ArrowException, OSError) as error:
         problems.add(f"a file that is not readable parquet ({error})", "write it again, or correct its suffix")
 
 
-def _add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) -> None:
+def add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) -> None:
     if column in present:
         problems.add(f"{present.count(column)} columns of this name", "keep one", column=column)
         return
@@ -111,7 +111,7 @@ def _add_bad_column(problems: FileProblems, column: str, present: Sequence[str])
     problems.add(f"no such column (the file has: {', '.join(present) or 'none'})", hint, column=column)
 
 
-def _python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -> list[tuple[int, dict[str, Any]]]:
+def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -> list[tuple[int, dict[str, Any]]]:
     try:
         return list(enumerate(batch.to_pylist()))
     except UnicodeDecodeError:
@@ -131,7 +131,7 @@ def _python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) 
 
 def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, optional: Sequence[str]) -> Iterator[Chunk]:
     chunk: Chunk = []
-    for row, record in _json_records(path, problems):
+    for row, record in json_records(path, problems):
         if not isinstance(record, dict):
             problems.add(f"{type(record).__name__}", "write one JSON object per row", row=row)
             continue
@@ -163,7 +163,7 @@ def _is_one_object(path: str) -> bool:
             return False
 
 
-def _json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
+def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
     """One JSON array, one object per line, or (.json) one object; blank lines are no rows."""
     with open(path, "rb") as file:
         head = file.read(3)

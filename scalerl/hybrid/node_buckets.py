@@ -4,78 +4,89 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import BucketWriter
 from scalerl.parallel.offload import PARAMS
-from scalerl.rollout.weights import SHARED_MEMORY_DIR, Bucket, SharedBytes, flat_layout
+from scalerl.rollout.mapped import MappedBytes, Place
+from scalerl.rollout.weights import Bucket, flat_layout
 
 
 class NodeBuckets:
     """Every rank copies what it holds into its place, so that a byte is copied once until a server reads it.
 
-    There is room for two buckets: while servers read the one, the ranks write the other. It is there during a sync
-    only: shared memory has a file name, and what a killed run has of it stays until the machine is restarted.
+    There is room for two buckets: while servers read the one, the ranks write the other. It is kept from sync to sync.
     """
 
     def __init__(self, engine: MegatronEngine, bucket_bytes: int) -> None:
         self.engine = engine
+        self.memory: MappedBytes | None = None
+        self._plan(bucket_bytes)
+
+    def _plan(self, bucket_bytes: int) -> None:
+        engine, self.bucket_bytes = self.engine, bucket_bytes
         self.writer = BucketWriter(engine.chunks, engine.family, engine.shape, engine.groups, bucket_bytes=bucket_bytes)
         layouts = [flat_layout(tensors) for tensors in self.writer.tensors]
         self.entries = [entries for entries, _ in layouts]
         self.largest = max(num_bytes for _, num_bytes in layouts)
-        self.memory: list[SharedBytes] = []
 
     @staticmethod
     def possible(engine: MegatronEngine) -> bool:
-        """Collective: whether all ranks compute on CPUs and see one shared memory."""
+        """Collective: whether all ranks compute on CPUs and find each other's memory."""
         on_cpu = next(engine.chunks[0].parameters()).device.type == "cpu"
-        found = os.stat(SHARED_MEMORY_DIR) if os.path.isdir(SHARED_MEMORY_DIR) else None
-        place = (on_cpu, socket.gethostname(), found and (found.st_dev, found.st_ino))
         places: list = [None] * dist.get_world_size()
-        dist.all_gather_object(places, place)
-        return on_cpu and found is not None and len(set(places)) == 1
+        dist.all_gather_object(places, (on_cpu, _process_numbers()))
+        return on_cpu and places[0][1] is not None and len(set(places)) == 1
 
     def __len__(self) -> int:
         return len(self.entries)
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[None]:
-        """Collective: the memory that `write` writes into. Raises UserError where the machine has too little of it."""
+    def room(self, bucket_bytes: int | None = None) -> Iterator[None]:
+        """Collective: the memory that `write` writes into. bucket_bytes: the same on all ranks; None: as before."""
         self.engine.require_on_device(PARAMS, work="the export of weights")
-        self.memory = [_shared_by_all(self.largest) for _ in range(min(2, len(self)))]
-        try:
-            yield
-        finally:
-            self.memory = []
+        if bucket_bytes not in (None, self.bucket_bytes):
+            self._plan(bucket_bytes)
+        num_bytes = self.largest * min(2, len(self))
+        if self.memory is None or self.memory.flat.numel() != num_bytes:
+            # The old goes first.
+            self.memory = None
+            self.memory = _mapped_by_all(num_bytes)
+        yield
 
     def write(self, number: int) -> Bucket:
         """This rank's part of that bucket; whole once every rank has done it. Overwrites the bucket before the last."""
-        memory = self.memory[number % 2]
-        named = memory.views(self.entries[number])
+        assert self.memory is not None, "write outside of room()"
+        offset = number % 2 * self.largest
+        named = self.memory.views(self.entries[number], offset)
         self.writer.write(number, dict(named))
-        return Bucket(named, memory, self.entries[number])
+        return Bucket(named, Place(self.memory, offset, self.entries[number]))
 
 
-def _shared_by_all(num_bytes: int) -> SharedBytes:
+def _process_numbers() -> tuple[str, int] | None:
+    """What processes share that can find each other by process id: a running kernel, a namespace. None: no Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return boot, os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
+def _mapped_by_all(num_bytes: int) -> MappedBytes:
     """Collective: rank 0 allocates, the others attach."""
-    others = range(1, dist.get_world_size())
     memory, error = None, None
     if dist.get_rank() == 0:
         try:
-            memory = SharedBytes.allocate(num_bytes)
+            memory = MappedBytes.allocate(num_bytes)
         except Exception as raised:
             error = raised
-    handles = [None] * dist.get_world_size()
-    if memory is not None:
-        handles = [None, *(memory.handle() for _ in others)]
-    message = [(error, handles)]
+    message = [(error, memory and memory.path)]
     dist.broadcast_object_list(message, src=0)
-    error, handles = message[0]
+    error, path = message[0]
     if error is not None:
         raise error
-    return memory or SharedBytes.attach(handles[dist.get_rank()])
+    return memory or MappedBytes.attach(path, num_bytes)

@@ -11,7 +11,7 @@ from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
 from scalerl.metrics.timing import Timers, compute_throughput_metrics, compute_timing_metrics
 from scalerl.metrics.token_stats import explained_variance_metrics, explained_variance_sums, token_stat_sums
-from scalerl.metrics.tracking import Tracking, check_installed
+from scalerl.metrics.tracking import Tracking, check_backends
 from scalerl.metrics.validation import validation_metrics
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Timers",
     "Tracking",
     "append_to_dict",
-    "check_installed",
+    "check_backends",
     "compute_data_metrics",
     "compute_throughput_metrics",
     "compute_timing_metrics",

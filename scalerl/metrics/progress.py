@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ _PHASES = {
     "gen": "gen",
     "old_log_prob": "logp",
     "ref": "ref",
+    "values": "values",
+    "reward_model": "rm",
     "update_critic": "critic",
     "update_actor": "update",
     "update": "update",
@@ -27,7 +31,10 @@ _PHASES = {
     "save_checkpoint": "save",
     "testing": "val",
 }
-_COLORS = ("cyan", "blue", "magenta", "yellow", "green", "red", "bright_blue", "bright_magenta", "white")
+_COLORS = (
+    "cyan", "blue", "magenta", "bright_cyan", "bright_yellow", "yellow", "green", "bright_green", "red", "bright_blue",
+    "bright_magenta", "bright_red", "white",
+)  # fmt: skip
 # The first key that is there is shown under the name.
 _NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
@@ -38,6 +45,10 @@ _NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 _MFU = ("perf/mfu/actor", "train/mfu")
 _ETA_STEPS = 20
+# What the panel draws the course of: the first that a step has.
+_TRENDS = (("reward", ("critic/score/mean", "critic/rewards/mean")), ("loss", ("train/loss",)))
+_TREND_WIDTH = 40
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
@@ -63,6 +74,8 @@ class Progress:
         self._last_step_at = clock()
         self._recent_s: deque[float] = deque(maxlen=_ETA_STEPS)
         self._last: Mapping[str, float] = {}
+        self._trend: list[float] = []
+        self._trend_name = ""
         self._phase: tuple[str, float] | None = None
         self._closed = False
         self._console: Console | None = None
@@ -77,6 +90,7 @@ class Progress:
                 now = self._clock()
                 self._recent_s.append(metrics.get("timing_s/step", now - self._last_step_at))
                 self._step, self._last_step_at, self._last = step, now, metrics
+                self._note_trend(metrics)
             self._phase = None
             self._print(self.line(step, metrics))
 
@@ -113,6 +127,14 @@ class Progress:
             parts.append(f"| {metrics['timing_s/step']:.1f}s")
         eta = self._eta_s(step) if _is_step(metrics) else None
         return "  ".join(parts if eta is None else [*parts, f"eta {duration(eta)}"])
+
+    def _note_trend(self, metrics: Mapping[str, float]) -> None:
+        for name, keys in _TRENDS:
+            value = next((metrics[key] for key in keys if key in metrics), None)
+            if value is not None and math.isfinite(value):
+                self._trend_name = name
+                self._trend.append(value)
+                return
 
     def _eta_s(self, step: int) -> float | None:
         if self.total_steps is None or not self._recent_s or step >= self.total_steps:
@@ -163,6 +185,8 @@ class Progress:
             rows: list[Any] = [head]
             if self._last:
                 rows.append(Text("   ".join(_numbers(self._last))))
+            if len(self._trend) > 1:
+                rows.append(Text(trend(self._trend_name, self._trend)))
             if phases := phase_seconds(self._last):
                 rows.append(_bar(phases, width=40))
         return Panel(Group(*rows), title="scalerl", title_align="left", expand=False)
@@ -174,6 +198,18 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     if "timing_s/step" in metrics:
         phases["other"] = max(0.0, metrics["timing_s/step"] - sum(phases.values()))
     return phases
+
+
+def trend(name: str, values: Sequence[float], width: int = _TREND_WIDTH) -> str:
+    """`reward 0.547 ▁▃▄▆█ 0.928`: all values in at most `width` bars, each the mean of as many steps, from the lowest to
+    the highest of them; before and after the bars the first and the last one's value."""
+    num_bars = min(width, len(values))
+    ends = [round(len(values) * bar / num_bars) for bar in range(num_bars + 1)]
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(ends)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    bars = "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    return f"{name} {means[0]:.3f} {bars} {means[-1]:.3f}"
 
 
 def duration(seconds: float) -> str:

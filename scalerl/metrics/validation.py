@@ -1,38 +1,191 @@
-"""Metrics of a validation pass, per data source."""
+"""Metrics of several responses to each prompt, per data source: of a validation pass and of `scalerl eval`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+REWARD = "reward"
+# Names that a reward function gives to other values: correct or not, and the answer that it found.
+CORRECT, PREDICTION = "acc", "pred"
+# Of a majority vote, which has no closed form.
+NUM_RESAMPLES = 1000
+SEED = 42
 
-def validation_metrics(data_sources: Sequence[str], uids: Sequence[int], scores: Sequence[float]) -> dict[str, float]:
-    """val-core/{data_source}/reward/mean@N; with N > 1 also best@N/mean there and val-aux/{data_source}/reward/std@N.
+# Metric -> value, e.g. best@4/mean.
+Values = dict[str, float]
 
-    All arguments [S], one entry per response; responses to one prompt share (data_source, uid). N is the largest number
-    of responses to a prompt. Every value is a mean over prompts, each prompt counting once: of its mean score, its best
-    score, and the standard deviation (population) of its scores.
-    Raises ValueError for different lengths and for a score that is not finite.
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[object],
+    scores: Sequence[float],
+    extras: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, float]:
+    """{val-core|val-aux}/{data_source}/{variable}/{metric}: `source_metrics` under their names in the trackers.
+
+    In val-core: mean@N, best@N/mean, maj@N/mean and pass@N of the reward and of `acc`, N being the largest number of
+    responses to a prompt of the data source. Arguments and errors as those of `source_metrics`.
     """
-    if not len(data_sources) == len(uids) == len(scores):
-        raise ValueError(
-            f"validation_metrics: {len(data_sources)} data sources, {len(uids)} uids and {len(scores)} scores"
-        )
-    prompts: dict[str, dict[object, list[float]]] = {}
-    for source, uid, score in zip(data_sources, uids, scores, strict=True):
-        if not np.isfinite(score):
-            raise ValueError(f"validation_metrics: score of a response to prompt {uid} of {source!r} is {score}")
-        prompts.setdefault(str(source), {}).setdefault(uid, []).append(float(score))
     metrics: dict[str, float] = {}
-    for source, groups in prompts.items():
-        n = max(len(group) for group in groups.values())
-        metrics[f"val-core/{source}/reward/mean@{n}"] = _mean(np.mean, groups)
-        if n > 1:
-            metrics[f"val-core/{source}/reward/best@{n}/mean"] = _mean(np.max, groups)
-            metrics[f"val-aux/{source}/reward/std@{n}"] = _mean(np.std, groups)
+    for source, variables in source_metrics(data_sources, uids, scores, extras).items():
+        for variable, values in variables.items():
+            n = next(iter(values)).partition("@")[2]
+            core = {f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean", f"pass@{n}"}
+            for name, value in values.items():
+                section = "val-core" if variable in (REWARD, CORRECT) and name in core else "val-aux"
+                metrics[f"{section}/{source}/{variable}/{name}"] = value
     return metrics
 
 
-def _mean(of_prompt: Callable[[list[float]], float], groups: dict[object, list[float]]) -> float:
-    return float(np.mean([of_prompt(group) for group in groups.values()]))
+def source_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[object],
+    scores: Sequence[float],
+    extras: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, dict[str, Values]]:
+    """-> data source -> variable -> metric -> value.
+
+    All arguments [S], one entry per response; responses to one prompt share (data_source, uid). extras: what the reward
+    function returned beside the score. Variables: `reward` (the score), and each extra that is a finite number in every
+    response of the data source.
+
+    N is the largest number of responses to a prompt; n and k are 2, 4, 8, ... below N, and N. Each value is a mean over
+    prompts, every prompt counting once, of
+        mean@N, std@N: mean and standard deviation (population) of its responses' values.
+        best@n/{mean,std}, worst@n/{mean,std}: mean and standard deviation of the largest, smallest value of n responses
+            drawn with replacement: the bootstrap over all possible draws, in closed form.
+        maj@n/{mean,std}: the same of the value that the most frequent `pred` among n has, over NUM_RESAMPLES draws of a
+            fixed seed. Ties: the one drawn first. Only where every response of the source has a `pred`.
+        pass@k: chance that one of k different responses is correct, 1 - C(c wrong, k) / C(all, k) (arXiv 2107.03374).
+            Only for values 0 and 1, and where every prompt has k responses.
+    Only mean@N where N is 1.
+
+    Raises ValueError for different lengths and for a score that is not finite.
+    """
+    extras = [{}] * len(scores) if extras is None else extras
+    if not len(data_sources) == len(uids) == len(scores) == len(extras):
+        raise ValueError(
+            f"validation metrics of {len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores and "
+            f"{len(extras)} extras"
+        )
+    sources: dict[str, _Source] = {}
+    for source, uid, score, extra in zip(data_sources, uids, scores, extras, strict=True):
+        if not np.isfinite(score):
+            raise ValueError(f"validation metrics: score of a response to prompt {uid} of {source!r} is {score}")
+        sources.setdefault(str(source), _Source()).add(uid, float(score), extra)
+    return {name: source.metrics() for name, source in sources.items()}
+
+
+@dataclass
+class _Source:
+    """The responses of one data source. rows: uid -> places of the prompt's responses in the other two."""
+
+    rows: dict[object, list[int]] = field(default_factory=dict)
+    scores: list[float] = field(default_factory=list)
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add(self, uid: object, score: float, extra: Mapping[str, Any]) -> None:
+        self.rows.setdefault(uid, []).append(len(self.scores))
+        self.scores.append(score)
+        self.extras.append(extra)
+
+    def metrics(self) -> dict[str, Values]:
+        votes = self._votes()
+        return {
+            variable: _over_prompts([values[rows] for rows in self.rows.values()], votes)
+            for variable, values in self._variables().items()
+        }
+
+    def _variables(self) -> dict[str, np.ndarray]:
+        """Name -> [responses] float64."""
+        found = {REWARD: np.array(self.scores)}
+        for name in dict.fromkeys(key for extra in self.extras for key in extra):
+            values = [extra.get(name) for extra in self.extras]
+            if name not in found and all(map(_is_finite_number, values)):
+                found[name] = np.array(values, dtype=np.float64)
+        return found
+
+    def _votes(self) -> list[np.ndarray] | None:
+        """Per prompt, which responses gave the same prediction; None where one has none."""
+        if not all(extra.get(PREDICTION) is not None for extra in self.extras):
+            return None
+        numbers_of: dict[str, int] = {}
+        codes = [numbers_of.setdefault(str(extra[PREDICTION]), len(numbers_of)) for extra in self.extras]
+        return [np.array(codes)[rows] for rows in self.rows.values()]
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+
+
+def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:
+    """values, votes: per prompt, [its responses]."""
+    largest = max(map(len, values))
+    metrics = {f"mean@{largest}": _mean([x.mean() for x in values])}
+    if largest == 1:
+        return metrics
+    metrics[f"std@{largest}"] = _mean([x.std() for x in values])
+    is_binary = all(np.isin(x, (0.0, 1.0)).all() for x in values)
+    for n in _sizes(largest):
+        metrics |= _mean_and_std(f"best@{n}", [best_of(x, n) for x in values])
+        metrics |= _mean_and_std(f"worst@{n}", [_worst_of(x, n) for x in values])
+        if votes is not None:
+            pairs = zip(values, votes, strict=True)
+            drawn = [majority_of(x, vote, n, [SEED, row, n]) for row, (x, vote) in enumerate(pairs)]
+            metrics |= _mean_and_std(f"maj@{n}", drawn)
+        if is_binary and min(map(len, values)) >= n:
+            metrics[f"pass@{n}"] = _mean([pass_at(len(x), int(x.sum()), n) for x in values])
+    return metrics
+
+
+def _sizes(largest: int) -> list[int]:
+    """2, 4, 8, ... below it, and itself."""
+    return [2**power for power in range(1, (largest - 1).bit_length())] + [largest]
+
+
+def best_of(values: np.ndarray, n: int) -> tuple[float, float]:
+    """Mean and standard deviation of the largest of n values, drawn with replacement. values: [N]."""
+    share = np.arange(len(values) + 1) / len(values)
+    # The largest is at most the i-th smallest where all n draws are.
+    chance = np.diff(share**n)
+    ordered = np.sort(values)
+    mean = float(chance @ ordered)
+    return mean, math.sqrt(float(chance @ (ordered - mean) ** 2))
+
+
+def _worst_of(values: np.ndarray, n: int) -> tuple[float, float]:
+    mean, std = best_of(-values, n)
+    return -mean + 0.0, std  # + 0.0: no "-0"
+
+
+def majority_of(values: np.ndarray, votes: np.ndarray, n: int, seed: Sequence[int]) -> tuple[float, float]:
+    """Mean and standard deviation of the mean value of those that voted with the most. values, votes: [N]."""
+    drawn_RN = np.random.default_rng(seed).integers(0, len(values), (NUM_RESAMPLES, n))
+    candidates, numbered = np.unique(votes, return_inverse=True)
+    votes_RN = numbered[drawn_RN]
+    # Candidates of different draws are different bins.
+    bins_RN = votes_RN + len(candidates) * np.arange(NUM_RESAMPLES)[:, None]
+    counts_RN = np.bincount(bins_RN.ravel(), minlength=NUM_RESAMPLES * len(candidates))[bins_RN]
+    won_RN = votes_RN == np.take_along_axis(votes_RN, counts_RN.argmax(axis=1)[:, None], axis=1)
+    results_R = (values[drawn_RN] * won_RN).sum(axis=1) / won_RN.sum(axis=1)
+    return float(results_R.mean()), float(results_R.std())
+
+
+def pass_at(num_responses: int, num_correct: int, k: int) -> float:
+    """Chance that k of them, all different, have a correct one among them."""
+    return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
+
+
+def _mean_and_std(name: str, of_prompts: list[tuple[float, float]]) -> Values:
+    means, stds = zip(*of_prompts, strict=True)
+    return {f"{name}/mean": _mean(means), f"{name}/std": _mean(stds)}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

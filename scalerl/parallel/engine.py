@@ -113,6 +113,11 @@ class MegatronEngine:
         """Undoes to_host, bit by bit, for what is named; gradients come back as zeros."""
         self._offload.to_device(params=params, grads=grads, optimizer=optimizer)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether any part leaves the device while this model does not compute."""
+        return bool(self._leaves)
+
     def leave_device(self) -> None:
         """Sends to the host what param_offload, grad_offload and optimizer_offload name."""
         self._offload.to_host(**self._leaves)
@@ -133,6 +138,10 @@ class MegatronEngine:
     def device_bytes(self) -> dict[str, int]:
         """Bytes of device memory by part: params, grads, optimizer."""
         return self._offload.device_bytes()
+
+    def away_bytes(self) -> dict[str, int]:
+        """Part -> bytes of device memory that it takes when it comes back; only of parts that are away."""
+        return dict(self._offload.away_bytes)
 
     def _pack(
         self, shard: DataProto, micro_batches: Sequence[Rows], *, record_routing: bool = False

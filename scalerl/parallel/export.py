@@ -24,13 +24,22 @@ def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes:
     buckets: list[list[Param]] = [[]]
     filled = 0
     for param in family.params(shape):
-        num_bytes = itemsize * sum(math.prod(size) for size in param.hf_shapes(shape).values())
+        num_bytes = _hf_bytes(param, shape, itemsize)
         if buckets[-1] and filled + num_bytes > bucket_bytes:
             buckets.append([])
             filled = 0
         buckets[-1].append(param)
         filled += num_bytes
     return buckets
+
+
+def largest_bytes(family: Family, shape: ModelShape, itemsize: int) -> int:
+    """The smallest bucket_bytes that every parameter fits into."""
+    return max(_hf_bytes(param, shape, itemsize) for param in family.params(shape))
+
+
+def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
+    return itemsize * sum(math.prod(size) for size in param.hf_shapes(shape).values())
 
 
 @torch.no_grad()

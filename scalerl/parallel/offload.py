@@ -36,12 +36,15 @@ class Offload:
         self._chunks, self._ddp_chunks, self._optimizer = list(chunks), list(ddp_chunks), optimizer
         self._flat: dict[str, list[_FlatTensors]] = {}
         self.away: frozenset[str] = frozenset()
+        # Of the parts that are away: the bytes of device memory that they had.
+        self.away_bytes: dict[str, int] = {}
 
     def to_host(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Frees the device memory of the named parts; nothing happens to those that are away already."""
         leaving = self._named(params=params, grads=grads, optimizer=optimizer) - self.away
         if not leaving:
             return
+        sizes = self.device_bytes()
         for part in sorted(leaving - {GRADS}):
             groups = self._flat.setdefault(part, [])
             for group, tensors in itertools.zip_longest(groups, self._tensors(part)):
@@ -52,6 +55,7 @@ class Offload:
             for ddp in self._ddp_chunks:
                 ddp.offload_grad_buffers(empty_cache=False)
         self.away |= leaving
+        self.away_bytes |= {part: sizes[part] for part in leaving}
         # What torch keeps for reuse is not there for the other processes on the device.
         torch.cuda.empty_cache()
 
@@ -67,6 +71,7 @@ class Offload:
         if coming:
             torch.cuda.synchronize()
         self.away -= coming
+        self.away_bytes = {part: size for part, size in self.away_bytes.items() if part in self.away}
 
     def require(self, *parts: str, work: str) -> None:
         """Raises OffloadedError unless the parts are on the device. work: what needs them, to begin the message."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice
 from scalerl.rewards.errors import RewardError
+from scalerl.user_code import is_same_definition, place_of
 
 # (solution_str, ground_truth, extra_info) -> score, or a dict with "score".
 RewardRule = Callable[[str, Any, dict[str, Any] | None], float | dict[str, Any]]
@@ -24,8 +25,8 @@ def register_reward(data_source: str) -> Callable[[RewardRule], RewardRule]:
     """
 
     def register(rule: RewardRule) -> RewardRule:
-        if _RULES.get(data_source, rule) is not rule:
-            other = _RULES[data_source].__qualname__
+        if not is_same_definition(_RULES.get(data_source, rule), rule):
+            other = place_of(_RULES[data_source])
             raise ValueError(f"register_reward({data_source!r}): {other} is registered already; use another name")
         _RULES[data_source] = rule
         return rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -16,6 +17,8 @@ from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.processes import CallTimeout
 from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of, load_reward_function
+from scalerl.user_code import cause_of as explain
+from scalerl.user_code import file_of, is_same_definition, is_users_own, place_of
 
 ON_ERROR = ("stop", "zero")
 _MAX_RESPONSE_CHARS = 500
@@ -56,6 +59,26 @@ class RewardManager(ABC):
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Raises RewardError, showing the sample, when it cannot be scored and config.on_error is "stop"."""
 
+    async def scored(self, request: ScoreRequest) -> ScoreResult:
+        """`score`, whoever wrote it. Raises RewardError, with sample and line, for what a manager of the user's raises,
+        or returns in place of a ScoreResult with a finite score."""
+        try:
+            result = await self.score(request)
+        except RewardError:
+            raise
+        except Exception as error:
+            if not is_users_own(type(self)):
+                raise
+            raise RewardError(self._blame(request, f"raised {explain(error, file_of(type(self)))}")) from error
+        if not isinstance(result, ScoreResult) or not math.isfinite(result.score):
+            raise RewardError(
+                self._blame(request, f"returned {result!r:.200}; return a ScoreResult with a finite score")
+            )
+        return result
+
+    def _blame(self, request: ScoreRequest, what: str) -> str:
+        return f"reward manager {place_of(type(self))} {what}, on sample {request.sample_name}"
+
     def close(self) -> None:  # noqa: B027 - most managers hold nothing
         """Frees threads and loops. No score() afterwards."""
 
@@ -64,11 +87,19 @@ _MANAGERS: dict[str, type[RewardManager]] = {}
 
 
 def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
-    """Class decorator: the manager for reward_model.reward_manager=name. Raises ValueError when the name is taken."""
+    """Class decorator: the manager for reward_model.reward_manager=name.
+
+    Raises ValueError when the name is taken, or for anything but a subclass of RewardManager that defines `score`.
+    """
 
     def register(manager: type[RewardManager]) -> type[RewardManager]:
-        if _MANAGERS.get(name, manager) is not manager:
-            other = _MANAGERS[name].__qualname__
+        if not (isinstance(manager, type) and issubclass(manager, RewardManager)) or inspect.isabstract(manager):
+            raise ValueError(
+                f"register_reward_manager({name!r}): {place_of(manager)} must be a class that derives from "
+                "RewardManager or NaiveRewardManager of scalerl.rewards, with __init__ and score"
+            )
+        if not is_same_definition(_MANAGERS.get(name, manager), manager):
+            other = place_of(_MANAGERS[name])
             raise ValueError(f"register_reward_manager({name!r}): {other} is registered already; use another name")
         _MANAGERS[name] = manager
         return manager
@@ -79,7 +110,10 @@ def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[R
 def get_reward_manager(name: str) -> type[RewardManager]:
     """Raises ValueError, listing the known names, for an unknown one."""
     if name not in _MANAGERS:
-        raise ValueError(f"reward_model.reward_manager={name!r} is unknown; use one of {', '.join(sorted(_MANAGERS))}")
+        raise ValueError(
+            f"reward_model.reward_manager={name!r} is unknown; use one of {', '.join(sorted(_MANAGERS))}, or name the "
+            "file that registers it in trainer.import_files"
+        )
     return _MANAGERS[name]
 
 

@@ -9,6 +9,7 @@ from scalerl.rewards.calls import NUM_THREADS, RewardCaller
 from scalerl.rewards.manager import NaiveRewardManager, register_reward_manager
 from scalerl.rewards.processes import START_TIMEOUT_S, ProcessPool
 from scalerl.rewards.reward_function import RewardFunction
+from scalerl.user_code import imported_files
 
 
 @register_reward_manager("prime")
@@ -22,7 +23,7 @@ class PrimeRewardManager(NaiveRewardManager):
 
     def _new_caller(self) -> RewardCaller:
         target = f"{self._function.path or 'scalerl.rewards.default_score'}:{self._function.name}"
-        self._pool = ProcessPool(target, min(NUM_THREADS, os.cpu_count() or 1))
+        self._pool = ProcessPool(target, min(NUM_THREADS, os.cpu_count() or 1), user_files=imported_files())
         called = RewardFunction(self._call, self._function.name, self._function.path)
         # The pool keeps the deadline; a thread also waits for a process to be free and to start.
         return RewardCaller(called, NUM_THREADS * (self._config.timeout_s + START_TIMEOUT_S))

@@ -1,4 +1,5 @@
-"""One process of a ProcessPool: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES`, pickles in and out."""
+"""One process of a ProcessPool, pickles in and out: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES
+[FILE ...]`; the files register what the target uses."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def main() -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        function, path = _load(target)
+        function, path = _load(target, sys.argv[3:])
     except BaseException as error:
         _reply(replies, "broken", _cause(error, None))
         return
@@ -41,13 +42,17 @@ def main() -> None:
         _reply(replies, kind, value)
 
 
-def _load(target: str) -> tuple[Callable[..., Any], str | None]:
+def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str | None]:
+    if user_files:
+        from scalerl.user_code import import_files
+
+        import_files(user_files)
     place, _, name = target.rpartition(":")
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), name), None
-    from scalerl.rewards.reward_function import import_file
+    from scalerl.user_code import import_file
 
-    return getattr(import_file(Path(place)), name), place
+    return getattr(import_file(Path(place), "custom_reward_function.path"), name), place
 
 
 def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:

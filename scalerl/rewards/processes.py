@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 START_TIMEOUT_S = 120.0
@@ -29,11 +30,17 @@ class CallTimeout(CallFailed):
 class ProcessPool:
     """Calls of one function in up to num_processes processes, kept between calls; safe to use from many threads.
 
-    target: `module:name`, or `file.py:name`. memory_bytes: address space of one process.
+    target: `module:name`, or `file.py:name`. memory_bytes: address space of one process. user_files: imported first.
     """
 
-    def __init__(self, target: str, num_processes: int, memory_bytes: int = DEFAULT_MEMORY_BYTES) -> None:
-        self._target, self._memory_bytes = target, memory_bytes
+    def __init__(
+        self,
+        target: str,
+        num_processes: int,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        user_files: Sequence[str] = (),
+    ) -> None:
+        self._target, self._memory_bytes, self._user_files = target, memory_bytes, tuple(user_files)
         self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(num_processes):
             self._free.put(None)
@@ -73,7 +80,7 @@ class ProcessPool:
             worker.kill()
 
     def _start(self) -> _Worker:
-        worker = _Worker(self._target, self._memory_bytes)
+        worker = _Worker(self._target, self._memory_bytes, self._user_files)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -101,12 +108,12 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    def __init__(self, target: str, memory_bytes: int) -> None:
+    def __init__(self, target: str, memory_bytes: int, user_files: tuple[str, ...]) -> None:
         self._target = target
         # One thread each: a thread pool of a numeric library counts against the address space.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes)],
+            [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes), *user_files],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

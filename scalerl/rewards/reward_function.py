@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +14,8 @@ from scalerl.config.schema import CustomRewardFunctionConfig
 from scalerl.rewards.default_score import default_compute_score, default_compute_scores
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.processes import CallFailed
+from scalerl.user_code import UserCodeError, defined_in, import_file
+from scalerl.user_code import cause_of as cause_in_this_process
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Of a function that scores many samples in one call: lists of one length.
@@ -94,45 +92,19 @@ def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[st
             return BatchRewardFunction(default_compute_scores, "default_compute_scores")
         return RewardFunction(default_compute_score, "default_compute_score")
     path = Path(config.path).expanduser()
-    module = import_file(path)
+    try:
+        module = import_file(path, "custom_reward_function.path")
+    except UserCodeError as error:
+        raise RewardError(str(error)) from error
     fn = _find(module, config.name, path)
     _check_signature(fn, config.name, path, reward_kwargs, arguments)
     kind = BatchRewardFunction if arguments == BATCH_ARGUMENTS else RewardFunction
     return kind(fn, config.name, str(path.resolve()), reward_kwargs)
 
 
-def import_file(path: Path) -> ModuleType:
-    """The module of a Python file. Raises RewardError when it does not exist or does not import."""
-    if not path.is_file():
-        raise RewardError(
-            f"custom_reward_function.path={path} does not exist (working directory {Path.cwd()}); correct the path"
-        )
-    if path.suffix != ".py":
-        raise RewardError(f"custom_reward_function.path={path} is no Python file; give a file that ends in .py")
-    path = path.resolve()
-    # By the whole path: two files named reward.py are two modules.
-    module_name = f"scalerl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by name.
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
-        raise RewardError(
-            f"custom_reward_function.path={path} does not import: {cause_of(error, str(path))}"
-        ) from error
-    return module
-
-
 def _find(module: ModuleType, name: str, path: Path) -> Callable[..., Any]:
     if not hasattr(module, name):
-        public = [
-            key
-            for key, value in vars(module).items()
-            if not key.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
-        ]
+        public = [key for key, value in defined_in(module).items() if callable(value)]
         near = difflib.get_close_matches(name, public, n=1)
         raise RewardError(
             f"custom_reward_function.path={path} does not define '{name}' "
@@ -175,16 +147,6 @@ def _check_signature(
 
 
 def cause_of(error: BaseException, path: str | None) -> str:
-    """Type, message and place (file:line: code) of an error.
-
-    The place is the innermost line of `path` if the traceback has one, else the innermost line; a syntax error's own.
-    """
-    if isinstance(error, CallFailed):  # from another process, where the traceback is
-        return str(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if path is not None and frame.filename == path]
-    frame = (of_user or frames or [None])[-1]
-    place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
-    return f"{type(error).__name__}: {error}{place}"
+    """As `user_code.cause_of`, also of an error in another process."""
+    # Its message has the cause; the traceback stayed there.
+    return str(error) if isinstance(error, CallFailed) else cause_in_this_process(error, path)

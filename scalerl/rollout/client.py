@@ -22,7 +22,7 @@ from scalerl.rollout.requests import (
     ServerLostError,
     check_request,
 )
-from scalerl.rollout.weights import EngineKind
+from scalerl.rollout.weights import FLATTENED, EngineKind
 from scalerl.rollout.wire import Slot, generate_body, output_of, slots_of
 
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
@@ -151,14 +151,55 @@ class RolloutClient:
         """Open a session; waits for running requests. SGLang before 0.5.21 has none: nothing to do there."""
         self._has_session = self._post("/begin_weight_update", {}, missing_ok=True) is not None
 
-    def update_weights(self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None = None) -> None:
-        """Load one bucket. blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket."""
+    def update_weights(
+        self,
+        blobs: Sequence[str],
+        *,
+        flush_cache: bool,
+        policy_version: int | None = None,
+        load_format: str = FLATTENED,
+    ) -> None:
+        """Load one bucket. blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
+
+        load_format: how SGLang reads them (`Bucket.load_format`).
+        """
         body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": flush_cache}
         if self.kind == "sglang":
-            body["load_format"] = "flattened_bucket"
+            body["load_format"] = load_format
         if policy_version is not None:
             body["weight_version"] = str(policy_version)
         self._post("/update_weights_from_tensor", body)
+
+    def join_update_group(
+        self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """The server's ranks meet the trainer's at the store behind that address; returns when all have joined.
+
+        rank_offset: rank in the group of the server's first.
+        """
+        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        self._post("/init_weights_update_group", body | {"group_name": group_name, "backend": backend})
+
+    def update_weights_from_group(
+        self,
+        layout: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        group_name: str,
+        flush_cache: bool,
+        policy_version: int | None = None,
+    ) -> None:
+        """Load one bucket that `update_group.broadcast` sends meanwhile. layout: (name, dtype, shape), as packed."""
+        names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
+        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
+        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED}
+        if policy_version is not None:
+            body["weight_version"] = str(policy_version)
+        self._post("/update_weights_from_distributed", body)
+
+    def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
+        """Load a whole model; needs no session. directory: as the server sees it. Waits for running requests."""
+        body = {"model_path": directory, "load_format": "safetensors", "weight_version": str(policy_version)}
+        self._post("/update_weights_from_disk", body | {"flush_cache": True})
 
     def end_weight_update(self, policy_version: int) -> None:
         """Close the session; samples from now on carry `policy_version`."""
@@ -208,6 +249,11 @@ class RolloutClient:
     def continue_generation(self) -> None:
         self._post("/continue_generation", {})
         self._paused = False
+
+    @property
+    def paused(self) -> bool:
+        """By this client."""
+        return self._paused
 
     @property
     def released(self) -> frozenset[str]:

@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 
-def check_context_length(model_path: str | Path, max_model_len: int) -> None:
-    """ValueError when prompt + response (`max_model_len` tokens) do not fit into the model's positions."""
+def check_context_length(
+    model_path: str | Path, max_model_len: int, keys: str = "data.max_prompt_length + data.max_response_length"
+) -> None:
+    """ValueError when prompt + response (`max_model_len` tokens) do not fit into the model's positions.
+
+    keys: what sets max_model_len, for the error.
+    """
     path = Path(model_path) / "config.json"
     if not path.exists():
         return  # the server says what is wrong with the directory
@@ -17,6 +22,5 @@ def check_context_length(model_path: str | Path, max_model_len: int) -> None:
     # A scaling factor (yarn, linear, ...) extends the positions; how far is the engine's business.
     if limit is not None and "factor" not in rope and max_model_len > limit:
         raise ValueError(
-            f"data.max_prompt_length + data.max_response_length = {max_model_len} tokens exceed "
-            f"max_position_embeddings={limit} of {path}; lower them"
+            f"{keys} = {max_model_len} tokens exceed max_position_embeddings={limit} of {path}; lower them"
         )

@@ -7,7 +7,7 @@ import itertools
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,11 @@ class EmbeddedEngine:
         self.max_model_len = max_model_len
         self.max_batch_size = max_batch_size
         self.policy_version = "0"
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
         )
-        self._model.to(self._device).eval().requires_grad_(False)
+        self._model.to(self.device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._tokenizer = _tokenizer(model_path, trust_remote_code)
@@ -298,12 +298,17 @@ class EmbeddedEngine:
 
     def update_weights(self, blob: str, policy_version: str | None) -> None:
         """Load one bucket; all of it or, on an unknown name or a wrong shape, nothing."""
+        self.require_session("update_weights_from_tensor")
+        self.load(safetensors.torch.load(base64.b64decode(blob, validate=True)), policy_version)
+
+    def require_session(self, work: str) -> None:
         with self._changed:
             if not self._session_open:
-                raise RefusedError(
-                    "update_weights_from_tensor must run between begin_weight_update and end_weight_update"
-                )
-            tensors = safetensors.torch.load(base64.b64decode(blob, validate=True))
+                raise RefusedError(f"{work} must run between begin_weight_update and end_weight_update")
+
+    def load(self, tensors: Mapping[str, Tensor], policy_version: str | None) -> None:
+        """All of them or, on an unknown name or a wrong shape, none."""
+        with self._changed:
             unknown = sorted(tensors.keys() - self._parameters.keys())
             if unknown:
                 raise RefusedError(
@@ -318,6 +323,19 @@ class EmbeddedEngine:
                 self._parameters[name].data.copy_(tensor)
             if policy_version is not None:
                 self.policy_version = policy_version
+
+    def load_directory(self, directory: str, policy_version: str | None) -> None:
+        """A whole model; waits for what runs."""
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise RefusedError(f"{directory} has no *.safetensors file")
+        tensors = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+        missing = sorted(self._parameters.keys() - tensors.keys())
+        if missing:
+            raise RefusedError(f"{directory} lacks the parameter {missing[:5]} ({len(missing)} in all)")
+        with self._changed:
+            self._wait_idle()
+            self.load(tensors, policy_version)
 
     def set_policy_version(self, policy_version: str) -> None:
         with self._changed:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from scalerl.rollout.embedded_engine import EmbeddedEngine, RefusedError
+from scalerl.rollout.server import address_family
+from scalerl.rollout.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack
+from scalerl.rollout.weights import FLATTENED
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
@@ -26,6 +29,8 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
     "sampling_position": 0,
     "n": 1,
 }
+# Of joining a group and of one broadcast, as torch's default.
+GROUP_TIMEOUT_S = 1800.0
 SUCCESS = {"success": True, "message": "Success"}
 
 
@@ -34,6 +39,7 @@ class Endpoints:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
+        self._groups: dict[str, Any] = {}
         self.get: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/health": lambda body: {},
             "/health_generate": lambda body: engine.check_alive() or {},
@@ -45,6 +51,10 @@ class Endpoints:
             "/generate": self._generate,
             "/begin_weight_update": lambda body: engine.begin_weight_update() or SUCCESS,
             "/update_weights_from_tensor": self._update_weights,
+            "/init_weights_update_group": self._join_group,
+            "/destroy_weights_update_group": self._leave_group,
+            "/update_weights_from_distributed": self._update_from_group,
+            "/update_weights_from_disk": self._update_from_disk,
             "/end_weight_update": lambda body: engine.end_weight_update() or SUCCESS,
             "/update_weight_version": lambda body: engine.set_policy_version(str(body["new_version"])) or SUCCESS,
             "/weights_checker": self._weights_checker,
@@ -86,6 +96,45 @@ class Endpoints:
             raise RefusedError(f"{len(blobs)} buckets for the 1 rank of the embedded engine")
         self._engine.update_weights(blobs[0], body.get("weight_version"))
         return SUCCESS
+
+    def _join_group(self, body: dict[str, Any]) -> Any:
+        name, address, port = body["group_name"], body["master_address"], body["master_port"]
+        self._groups[name] = join_group(
+            reach_store(address, port, GROUP_TIMEOUT_S),
+            name=name,
+            rank=body["rank_offset"],
+            world_size=body["world_size"],
+            backend=body["backend"],
+            timeout_s=GROUP_TIMEOUT_S,
+        )
+        return SUCCESS
+
+    def _leave_group(self, body: dict[str, Any]) -> Any:
+        leave_group(self._known_group(body))
+        del self._groups[body["group_name"]]
+        return SUCCESS
+
+    def _update_from_group(self, body: dict[str, Any]) -> Any:
+        if body.get("load_format") != FLATTENED:
+            raise RefusedError(f"load_format {body.get('load_format')!r} is not known; known: {FLATTENED}")
+        self._engine.require_session("update_weights_from_distributed")
+        layout = [
+            (name, getattr(torch, dtype), shape)
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        ]
+        flat = torch.empty(num_bytes(layout), dtype=torch.uint8, device=self._engine.device)
+        broadcast(flat, self._known_group(body))
+        self._engine.load(dict(unpack(flat, layout)), body.get("weight_version"))
+        return SUCCESS
+
+    def _update_from_disk(self, body: dict[str, Any]) -> Any:
+        self._engine.load_directory(body["model_path"], body.get("weight_version"))
+        return SUCCESS
+
+    def _known_group(self, body: dict[str, Any]) -> Any:
+        if body["group_name"] not in self._groups:
+            raise RefusedError(f"no group {body['group_name']!r}; call init_weights_update_group first")
+        return self._groups[body["group_name"]]
 
     def _weights_checker(self, body: dict[str, Any]) -> Any:
         if body.get("action") != "checksum":
@@ -164,6 +213,7 @@ def main() -> None:
     args = parser.parse_args()
     # One thread: sums are added in the same order on every machine.
     torch.set_num_threads(1)
+    Server.address_family = address_family(args.host)
     # The port is taken before the model is loaded; requests wait until serve_forever.
     with Server((args.host, args.port), Handler) as server:
         engine = EmbeddedEngine(

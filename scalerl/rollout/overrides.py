@@ -14,10 +14,16 @@ from scalerl.rollout.requests import SamplingParams
 KEY = "sampling"
 
 
-def override_sampling(base: SamplingParams, extra_info: Mapping[str, Any] | None, prompt_name: str) -> SamplingParams:
+def override_sampling(
+    base: SamplingParams,
+    extra_info: Mapping[str, Any] | None,
+    prompt_name: str,
+    *,
+    max_new_tokens_key: str = "data.max_response_length",
+) -> SamplingParams:
     """-> `base` with what the prompt asks for; null stands for `base`'s value, as a parquet struct has every key.
 
-    prompt_name: for errors, e.g. "train prompt 7".
+    prompt_name: for errors, e.g. "train prompt 7".  max_new_tokens_key: the key that sets `base`'s, for errors.
     Raises ValueError naming the prompt, the field, its value and what it may be.
     """
     asked = (extra_info or {}).get(KEY)
@@ -31,7 +37,9 @@ def override_sampling(base: SamplingParams, extra_info: Mapping[str, Any] | None
             near = difflib.get_close_matches(str(name), _KNOWN, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{where}.{name} is not known{hint} Known: {', '.join(_KNOWN)}")
-    values = {name: _check(where, name, value, base) for name, value in asked.items() if value is not None}
+    values = {
+        name: _check(where, name, value, base, max_new_tokens_key) for name, value in asked.items() if value is not None
+    }
     sampling = replace(base, **values)
     if sampling.ignore_eos and sampling.stop_token_ids:
         raise ValueError(
@@ -40,15 +48,15 @@ def override_sampling(base: SamplingParams, extra_info: Mapping[str, Any] | None
     return sampling
 
 
-def _check(where: str, name: str, value: Any, base: SamplingParams) -> Any:
+def _check(where: str, name: str, value: Any, base: SamplingParams, max_new_tokens_key: str) -> Any:
     try:
         checked = _CHECKS[name](value)
     except (TypeError, ValueError):
         raise ValueError(f"{where}.{name} is {value!r}; it must be {_DOMAINS[name]}") from None
     if name == "max_new_tokens" and checked > base.max_new_tokens:
         raise ValueError(
-            f"{where}.{name} is {checked}, more than data.max_response_length={base.max_new_tokens}; lower it, or "
-            "raise data.max_response_length"
+            f"{where}.{name} is {checked}, more than {max_new_tokens_key}={base.max_new_tokens}; lower it, or raise "
+            f"{max_new_tokens_key}"
         )
     return checked
 

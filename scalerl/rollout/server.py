@@ -45,7 +45,7 @@ class ReservedPort:
         ephemeral_low = _ephemeral_port_low()
         candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
         for port in (*candidates, 0):
-            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._socket = socket.socket(address_family(host), socket.SOCK_STREAM)
             try:
                 self._socket.bind((host, port))
             except OSError:
@@ -59,6 +59,11 @@ class ReservedPort:
 
     def release(self) -> None:
         self._socket.close()
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """host: an address as numbers, IPv6 without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _ephemeral_port_low() -> int:

@@ -14,6 +14,8 @@ from scalerl.rollout.context_length import check_context_length
 CPU_MEM_FRACTION_STATIC = 0.5
 # SGLang keeps the last tokens of a context for itself: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
 CONTEXT_SLACK = 8
+# Reads buckets out of memory that the trainer's ranks write.
+MAPPED_LOADER = "scalerl.rollout.mapped.load"
 
 
 def sglang_command(
@@ -65,6 +67,9 @@ def sglang_command(
         if gpu_ids is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpu_ids)
     arguments |= {key.replace("-", "_"): value for key, value in (rollout.engine_kwargs.get("sglang") or {}).items()}
+    if device == "cpu":
+        # Ours as well as the user's.
+        arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
     return [sys.executable, "-m", "scalerl.rollout.sglang_launch", *_flags(arguments)], env
 
 

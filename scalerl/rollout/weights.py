@@ -29,6 +29,8 @@ from scalerl.rollout.checksums import (
     expected_checksums,
     tensor_checksum,
 )
+from scalerl.rollout.mapped import Place
+from scalerl.rollout.sglang_server import MAPPED_LOADER
 
 __all__ = [
     "Bucket",
@@ -46,6 +48,8 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 # Bytes; the widest dtype, complex128, has 16.
 BUCKET_ALIGNMENT = 16
+# SGLang's name for what `serialize_bucket` gives.
+FLATTENED = "flattened_bucket"
 SHARED_MEMORY_DIR = "/dev/shm"
 # torch has one sharing strategy for the whole process.
 _sharing = threading.Lock()
@@ -94,10 +98,7 @@ def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple
 
 
 class SharedBytes:
-    """Memory that several processes of one machine see: trainer ranks write a bucket into it, servers read it.
-
-    Freed when the last process that has it lets it go, or dies.
-    """
+    """Memory of one bucket that a server reads by its file name. Freed when the last process lets it go, or dies."""
 
     def __init__(self, flat: Tensor) -> None:
         """flat: uint8 [bytes], in shared memory that has a file name."""
@@ -116,14 +117,6 @@ class SharedBytes:
             )
         return cls(torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(num_bytes)))
 
-    def handle(self) -> bytes:
-        """For `attach` in one other process."""
-        return _dump(self.flat)
-
-    @classmethod
-    def attach(cls, handle: bytes) -> SharedBytes:
-        return cls(pickle.loads(handle))
-
     def views(self, entries: Sequence[BucketEntry]) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket that lies at the start of this memory."""
         return [
@@ -134,11 +127,10 @@ class SharedBytes:
 
 @dataclass(frozen=True)
 class Bucket:
-    """named: (HF name, tensor), which lie in `shared` as `entries` say, or anywhere (None)."""
+    """named: (HF name, tensor), which lie in memory that servers of this machine map, or anywhere (None)."""
 
     named: NamedTensors
-    shared: SharedBytes | None = None
-    entries: Sequence[BucketEntry] = ()
+    shared: Place | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -148,7 +140,12 @@ class Bucket:
         """As `serialize_bucket`. What is shared already is not copied for sglang."""
         if self.shared is None or kind == "embedded":
             return serialize_bucket(self.named, kind)
-        return _sglang_text(self.shared.flat, self.entries)
+        return self.shared.serialize()
+
+    @property
+    def load_format(self) -> str:
+        """How SGLang reads what `serialize` gives."""
+        return FLATTENED if self.shared is None else MAPPED_LOADER
 
 
 def serialize_bucket(named_tensors: NamedTensors, kind: EngineKind) -> str:

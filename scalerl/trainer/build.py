@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from scalerl.algorithms import KLController
 from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved
-from scalerl.config.schema import ResourcePoolConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import ResourcePoolConfig, RolloutPoolConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
@@ -23,10 +24,14 @@ from scalerl.trainer import checkpoints
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
+from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import Yardstick
 from scalerl.trainer.stop import StopRequest
+from scalerl.user_code import absolute
 
 RESOLVED_CONFIG = "config.yaml"
+# Directory in trainer.default_local_dir for what trainer.val_only leaves.
+VAL_ONLY = "val_only"
 
 
 @contextmanager
@@ -44,12 +49,15 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
         groups = start_groups(stack, cfg, pool, inputs.device)
         workers = groups["actor"]
+        hybrid = cfg.actor_rollout_ref.hybrid_engine
+        servers = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
         rollout = HybridRollout(
             cfg,
-            pool,
+            servers,
             {"train": inputs.train, "val": inputs.val},
-            gpu_ids=workers.gpu_ids() if inputs.device == "cuda" else None,
+            gpu_ids=workers.gpu_ids() if hybrid and inputs.device == "cuda" else None,
             log_dir=Path(trainer.default_local_dir) / "logs",
+            single_node=len(pool.node_ids() | servers.node_ids()) == 1,
         )
         stack.callback(rollout.stop)
         model = cfg.actor_rollout_ref.model
@@ -71,14 +79,16 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             )
         rollout.wait_ready(workers)
         temperature = rollout_config.temperature
+        prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle)
         run = Run(
             config=cfg,
-            prompts=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
+            samples=SampleStream(cfg, rollout, prompts, total_steps=total_steps),
             rollout=rollout,
             actor=MegatronActor(workers, actor_config, temperature, cfg.algorithm.rollout_correction),
             reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
+            kl=KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None,
             worker_groups=list({id(group): group for group in groups.values()}.values()),
             planners=planners(cfg, inputs),
             yardsticks=yardsticks(cfg, inputs, groups),
@@ -106,6 +116,10 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
     """The trackers, with the resolved configuration saved beside the run and logged."""
     trainer = cfg.trainer
     run_dir = Path(trainer.default_local_dir)
+    # The training's own record stays as it is.
+    val_only = isinstance(cfg, PPOConfig) and cfg.trainer.val_only
+    if val_only:
+        run_dir = run_dir / VAL_ONLY
     run_dir.mkdir(parents=True, exist_ok=True)
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
@@ -115,7 +129,7 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
         dataclasses.asdict(cfg),
         run_dir=run_dir,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        run_id=resumed.state.get("mlflow_run_id"),
+        run_id=None if val_only else resumed.state.get("mlflow_run_id"),
         total_steps=total_steps,
         resumed_from=resumed.step,
         wait=False,
@@ -126,7 +140,7 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
 
 def start_pool(
     stack: ExitStack,
-    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig,
+    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig | RolloutPoolConfig,
     device: str,
     timeout_s: float,
     section: str = "trainer",
@@ -143,17 +157,23 @@ def start_pool(
     return pool
 
 
+def start_servers_pool(stack: ExitStack, cfg: PPOConfig, device: str) -> ResourcePool:
+    section = "actor_rollout_ref.rollout.resource_pool"
+    return start_pool(stack, cfg.actor_rollout_ref.rollout.resource_pool, device, cfg.trainer.timeout_s, section)
+
+
 def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
     """Role -> the ranks that have its model: the actor's, or those of a pool of its own."""
-    actor = cfg.actor_rollout_ref.actor.megatron
-    groups = {"actor": start_workers(stack, pool, Layout.of(actor, pool.world_size), cfg.trainer, device, actor.seed)}
+    actor, files = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.import_files
+    layout = Layout.of(actor, pool.world_size)
+    groups = {"actor": start_workers(stack, pool, layout, cfg.trainer, device, actor.seed, files)}
     for role in model_roles(cfg):
         if not role.has_own_pool:
             groups[role.name] = groups["actor"]
             continue
         own = start_pool(stack, role.pool, device, cfg.trainer.timeout_s, f"{role.section}.resource_pool")
         layout = Layout.of(role.megatron, own.world_size)
-        groups[role.name] = start_workers(stack, own, layout, cfg.trainer, device, role.megatron.seed)
+        groups[role.name] = start_workers(stack, own, layout, cfg.trainer, device, role.megatron.seed, files)
     return groups
 
 
@@ -194,7 +214,9 @@ def start_workers(
     trainer: TrainerConfig | SFTTrainerConfig,
     device: str,
     seed: int,
+    user_files: Sequence[str] = (),
 ) -> WorkerGroup:
+    """user_files: what the ranks import before anything else (`user_code.import_files`)."""
     workers = WorkerGroup(
         pool,
         MegatronWorker,
@@ -203,6 +225,7 @@ def start_workers(
         device=device,
         collective_timeout_s=trainer.timeout_s,
         seed=seed,
+        user_files=absolute(user_files),
     )
     stack.callback(workers.stop)
     return workers

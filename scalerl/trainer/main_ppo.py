@@ -11,7 +11,7 @@ from scalerl.trainer.stop import EXIT_REQUEUE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the run is done, 75 when it was asked to stop early and can be resumed."""
+    """0 when the run (with trainer.val_only its validation) is done, 75 when it was asked to stop early."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("ppo"))
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ppo_run(cfg, inputs) as run:
         validation = fit(run)
         for key, value in validation.items():
-            run.tracker.message(f"{key} {value:.4f}")
-        return 0 if run.step >= run.total_steps else EXIT_REQUEUE
+            if key.startswith("val-core/"):
+                run.tracker.message(f"{key} {value:.4f}")
+        return 0 if cfg.trainer.val_only or run.step >= run.total_steps else EXIT_REQUEUE
 
 
 if __name__ == "__main__":

@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from scalerl.algorithms import get_adv_estimator
+from scalerl.algorithms import KLController
 from scalerl.config import PPOConfig
 from scalerl.controller.batch import PlacedBatch
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
 from scalerl.controller.worker_group import WorkerGroup
-from scalerl.data import PromptCursor
 from scalerl.metrics import Metric, Timers, Tracking, merge_metrics, validation_metrics
 from scalerl.trainer import checkpoints
-from scalerl.trainer.outliers import worst_rows, write_outliers
+from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
+from scalerl.trainer.dumps import dump_step
 from scalerl.trainer.packing_rules import Planner, plan_roles
+from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
 from scalerl.trainer.stop import StopRequest
 
@@ -28,12 +28,14 @@ class Run:
     """The roles of one run, and how far it is."""
 
     config: PPOConfig
-    prompts: PromptCursor
+    samples: SampleStream
     rollout: HybridRollout
     actor: MegatronActor
     reference: MegatronReference | None
     critic: MegatronCritic | None
     reward_model: MegatronRewardModel | None
+    # With algorithm.use_kl_in_reward.
+    kl: KLController | None
     # One for each pool.
     worker_groups: list[WorkerGroup]
     # By role.
@@ -47,18 +49,23 @@ class Run:
 
 
 def fit(run: Run) -> dict[str, float]:
-    """Trains to total_steps, or to the end of the step in which a stop was asked for. Returns the last validation."""
+    """Trains to total_steps, or to the end of the step in which a stop was asked for; not at all with val_only.
+
+    Returns the last validation.
+    """
     cfg = run.config.trainer
     # The servers started from files; from here on they serve what the trainer sent.
     run.rollout.sync_weights(policy_version=run.step)
     validation: dict[str, float] = {}
-    if cfg.val_before_train:
+    if cfg.val_before_train or cfg.val_only:
         validation = validate(run)
         run.tracker.log(validation, step=run.step)
+    if cfg.val_only:
+        return validation
     run.timers.pop()
     while run.step < run.total_steps and not run.stop.requested:
         step = run.step + 1
-        epoch = run.prompts.epoch
+        epoch = run.samples.prompts.epoch
         outcome = train_step(run, step)
         run.step = step
         tested: dict[str, float] = {}
@@ -68,8 +75,11 @@ def fit(run: Run) -> dict[str, float]:
         if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
-        metrics = step_metrics(run.config, outcome, run.yardsticks, run.timers.pop(), step=step, epoch=epoch)
-        run.tracker.log(metrics | tested, step=step)
+        timing_s = run.timers.pop()
+        # The step's time is known, so this is in the next one's.
+        with run.timers("metrics"):
+            metrics = step_metrics(run.config, outcome, run.yardsticks, timing_s, step=step, epoch=epoch)
+            run.tracker.log(metrics | tested, step=step)
     return validation
 
 
@@ -77,8 +87,10 @@ def train_step(run: Run, step: int) -> StepOutcome:
     """Sample, score, place, evaluate, assign credit, learn, publish."""
     cfg, phase = run.config, run.timers
     with phase("gen"):
-        prompts = run.prompts.take(cfg.data.train_batch_size)
-        samples, metrics = run.rollout.generate(prompts, step=step)
+        samples, metrics = run.samples.take(step)
+        if needs_greedy_baseline(cfg.algorithm):
+            samples, found = add_greedy_baseline(run.rollout, samples)
+            metrics = merge_metrics([metrics, found])
         run.rollout.release_device()
 
     # One plan for all passes of a model over the step, so that what they make of a sample stays on its rank.
@@ -101,7 +113,7 @@ def train_step(run: Run, step: int) -> StepOutcome:
             metrics |= found
 
     with phase("adv"):
-        batch, found = estimate_advantages(run, batch)
+        batch, found = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
         metrics |= found
     if run.critic is not None:
         with phase("update_critic"):
@@ -113,30 +125,17 @@ def train_step(run: Run, step: int) -> StepOutcome:
         metrics |= run.rollout.sync_weights(policy_version=step)
 
     with phase("dump_rollout_generations"):
-        if cfg.trainer.rollout_data_dir:
-            scored = samples.with_samples(score=batch.samples["score"])
-            directory = Path(cfg.trainer.rollout_data_dir)
-            run.rollout.dump(scored, directory / f"step_{step}.parquet")
-            if cfg.trainer.rollout_data_outliers:
-                outliers = worst_rows(batch.samples, run.actor.worst_tokens(batch), cfg.trainer.rollout_data_outliers)
-                write_outliers(outliers, directory / f"outliers_{step}.jsonl")
+        dump_step(cfg.trainer, run.rollout, run.actor, samples, batch, step=step, total_steps=run.total_steps)
         run.rollout.drop(samples)
-    return StepOutcome(batch.samples, plans["actor"], metrics | run.rollout.faults() | memory(run))
+    run.samples.trained()
+    with phase("metrics"):
+        metrics |= run.rollout.faults() | memory(run)
+    return StepOutcome(batch.samples, plans["actor"], metrics)
 
 
 def model_scores(reward_model: MegatronRewardModel, batch: PlacedBatch) -> np.ndarray:
     """[S]: the reward model's for samples of reward style "model", the reward function's for the others."""
     return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
-
-
-def estimate_advantages(run: Run, batch: PlacedBatch) -> tuple[PlacedBatch, dict[str, Metric]]:
-    """The batch with its advantages: of each token with a critic, of each sample without."""
-    algorithm = run.config.algorithm
-    if run.critic is not None:
-        return run.actor.gae(batch, algorithm)
-    estimator = get_adv_estimator(algorithm.adv_estimator)
-    scores_S = torch.tensor(batch.samples["score"], dtype=torch.float32)
-    return batch.with_samples(advantages=estimator(scores_S, batch.samples["uid"], algorithm).numpy()), {}
 
 
 def memory(run: Run) -> dict[str, Metric]:
@@ -158,7 +157,7 @@ def validate(run: Run) -> dict[str, float]:
         table = [[prompt, response, float(columns["score"][row])] for row, (prompt, response) in enumerate(texts)]
         run.tracker.log_table("val/generations", ["prompt", "response", "score"], table, step=run.step)
     run.rollout.drop(samples)
-    return validation_metrics(columns["data_source"], columns["uid"], columns["score"])
+    return validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
 
 
 def save(run: Run) -> Path:
@@ -171,7 +170,12 @@ def save(run: Run) -> Path:
         cfg.trainer.default_local_dir,
         run.step,
         models,
-        state={"prompts": run.prompts.state_dict(), "mlflow_run_id": run.tracker.run_id},
+        state={
+            "prompts": run.samples.prompts.state_dict(),
+            "samples": run.samples.state_dict(),
+            "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
+            "mlflow_run_id": run.tracker.run_id,
+        },
         keep=cfg.trainer.max_actor_ckpt_to_keep,
     )
 
@@ -183,5 +187,9 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     run.actor.load(str(resumed.directory / "actor"))
     if run.critic is not None:
         run.critic.load(str(resumed.directory / "critic"))
-    run.prompts.load_state_dict(resumed.state["prompts"])
+    run.samples.prompts.load_state_dict(resumed.state["prompts"])
+    run.samples.load_state_dict(resumed.state["samples"])
+    # A run may have begun without it.
+    if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
+        run.kl.load_state_dict(kl)
     run.step = resumed.step

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from scalerl.config import (
-    ConfigError,
     PPOConfig,
     SFTConfig,
     model_roles,
@@ -19,9 +17,10 @@ from scalerl.config import (
 )
 from scalerl.config.schema import DataConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import ModelShape
-from scalerl.metrics import check_installed
+from scalerl.metrics import check_backends
 from scalerl.trainer import checkpoints
 from scalerl.trainer.device import resolve_device
+from scalerl.trainer.findings import Findings
 from scalerl.trainer.model_checks import (
     actor_violations,
     model_layout_violations,
@@ -29,13 +28,12 @@ from scalerl.trainer.model_checks import (
     read_role,
     role_violations,
 )
+from scalerl.user_code import import_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from scalerl.data import PromptTable, RLHFDataset, SFTDataset
-
-Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True)
@@ -59,21 +57,22 @@ class SFTInputs:
 
 def check_ppo(cfg: PPOConfig) -> PPOInputs:
     """Raises ConfigError with every violation that was found."""
-    from scalerl.algorithms import get_adv_estimator, get_policy_loss
+    from scalerl.algorithms import get_policy_loss
     from scalerl.data import create_rl_dataset, load_tokenizer
     from scalerl.rewards import build_reward_manager
 
-    findings = _Findings()
+    findings = Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_ppo(cfg, device=device))
-    findings.run(lambda: check_installed(cfg.trainer.logger))
+    imported = _import_own(findings, cfg.trainer)
     model = cfg.actor_rollout_ref.model
     tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
     shapes = _check_models(findings, cfg, tokenizer)
-    if not uses_critic(cfg):
-        findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
-    findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
-    findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
+    # What is not imported cannot be known.
+    if imported:
+        findings.run(lambda: _check_estimator(cfg))
+        findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
+        findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
     train = val = None
     if tokenizer is not None:
         train = findings.run(
@@ -86,6 +85,15 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     return PPOInputs(shapes, train, val, device, resumed)
 
 
+def _check_estimator(cfg: PPOConfig) -> None:
+    """Raises ValueError for a name that no one registered, and for one that needs what the run will not have."""
+    from scalerl.algorithms import get_adv_estimator
+
+    name = cfg.algorithm.adv_estimator
+    if "values" in get_adv_estimator(name).needs and not uses_critic(cfg):
+        raise ValueError(f"algorithm.adv_estimator={name} needs values: only gae has a critic that gives them")
+
+
 def trained_models(cfg: PPOConfig) -> dict[str, str]:
     """Role -> the model that it begins as, of the models that a checkpoint holds."""
     critic = {"critic": cfg.critic.model.path} if uses_critic(cfg) else {}
@@ -93,7 +101,7 @@ def trained_models(cfg: PPOConfig) -> dict[str, str]:
 
 
 def _check_models(
-    findings: _Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None
+    findings: Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, ModelShape]:
     """Role -> the model's shape, with the head of its role; without the models that cannot be read."""
     shapes = {"actor": findings.run(lambda: read_model(cfg.actor_rollout_ref.model.path))}
@@ -112,10 +120,10 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     """Raises ConfigError with every violation that was found."""
     from scalerl.data import SFTDataset, load_tokenizer
 
-    findings = _Findings()
+    findings = Findings()
     device = resolve_device(cfg.trainer.device)
     findings.violations.extend(validate_sft(cfg, device=device))
-    findings.run(lambda: check_installed(cfg.trainer.logger))
+    _import_own(findings, cfg.trainer)
     shape = findings.run(lambda: read_model(cfg.model.path))
     if shape:
         findings.violations.extend(
@@ -132,25 +140,18 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     return SFTInputs(shape, train, val, device, resumed)
 
 
-class _Findings:
-    def __init__(self) -> None:
-        self.violations: list[str] = []
-
-    def run(self, check: Callable[[], Checked]) -> Checked | None:
-        """The check's result, or None with its complaint noted."""
-        try:
-            return check()
-        except (ValueError, OSError) as error:
-            self.violations.append(str(error))
-            return None
-
-    def raise_if_any(self) -> None:
-        if self.violations:
-            raise ConfigError(list(dict.fromkeys(self.violations)))
+def _import_own(findings: Findings, trainer: TrainerConfig | SFTTrainerConfig) -> bool:
+    """Whether the user's own files could be imported; then the tracking backends are judged too."""
+    before = len(findings.violations)
+    findings.run(lambda: import_files(trainer.import_files))
+    if len(findings.violations) > before:
+        return False
+    findings.run(lambda: check_backends(trainer.logger))
+    return True
 
 
 def _check_resume(
-    findings: _Findings,
+    findings: Findings,
     trainer: TrainerConfig | SFTTrainerConfig,
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],

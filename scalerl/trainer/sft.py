@@ -62,8 +62,12 @@ def fit(run: SFTRun) -> None:
         if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
-        metrics |= merge_metrics(run.workers.memory())
-        run.tracker.log(to_floats(metrics) | throughput(run, batch, run.timers.pop()), step=step)
+        with run.timers("metrics"):
+            metrics |= merge_metrics(run.workers.memory())
+        timing_s = run.timers.pop()
+        # The step's time is known, so this is in the next one's.
+        with run.timers("metrics"):
+            run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s), step=step)
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
@@ -91,13 +95,15 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
     yardstick = run.yardstick
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_s.items()}
     metrics |= {
+        "train/global_tokens": num_tokens,
         "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": timing_s["step"],
         "perf/throughput": num_tokens / (timing_s["step"] * yardstick.num_devices),
     }
     metrics |= packing_metrics(batch.samples["num_tokens"], batch.plan)
     train_flops = yardstick.flops.train(batch.samples["num_tokens"].tolist())
     utilization = mfu(train_flops, timing_s["update"], yardstick.num_devices, yardstick.peak)
-    return metrics | ({} if utilization is None else {"perf/mfu/actor": utilization})
+    return metrics | ({} if utilization is None else {"train/mfu": utilization, "perf/mfu/actor": utilization})
 
 
 def save(run: SFTRun) -> Path:

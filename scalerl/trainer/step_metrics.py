@@ -21,6 +21,8 @@ from scalerl.metrics import (
     to_floats,
 )
 
+NODE_MEMORY = "perf/cpu_memory_used_gb"
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -64,7 +66,10 @@ def step_metrics(
     metrics |= reward_extra_means(samples["reward_extra"])
     metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
     metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()))
-    metrics |= compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
+    throughput = compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
+    # The driver's node counts like the nodes of the ranks.
+    throughput[NODE_MEMORY] = max(throughput[NODE_MEMORY], metrics.get(NODE_MEMORY, 0.0))
+    metrics |= throughput
     epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
     for role, yardstick in yardsticks.items():
         rejected = outcome.metrics.get(f"{role}/rejected_updates")
@@ -73,6 +78,11 @@ def step_metrics(
             flops = yardstick.flops.train(num_tokens_S.tolist()) * epochs[role]
             utilization = mfu(flops, timing_s[f"update_{role}"], yardstick.num_devices, yardstick.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
+    actor = yardsticks.get("actor")
+    if actor is not None and not config.algorithm.rollout_correction.bypass_mode:
+        flops = actor.flops.forward(num_tokens_S.tolist())
+        utilization = mfu(flops, timing_s["old_log_prob"], actor.num_devices, actor.peak)
+        metrics |= {} if utilization is None else {"perf/mfu/actor_infer": utilization}
     return metrics
 
 

@@ -61,14 +61,38 @@ def write_and_compare(model: str, sizes: Sizes, dtype: str) -> tuple[int, dict[s
     buckets = NodeBuckets(engine, BUCKET_BYTES)
     exported = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(BUCKET_BYTES)]
     assert len(buckets) == len(exported)
-    with buckets.room():
-        dist.barrier()
-        assert dist.get_rank() or files_of_this_process()
-        # Twice: the second time over what the first has left.
-        written = [compare(buckets, exported) for _ in range(2)][-1]
-    dist.barrier()
-    assert files_of_this_process() == []
-    return len(buckets), written
+    before = set(os.listdir("/dev/shm"))
+    memories = []
+    # Twice: the second time over what the first has left, in the same memory.
+    for _ in range(2):
+        with buckets.room():
+            written = compare(buckets, exported)
+            memories.append(buckets.memory)
+            # What a killed run would leave there stays until the machine is restarted.
+            assert not [name for name in set(os.listdir("/dev/shm")) - before if f"_{os.getpid()}_" in name]
+    assert memories[0] is memories[1]
+    num_buckets = len(buckets)
+    write_otherwise(buckets, engine)
+    return num_buckets, written
+
+
+def write_otherwise(buckets: Any, engine: Any) -> None:
+    """One rank has less free memory than the others: all of them cut the buckets that fit it, and write the same."""
+    from scalerl.hybrid.handover import BUCKET_COPIES, BUCKET_FREE_FRAC, agreed_bucket_bytes
+    from scalerl.parallel.export import largest_bytes
+
+    itemsize = next(engine.chunks[0].parameters()).element_size()
+    largest = largest_bytes(engine.family, engine.shape, itemsize)
+    limit = 8 * largest
+    last = dist.get_rank() == dist.get_world_size() - 1
+    fits = int(BUCKET_COPIES * (largest * 2 if last else limit) / BUCKET_FREE_FRAC)
+    agreed = agreed_bucket_bytes(fits, "here", limit_bytes=limit, largest_bytes=largest, num_copies=BUCKET_COPIES)
+    assert agreed == 2 * largest
+    before, count = buckets.memory, len(buckets)
+    exported = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(agreed)]
+    with buckets.room(agreed):
+        assert len(buckets) == len(exported) != count and buckets.memory is not before
+        compare(buckets, exported)
 
 
 def compare(buckets: Any, exported: list[list[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
@@ -84,10 +108,6 @@ def compare(buckets: Any, exported: list[list[tuple[str, torch.Tensor]]]) -> dic
         buckets.writer.write(number, own)
         written |= {name: ~tensor.isnan() for name, tensor in own.items()}
     return written
-
-
-def files_of_this_process() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
 
 
 def check(model: Path, sizes: Sizes, dtype: str = "float32") -> None:

@@ -51,10 +51,10 @@ def _pause(directory: Path, called: int) -> None:
 def _strike(strikes: list[dict], called: int) -> None:
     for strike in strikes:
         if strike["at"] == called:
-            os.killpg(_server(strike["log"]), strike["signum"])
+            os.killpg(server_of(strike["log"]), strike["signum"])
 
 
-def _server(log: str) -> int:
+def server_of(log: str) -> int:
     """The process below the supervisor that writes to this log or to that of a restart; it leads its group."""
     table = {}
     for entry in Path("/proc").iterdir():

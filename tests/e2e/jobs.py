@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from scalerl.errors import EXIT_USER_ERROR
+from tests.e2e.step_checks import check_step
 
 MARKER = "SCALERL_E2E_JOB"
 RUN_TIMEOUT_S = 400.0
@@ -50,6 +51,8 @@ class Job:
     arguments: Sequence[str]
     directory: Path
     marker: str = field(default_factory=lambda: uuid.uuid4().hex)
+    # Metrics of the test's own code, which no page documents.
+    own_keys: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -78,9 +81,17 @@ class Job:
         return self.err.read_text(encoding="utf-8", errors="replace")
 
     def finish(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
-        """The exit code, negative after a signal."""
+        """The exit code, negative after a signal. Of a run that came to its end the steps are checked."""
         self.wait_for(lambda: self.process.poll() is not None, "its end", timeout_s, ended_is_failure=False)
+        if self.process.returncode == 0:
+            for metrics in Record.read(self._run_dir()).final.values():
+                check_step(metrics, self.own_keys)
         return self.process.returncode
+
+    def _run_dir(self) -> Path:
+        """trainer.default_local_dir; the job's directory for a command without one."""
+        given = [text.partition("=")[2] for text in self.arguments if text.startswith("trainer.default_local_dir=")]
+        return self.directory / given[-1] if given else self.directory
 
     def wait_for(
         self, condition: Callable[[], object], what: str, timeout_s: float = RUN_TIMEOUT_S, *, ended_is_failure=True
@@ -250,7 +261,23 @@ class Record:
                 continue
             lines.append((entry["step"], entry["data"]))
             final.setdefault(entry["step"], {}).update(entry["data"])
+        check_first_updates(run_dir, final)
         return cls(lines, final)
+
+
+def check_first_updates(run_dir: Path, final: dict[int, dict[str, float]]) -> None:
+    """Of every step of every run: nothing has changed since old_logprobs, so no token has moved and none is clipped.
+
+    With bypass_mode the old log-probs are the sampler's, which are not the trainer's.
+    """
+    config = run_dir / "config.yaml"
+    if config.exists() and "bypass_mode: true" in config.read_text(encoding="utf-8"):
+        return
+    for step, data in final.items():
+        if data.get("actor/num_updates"):
+            assert abs(data["actor/ppo_kl_first_update"]) < 1e-6, f"step {step} of {run_dir}"
+            for key in ("actor/pg_clipfrac_first_update", "actor/pg_clipfrac_lower_first_update"):
+                assert data.get(key, 0.0) == 0.0, f"{key} of step {step} of {run_dir}"
 
 
 def refused(job: Job, timeout_s: float = 120) -> str:

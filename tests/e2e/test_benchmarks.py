@@ -14,6 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import algorithms  # noqa: E402
 import packing  # noqa: E402
 import padded_update  # noqa: E402
 import time_shares  # noqa: E402
@@ -212,6 +213,21 @@ def test_weight_sync(tmp_path: Path) -> None:
     assert len({one["gb"] for one in found.values()}) == 1
 
 
+def test_rollout_client(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "rollout_client.py", tmp_path / "result.json",
+        *("--prompts", "5", "--n", "2", "--prompt-len", "4", "--response-len", "3", "--max-num-seqs", "4"),
+        *("--hidden", "64", "--layers", "1", "--repeats", "3", "--warmup", "0"),
+    )  # fmt: skip
+    # Processor time may round to nothing.
+    assert_positive(result, may_be_zero=("/client_cpu_s", "/server_cpu_s"))
+    assert result["num_tokens"] == 30
+    rates = result["tokens_per_s"]
+    assert rates["ours"] == pytest.approx(30 / result["seconds"]["ours"]["median"])
+    assert result["ratio"] == pytest.approx(rates["ours"] / rates["sglang"])
+    assert result["ratio_of_rounds"]["min"] <= result["ratio_of_rounds"]["median"] <= result["ratio_of_rounds"]["max"]
+
+
 def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -230,3 +246,51 @@ def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "data.no_such_key" in done.stderr
     assert not (tmp_path / "result.json").exists()
+
+
+def learning_run(name: str, seed: int, validations: dict[int, float]) -> dict[str, Any]:
+    found = {str(step): value for step, value in validations.items()}
+    return {"settings": {"algorithm": name, "seed": seed}, **algorithms.outcome(found)}
+
+
+def test_learning_table(tmp_path: Path) -> None:
+    """Of finished runs; the runs themselves take hours."""
+    goal = algorithms.GOAL
+    runs = [
+        # Reached, lost again and reached at the end: the first time counts; steps are numbers, not texts.
+        learning_run("grpo", 0, {0: 0.1, 5: goal, 10: 0.5, 100: 0.9}),
+        learning_run("grpo", 1, {0: 0.3, 5: 0.2, 10: 0.8, 100: 0.8}),
+        learning_run("ppo", 0, {0: 0.1, 100: 0.6}),
+    ]
+    found = algorithms.summarize(runs)
+    assert found["grpo"]["steps_to_goal"] == [5, 10] and found["grpo"]["steps_to_goal_median"] == 7.5
+    assert found["grpo"]["final_mean"] == pytest.approx(0.85) and found["grpo"]["first"] == pytest.approx(0.2)
+    assert found["ppo"]["steps_to_goal_median"] is None
+    text = algorithms.table(found)
+    assert "| grpo | 2 | 0.200 | 0.850 | 0.900, 0.800 | 7.5 | 5, 10 |" in text.splitlines()
+    assert "| ppo | 1 | 0.100 | 0.600 | 0.600 | - | - |" in text.splitlines()
+    page = tmp_path / "algorithms.md"
+    page.write_text(algorithms.DOCS.read_text(encoding="utf-8"), encoding="utf-8")
+    for _ in range(2):
+        algorithms.write_docs(page, text)
+    before, after = (
+        path.read_text(encoding="utf-8").partition(algorithms.BEGIN)[::2] for path in (algorithms.DOCS, page)
+    )
+    assert before[0] == after[0] and after[1].partition(algorithms.END)[0].strip() == text
+    assert before[1].partition(algorithms.END)[2] == after[1].partition(algorithms.END)[2]
+
+
+def test_learning_runs_of_known_recipes() -> None:
+    assert {"ppo", "grpo", "rloo", "reinforce_plus_plus"} <= set(algorithms.known())
+    assert algorithms.recipes_of(algorithms.ALGORITHMS["dapo"]) == ["dapo"]
+
+
+def test_a_finished_learning_run_is_not_run_again(tmp_path: Path) -> None:
+    options = algorithms.parse(["--seeds", "3", "--steps", "7", "--work", str(tmp_path)])
+    settings = {"algorithm": "rloo", "seed": 3, "steps": 7, "sft_steps": 200, "test_freq": 5, "rollout": "sglang"}
+    stored = {"settings": settings | {"overrides": algorithms.ALGORITHMS["rloo"]}, "final": 0.5}
+    (tmp_path / "seed-3").mkdir()
+    (tmp_path / "seed-3" / "rloo.json").write_text(json.dumps(stored))
+    assert algorithms.one_run(options, tmp_path, "rloo", 3) == stored
+    with pytest.raises(SystemExit, match="is of other settings"):
+        algorithms.one_run(algorithms.parse(["--steps", "8"]), tmp_path, "rloo", 3)

@@ -107,6 +107,30 @@ def test_the_only_server_dies(inputs: Inputs, start_job: StartJob, undisturbed: 
     assert_same_run(undisturbed, run_dir, tmp_path)
 
 
+def test_servers_on_devices_of_their_own(
+    inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Weights are broadcast to them; one that is lost is replaced, and joins again. The numbers are those of servers
+    on the trainer's devices."""
+    run_dir = tmp_path / "run"
+    pool = "actor_rollout_ref.rollout.resource_pool"
+    own = [
+        "actor_rollout_ref.hybrid_engine=false",
+        f"{pool}.nnodes=1",
+        f"{pool}.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.num_replicas=null",
+    ]
+    strikes = [Strike(2, 1, signal.SIGKILL), Strike(3, 0, signal.SIGKILL, idle=True)]
+    run(start_job, arguments(inputs, run_dir, strikes, *own), run_dir)
+    metrics = Record.read(run_dir).final
+    assert [metrics[step]["rollout/num_restarts"] for step in range(1, STEPS + 1)] == [0.0, 1.0, 1.0, 0.0]
+    assert metrics[2]["rollout/num_resubmitted"] >= SAMPLES and metrics[3]["rollout/num_resubmitted"] == 0.0
+    assert_same_run(undisturbed, run_dir, tmp_path)
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert logs == {f"rollout-{index}{again}.log" for index in (0, 1) for again in ("", ".restart-1")}
+
+
 def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
     inputs: Inputs, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

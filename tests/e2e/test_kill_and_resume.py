@@ -26,13 +26,24 @@ from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, number
 STEPS = 4
 LAYOUTS = {
     "tp2": ["+layout=tp2"],
-    "pp2": ["+layout=pp2"],
+    "pp2": [
+        "+layout=pp2",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1",
+    ],
     "dp2": [],
-    "dp2 with a critic": ["algorithm.adv_estimator=gae"],
+    "dp2 with a critic": [
+        "algorithm.adv_estimator=gae",
+        # Its weight moves from step to step, and so belongs to the state of the run.
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
+    ],
 }
 # Clocks and memory, which no two runs share.
 MEASURED = re.compile(
-    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|update_weights_gb_per_s)"
+    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
+    r"|perf/update_weights_gb_per_s"
 )
 
 
@@ -256,6 +267,28 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
         if step == 3:
             del found[validation_key(inputs)]
         assert found == reproducible(theirs[step])
+
+
+def test_val_only_validates_a_checkpoint_and_trains_nothing(
+    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also where steps of the run are left."""
+    trained, step = uninterrupted("dp2"), 2
+    more = [
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_only=true",
+        "trainer.val_before_train=false",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={trained / f'global_step_{step}'}",
+    ]
+    job = start_job(main_ppo(inputs.overrides(tmp_path, *more)), tmp_path)
+    assert job.finish() == 0, job.tail()
+    found = Record.read(trained).final[step]
+    validation = {key: value for key, value in found.items() if key.startswith("val-")}
+    assert validation_key(inputs) in validation
+    assert Record.read(tmp_path / "val_only").final == {step: validation}
+    assert f"{validation_key(inputs)} {validation[validation_key(inputs)]:.4f}" in job.stdout
+    assert not list(tmp_path.glob("global_step_*")) and not (tmp_path / "rollouts").exists()
 
 
 def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(

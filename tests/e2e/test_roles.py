@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ def colocated(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.Temp
 def test_a_critic_learns_first_and_then_both(colocated: Done) -> None:
     first, second = colocated.record.final[1], colocated.record.final[2]
     assert first["critic/num_updates"] == second["critic/num_updates"] == second["actor/num_updates"] == 2
-    assert not any(key.startswith(("actor/pg_", "perf/mfu/actor", "timing_s/update_actor")) for key in first)
+    assert "perf/mfu/actor" not in first
+    assert not any(key.startswith(("actor/pg_", "timing_s/update_actor")) for key in first)
     for step in (second, colocated.record.final[3]):
         # Nothing has changed since the samples were drawn.
         assert step["actor/ppo_kl_first_update"] == pytest.approx(0.0, abs=1e-6)
@@ -80,12 +82,30 @@ def test_a_critic_learns_first_and_then_both(colocated: Done) -> None:
 
 
 def test_gae_of_the_dumped_samples(colocated: Done) -> None:
-    """returns/max and mean by hand for the first step: lam and gamma near 1 keep them inside the scores' range."""
-    scores = pq.read_table(colocated.run_dir / "rollouts" / "step_1.parquet")["score"].to_pylist()
-    first = colocated.record.final[1]
-    assert first["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
-    assert len(scores) == PROMPTS * SAMPLES
-    assert abs(first["critic/advantages/mean"]) < 1e-6, "advantages are whitened over all ranks"
+    """Scores and values of a dump -> returns and advantages, token by token, by hand; whitened over all ranks."""
+    gamma, lam = 0.99, 0.9
+    for step in range(1, STEPS + 1):
+        rows = pq.read_table(colocated.run_dir / "rollouts" / f"step_{step}.parquet").to_pylist()
+        logged = colocated.record.final[step]
+        assert len(rows) == PROMPTS * SAMPLES
+        assert logged["critic/score/mean"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
+        wanted: list[float] = []
+        found: list[float] = []
+        for row in rows:
+            sampled = [at for at, is_sampled in enumerate(row["response_mask"]) if is_sampled]
+            values = [row["values"][at] for at in sampled]
+            rewards = [0.0] * (len(values) - 1) + [row["score"]]
+            raw, ahead = [0.0] * len(values), 0.0
+            for at in reversed(range(len(values))):
+                value_ahead = values[at + 1] if at + 1 < len(values) else 0.0
+                ahead = raw[at] = rewards[at] + gamma * value_ahead - values[at] + gamma * lam * ahead
+            returns = [advantage + value for advantage, value in zip(raw, values, strict=True)]
+            assert [row["returns"][at] for at in sampled] == pytest.approx(returns, abs=1e-5)
+            wanted += raw
+            found += [row["advantages"][at] for at in sampled]
+        mean, deviation = statistics.fmean(wanted), statistics.stdev(wanted)
+        assert found == pytest.approx([(advantage - mean) / deviation for advantage in wanted], abs=1e-4)
+        assert abs(logged["critic/advantages/mean"]) < 1e-6
 
 
 @pytest.mark.parametrize("pools", OWN_POOLS)

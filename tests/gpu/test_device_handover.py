@@ -6,11 +6,14 @@ NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 and torch_memory
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from scalerl.hybrid.handover import GIB, Handover, HandoverError, measure
 from scalerl.rollout.client import RolloutClient
 from scalerl.rollout.weights import serialize_bucket
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
@@ -54,3 +57,55 @@ def test_release_gives_memory_to_the_device_and_resume_takes_it_back(
     # This process holds what it sent until the server has let go of it.
     assert abs(free_bytes() - serving) < weight_bytes + 4 * SLACK_BYTES
     assert [output.output_ids for output in generate(client)] == expected
+
+
+@dataclass
+class Parked:
+    """A trainer's model whose parameters are in host memory."""
+
+    num_bytes: int = 0
+
+    def away_bytes(self) -> dict[str, int]:
+        return {"params": self.num_bytes}
+
+
+def test_a_hand_over_is_measured_and_refused_where_something_else_has_the_memory(
+    start_server: Callable[..., RolloutClient], model_a: Path
+) -> None:
+    client = start_server(model_a)
+    total = torch.cuda.mem_get_info()[1]
+    books, trainer = Handover(), Parked()
+
+    def see(point: str) -> None:
+        books.see(point, [measure(0, "cuda", {"actor": trainer})])
+
+    see("before_release")
+    client.release(["kv_cache"])
+    see("after_release_kv")
+    client.release(["weights"])
+    # The server keeps its context and little else: most of the device is there for the trainer.
+    trainer.num_bytes = int(0.8 * total)
+    see("after_release")
+    trainer.num_bytes = 2 * total
+    with pytest.raises(HandoverError, match=r"after_release: rank 0 on .* GPU .*the trainer's actor"):
+        see("after_release")
+    trainer.num_bytes = 0
+
+    # What the trainer does not give back: less is left than the KV cache had.
+    kept = torch.empty(int((1 - MEMORY_UTILIZATION / 2) * total) - 2 * GIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(HandoverError, match=r"KV cache.*gpu_memory_utilization"):
+        see("after_sync")
+    # Given back to torch alone it is still gone for the server; measuring gives it to the device.
+    del kept
+    see("before_sync")
+    client.resume(["weights"])
+    see("after_resume_weights")
+    see("after_sync")
+    client.resume(["kv_cache"])
+    see("after_resume_kv")
+    found = {key.removeprefix("perf/handover/"): metric.value * GIB for key, metric in books.metrics().items()}
+    assert found["kv_gb"] > 0.7 * MEMORY_UTILIZATION * total
+    assert found["free_gb/after_release"] - found["free_gb/before_release"] == pytest.approx(
+        found["kv_gb"] + found["weights_gb"], abs=SLACK_BYTES
+    )
+    assert found["free_gb/after_resume_kv"] == pytest.approx(found["free_gb/before_release"], abs=4 * SLACK_BYTES)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,10 +30,15 @@ from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_mo
 
 KINDS = ("sglang", "embedded")
 # Each with its own learning rate, so that each ends with other weights.
-LAYOUTS = {"tp2": (Layout(2, 2, 1), 1e-2), "pp2": (Layout(2, 1, 2), 2e-2), "dp2": (Layout(2, 1, 1), 3e-2)}
+LAYOUTS = {
+    "tp2": (Layout(2, 2, 1), 1e-2),
+    "tp2 x pp2": (Layout(4, 2, 2), 2e-2),
+    "dp2": (Layout(2, 1, 1), 3e-2),
+}
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 # So small that a sync takes several buckets.
 BUCKET_BYTES = 100_000
+TIMEOUT_S = 120.0
 
 
 @pytest.fixture(scope="session")
@@ -56,16 +64,22 @@ def servers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
                 future.result().stop()
 
 
-def connect(group: WorkerGroup, model: Model, servers: dict[str, Future[RolloutServer]], lr: float) -> WorkerGroup:
+def build(group: WorkerGroup, model: Model, servers: dict[str, Future[RolloutServer]], lr: float) -> WorkerGroup:
     group.build_engine("actor", str(model.path), MegatronConfig(dtype="float32"), OptimConfig(lr=lr))
+    connect(group, model, replicas_of(servers))
+    return group
+
+
+def connect(group: WorkerGroup, model: Model, replicas: list[Replica], **transport: str) -> None:
     group.connect_rollout(
-        [Replica(servers[kind].result().url, kind, 1) for kind in KINDS],
+        replicas,
         json.loads((model.path / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
         max_model_len=MAX_MODEL_LEN,
-        timeout_s=60.0,
+        timeout_s=TIMEOUT_S,
+        model_path=str(model.path),
+        **transport,
     )
-    return group
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -76,8 +90,8 @@ def trainer(
     start_group: Callable[..., WorkerGroup],
 ) -> Iterator[WorkerGroup]:
     layout, lr = LAYOUTS[request.param]
-    group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=60.0, seed=1)
-    yield connect(group, model, servers, lr)
+    group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    yield build(group, model, servers, lr)
     start_group.stop(group)
 
 
@@ -86,8 +100,8 @@ def lone_trainer(
     model: Model, servers: dict[str, Future[RolloutServer]], start_group: Callable[..., WorkerGroup]
 ) -> WorkerGroup:
     """One rank: no other waits for it when a sync fails."""
-    group = start_group(SyncingWorker, Layout(1), device="cpu", collective_timeout_s=60.0, seed=1)
-    return connect(group, model, servers, 1e-2)
+    group = start_group(SyncingWorker, Layout(1), device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    return build(group, model, servers, 1e-2)
 
 
 @pytest.fixture
@@ -134,21 +148,94 @@ def greedy(engine: Engine) -> list[tuple[list[int], int]]:
     return [(output.output_ids, output.policy_version) for output in engine.generate(requests)]
 
 
-def test_servers_serve_what_was_trained(trainer: WorkerGroup, engines: dict[str, Engine], model: Model) -> None:
+def replicas_of(servers: dict[str, Future[RolloutServer]]) -> list[Replica]:
+    return [Replica(servers[kind].result().url, kind, 1) for kind in KINDS]
+
+
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
+def test_servers_serve_what_was_trained(
+    trainer: WorkerGroup,
+    engines: dict[str, Engine],
+    servers: dict[str, Future[RolloutServer]],
+    model: Model,
+    tmp_path: Path,
+    transport: str,
+) -> None:
+    directory = {"directory": str(tmp_path / "weights")} if transport == "disk" else {}
+    connect(trainer, model, replicas_of(servers), transport=transport, **directory)
+    before = [greedy(engines[kind]) for kind in KINDS]
     train(trainer)
     (weights, *others) = trainer.exported()
     assert not any(others)
     parts = trainer.sync_weights(7, verify=True)
     # Every rank takes part, and each sees the whole model pass.
-    assert [part["num_bytes"] for part in parts] == [sum(array.nbytes for array in weights.values())] * 2
+    num_bytes = sum(array.nbytes for array in weights.values())
+    assert [part["num_bytes"] for part in parts] == [num_bytes] * trainer.layout.world_size
+    assert parts[0]["num_buckets"] > 1
     hf = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
     hf.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
     trained = Model(model.path, hf)
-    expected = [trained.greedy(prompt, GREEDY.max_new_tokens) for prompt in PROMPTS]
-    assert expected != [model.greedy(prompt, GREEDY.max_new_tokens) for prompt in PROMPTS], "the update changed nothing"
-    for kind in KINDS:
-        # The servers cached these prompts with the weights of the layout before.
-        assert greedy(engines[kind]) == [(tokens, 7) for tokens in expected], kind
+    expected = [(trained.greedy(prompt, GREEDY.max_new_tokens), 7) for prompt in PROMPTS]
+    for kind, old in zip(KINDS, before, strict=True):
+        assert [tokens for tokens, _ in old] != [tokens for tokens, _ in expected], "the update changed nothing"
+        # The servers cached these prompts with the weights of before.
+        assert greedy(engines[kind]) == expected, kind
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A trainer on two ranks, and an SGLang server on two."""
+
+    trainer: WorkerGroup
+    model: Model
+    engine: Engine
+
+
+@pytest.fixture(scope="module", params=["tp2", "tp2 x ep2"])
+def wide(
+    request: pytest.FixtureRequest, start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Wide]:
+    """483 rows of the vocabulary are padded on either side; qwen2 has them once, as its first and its last layer."""
+    path = tmp_path_factory.mktemp("wide")
+    if request.param == "tp2":
+        layout = Layout(2, 2)
+        make_model(path / "model", "qwen2", seed=0, vocab_size=483, ffn_size=80)
+    else:
+        layout = Layout(2, 2, ep_size=2, etp_size=1)
+        make_model(path / "model", "qwen3_moe", seed=0, vocab_size=483, moe_intermediate_size=48)
+    model = Model.load(path / "model")
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(
+            start_on_free_port, lambda port: make_server("sglang", model.path, path / "server.log", port, tp_size=2)
+        )
+        group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+        group.build_engine(
+            "actor",
+            str(model.path),
+            MegatronConfig(dtype="float32", expert_tensor_parallel_size=layout.etp_size),
+            OptimConfig(lr=1e-2),
+        )
+        server = starting.result()
+    client = RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN)
+    yield Wide(group, model, Engine("sglang", server, client))
+    server.stop()
+    start_group.stop(group)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_two_ranks_feed_a_server_on_two(wide: Wide, tmp_path: Path, transport: str) -> None:
+    """The checksums are those of every parameter on either rank of the server."""
+    directory = {"directory": str(tmp_path / "weights")} if transport == "disk" else {}
+    connect(wide.trainer, wide.model, [Replica(wide.engine.server.url, "sglang", 2)], transport=transport, **directory)
+    before = wide.engine.client.checksums()
+    train(wide.trainer)
+    wide.trainer.sync_weights(8, verify=True)
+    after = wide.engine.client.checksums()
+    for rank in range(2):
+        changed = [name for name, checksum in after[rank].items() if checksum != before[rank][name]]
+        assert len(changed) > len(after[rank]) / 2, "the update changed nothing"
+    assert {version for _, version in greedy(wide.engine)} == {8}
 
 
 @pytest.mark.parametrize("kind", KINDS)

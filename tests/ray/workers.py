@@ -13,6 +13,7 @@ from scalerl.controller.workers import MegatronWorker, MicroBatches, Result
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
+from scalerl.rollout.client import RolloutClient
 
 
 class PlainWorker:
@@ -114,22 +115,27 @@ class SyncingWorker(MegatronWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def lose_bucket(self, number: int | None, kind: str) -> None:
-        """From now on, of every sync to servers of this kind, bucket `number` (from 1; None: none) does not leave."""
-        weight_sync = self.weight_sync
-        send, sync = type(weight_sync)._send, type(weight_sync).sync
+        """From now on, of every sync to servers of this kind, bucket `number` (from 1; None: none) does not arrive."""
+        for client in self.weight_sync.clients.values():
+            for name in ("begin_weight_update", "update_weights"):
+                vars(client).pop(name, None)
+            if client.kind == kind:
+                _lose_bucket(client, number)
+
+
+def _lose_bucket(client: RolloutClient, number: int | None) -> None:
+    begin, update = type(client).begin_weight_update, type(client).update_weights
+    count = 0
+
+    def restart() -> None:
+        nonlocal count
         count = 0
+        begin(client)
 
-        def lossy(feed: Any, bucket: Any, policy_version: int) -> None:
-            nonlocal count
-            if feed.replica.kind == kind:
-                count += 1
-                if count == number:
-                    return
-            send(weight_sync, feed, bucket, policy_version)
+    def lossy(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count != number:
+            update(client, *args, **kwargs)
 
-        def restart(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count = 0
-            return sync(weight_sync, *args, **kwargs)
-
-        weight_sync._send, weight_sync.sync = lossy, restart
+    client.begin_weight_update, client.update_weights = restart, lossy

@@ -13,12 +13,14 @@ import scalerl
 from scalerl import cli
 from scalerl.config.keys import leaves
 from scalerl.config.reference import key_docs
-from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.errors import UserError
 
 PROGRAMS = {
     "train": ("scalerl.trainer.main_ppo", []),
     "sft": ("scalerl.trainer.main_sft", []),
+    "generate": ("scalerl.trainer.main_generation", []),
+    "eval": ("scalerl.trainer.main_eval", []),
     "data": ("scalerl.data.prepare.command", []),
     "merge": ("scalerl.merge.__main__", ["merge"]),
     "doctor": ("scalerl.doctor", []),
@@ -69,7 +71,10 @@ def test_version(capsys):
 SAME = ("actor_rollout_ref.ref.megatron.", "critic.model.", "critic.megatron.", "reward_model.megatron.")
 
 
-@pytest.mark.parametrize(("command", "schema"), [("train", PPOConfig), ("sft", SFTConfig)])
+@pytest.mark.parametrize(
+    ("command", "schema"),
+    [("train", PPOConfig), ("sft", SFTConfig), ("generate", GenerationConfig), ("eval", EvalConfig)],
+)
 def test_help_lists_every_key_with_its_default(capsys, command, schema):
     assert cli.main([command, "trainer.nnodes=2", "--help"]) == 0
     text = capsys.readouterr().out
@@ -101,7 +106,7 @@ OBVIOUS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("kind", ["ppo", "sft", "generation", "eval"])
 def test_every_key_is_explained_or_obvious(kind):
     assert {doc.key for doc in key_docs(kind) if not doc.comment and doc.key.rsplit(".", 1)[-1] not in OBVIOUS} == set()
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "scalerl"
 # A module is a file or a package directly below scalerl/.
 LAYERS = [
     {"errors"},
-    {"protocol", "roles", "config", "configs", "metrics"},
+    {"protocol", "roles", "config", "configs", "metrics", "user_code"},
     {"algorithms", "balance", "families", "data", "rewards"},
     {"parallel", "rollout", "merge"},
     # checkpoint saves an engine of parallel; hybrid joins parallel and rollout.

@@ -16,7 +16,6 @@ from scalerl.metrics.tracking.backend import (
     RunInfo,
     backend_names,
     check_backends,
-    check_installed,
     register_backend,
     unregister_backend,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "Tracking",
     "backend_names",
     "check_backends",
-    "check_installed",
     "register_backend",
     "unregister_backend",
 ]

@@ -72,8 +72,13 @@ def register_backend(name: str, *, package: str | None = None) -> Callable[[AnyO
     """
 
     def register(opener: AnyOpener) -> AnyOpener:
-        if name in _BACKENDS:
-            raise ValueError(f"tracking backend {name!r} is registered already ({_BACKENDS[name].open!r})")
+        known = _BACKENDS[name].open if name in _BACKENDS else opener
+        # A file of the user's that is imported again registers the same one once more.
+        if (known.__module__, known.__qualname__) != (opener.__module__, opener.__qualname__):
+            raise ValueError(
+                f"tracking backend {name!r} is registered already ({known.__module__}.{known.__qualname__}); use "
+                "another name"
+            )
         _BACKENDS[name] = _Registered(opener, package)
         return opener
 
@@ -98,7 +103,8 @@ def check_backends(names: Iterable[str]) -> None:
     names = list(names)
     if unknown := [name for name in names if name not in _BACKENDS]:
         raise ValueError(
-            f"trainer.logger: unknown backend {', '.join(map(repr, unknown))}; use any of {', '.join(_BACKENDS)}"
+            f"trainer.logger: unknown backend {', '.join(map(repr, unknown))}; use any of "
+            f"{', '.join(_BACKENDS)}, or name the file that registers it in trainer.import_files"
         )
     check_installed(names)
 

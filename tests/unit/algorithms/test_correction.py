@@ -183,6 +183,8 @@ def weight_oracle(name: str, ratios: list[np.ndarray], units: list[np.ndarray]) 
         "rollout_is_seq_mean": means.mean(),
         "rollout_is_seq_max": means.max(),
         "rollout_is_seq_min": means.min(),
+        "rollout_is_seq_std": means.std(),
+        "rollout_is_seq_max_deviation": np.abs(means - 1).max(),
     }
     normalized = CASES[name].get("rollout_is_batch_normalize")
     return want | ({"rollout_is_batch_norm_factor": weight.mean()} if normalized else {})

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.algorithms.kl import KL_KINDS, kl_penalty_forward
+from scalerl.algorithms.kl import KL_KINDS, kl_penalty, kl_penalty_forward
 
 FORMULAS = {
     "k1": lambda d: -d,
@@ -21,7 +21,8 @@ ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def test_every_kind_has_a_formula_here():
-    assert set(KL_KINDS) == set(FORMULAS) | set(ALIASES)
+    plain = {*FORMULAS, *ALIASES}
+    assert set(KL_KINDS) == plain | {f"{kind}+" for kind in plain}
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
@@ -30,8 +31,35 @@ def test_equals_the_formula(kind, logprob, ref_logprob):
     got = kl_penalty_forward(
         torch.tensor([logprob], dtype=torch.float64), torch.tensor([ref_logprob], dtype=torch.float64), kind
     )
-    want = FORMULAS[ALIASES.get(kind, kind)](ref_logprob - logprob)
+    plain = kind.removesuffix("+")
+    want = FORMULAS[ALIASES.get(plain, plain)](ref_logprob - logprob)
     assert got.item() == pytest.approx(want, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@settings(max_examples=25)
+@given(logprob=st.floats(-1e4, 0), ref_logprob=st.floats(-1e4, 0))
+def test_straight_through_has_the_value_of_its_kind_and_the_gradient_of_k2(kind, logprob, ref_logprob):
+    logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([ref_logprob], dtype=torch.float64)
+    got = kl_penalty(logprobs, reference, kind)
+    got.sum().backward()
+    assert torch.equal(got.detach(), kl_penalty_forward(logprobs.detach(), reference, kind))
+    if kind.endswith("+"):
+        assert logprobs.grad.item() == logprob - ref_logprob
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_KINDS if kind.endswith("+")])
+def test_expected_gradient_of_straight_through_is_that_of_the_kl(kind):
+    """Over all words of a vocabulary, which is what sampling estimates."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+    (want,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    sampled = policy.detach().exp() * kl_penalty(policy, reference, kind)
+    (got,) = torch.autograd.grad(sampled.sum(), logits)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])

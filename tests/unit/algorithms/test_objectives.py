@@ -102,6 +102,7 @@ def test_composition_and_metrics_by_hand():
     pg, entropy, kl = (-1.2 + 0.8 - 0.2) / 4, (1 + 2 + 3) / 4, (0 + 2 + 0) / 4
     assert loss.item() == pytest.approx(pg - 0.5 * entropy + 0.25 * kl)
     want = {
+        "actor/loss": pg - 0.5 * entropy + 0.25 * kl,
         "actor/pg_loss": pg,
         "actor/pg_clipfrac": 2 / 4,
         "actor/pg_clipfrac_lower": 0.0,
@@ -128,7 +129,8 @@ def test_parts_that_are_off_have_no_metric():
     del columns["ref_logprobs"]
     objective = PolicyObjective(ActorConfig(), *counts(rows))
     loss, metrics = objective(logprobs_T, None, columns)
-    assert set(metrics) == {"actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+    shares = {"actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl"}
+    assert set(metrics) == {"actor/loss", "actor/pg_loss"} | shares
     # Entropy can be watched without being trained.
     watched, metrics = objective(logprobs_T, entropy_T, columns)
     assert "actor/entropy" in metrics
@@ -186,6 +188,7 @@ def test_the_policy_loss_alone_is_weighted():
     assert loss.item() == pytest.approx(pg - 0.5 * entropy + 0.25 * kl)
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
+            "actor/loss": pg - 0.5 * entropy + 0.25 * kl,
             "actor/pg_loss": pg,
             "actor/pg_clipfrac": 1 / 2,
             "actor/pg_clipfrac_lower": 0.0,

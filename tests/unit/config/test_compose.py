@@ -19,6 +19,7 @@ from scalerl.errors import UserError
 ROLLOUT = "actor_rollout_ref.rollout"
 PPO = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
 SFT = ["data.train_files=a.parquet", "model.path=m"]
+GENERATION = ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m"]
 GROUPS = ("recipe", "layout")
 
 
@@ -86,8 +87,8 @@ FILES = sorted(
 
 @pytest.mark.parametrize(("group", "name"), FILES, ids=lambda part: part)
 def test_every_shipped_file_composes_and_repeats_no_default(group, name):
-    kind = "sft" if name.startswith("sft") else "ppo"
-    needed = SFT if kind == "sft" else [*PPO, f"++{ROLLOUT}.n=8"]
+    kind = {"sft": "sft", "generate": "generation"}.get(name.partition("_")[0], "ppo")
+    needed = {"sft": SFT, "generation": GENERATION, "ppo": [*PPO, f"++{ROLLOUT}.n=8"]}[kind]
     defaults, cfg = flatten(compose(kind, needed)), flatten(compose(kind, [*needed, f"+{group}={name}"]))
     text = resources.files("scalerl.configs").joinpath(group, f"{name}.yaml").read_text()
     written = flatten_yaml(OmegaConf.to_container(OmegaConf.create(text)))
@@ -304,7 +305,7 @@ def test_files_that_cannot_be_read(tmp_path, content, text):
 
 def test_files_that_are_not_there(tmp_path):
     assert "no such directory" in violations("ppo", "--config-dir", str(tmp_path / "no"))[0]
-    assert "--config-name my: no such file; there are ppo, sft" in violations("ppo", "--config-name", "my")[0]
+    assert "--config-name my: no such file; there are eval, generation, ppo, sft" in violations("ppo", "--config-name", "my")[0]
     assert "--config-dir DIR" in violations("ppo", "--config-name")[0]
 
 

@@ -57,7 +57,6 @@ def test_a_key_with_one_letter_dropped_is_found_again(key, data):
         ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
         ("actor_rollout_ref.rollout.response_length", "data.max_response_length"),
         ("actor_rollout_ref.model.use_remove_padding", "remove it"),
-        ("algorithm.kl_ctrl.kl_coef", "kl_loss_coef"),
         ("critic.enable", "algorithm.adv_estimator=gae"),
         ("reward.reward_manager.name", "reward_model.reward_manager"),
         ("hydra.run.dir", "trainer.default_local_dir"),

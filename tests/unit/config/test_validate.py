@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
+from scalerl.config import (
+    ModelSizes,
+    compose,
+    layout_violations,
+    num_devices,
+    transport_of,
+    validate_ppo,
+    validate_sft,
+)
 from scalerl.config.domains import DOMAINS, domain_violations
 from scalerl.config.keys import leaves
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
@@ -63,6 +71,10 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_length": ([0], [1]),
     "max_token_len_per_gpu": ([0, -1], [1024]),
     "train_batch_size": ([0, -8], [256]),
+    "gen_batch_size": ([0, -1], [4096]),
+    "max_staleness": ([-1], [0]),
+    "metric": ([""], ["score", "acc"]),
+    "max_num_gen_batches": ([0], [1]),
     "train_max_samples": ([0, -2], [-1, 1]),
     "val_max_samples": ([0, -2], [-1, 1]),
     "seed": ([-1], [0]),
@@ -105,6 +117,9 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "log_prob_max_token_len_per_gpu": ([0], [1024]),
     "forward_max_token_len_per_gpu": ([0], [1024]),
     "ResourcePoolConfig.nnodes": ([-1], [0]),
+    "RolloutPoolConfig.nnodes": ([-1], [0]),
+    "weight_transport": (["nccl", ""], ["auto", "shared", "broadcast", "disk"]),
+    "weight_transport_dir": ([""], [None]),
     "ScoringModelConfig.path": ([""], [None]),
     "cliprange_value": ([0.0, -0.5], [0.1, 10.0]),
     "gamma": ([-0.1, 1.1], [0.0, 1.0]),
@@ -125,7 +140,19 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "loss_agg_mode": (["mean"], ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]),
     "entropy_coeff": ([float("nan")], [0.0, -0.1, 0.1]),
     "kl_loss_coef": ([-0.1], [0.0]),
-    "kl_loss_type": (["k4"], ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"]),
+    "kl_loss_type": (["k4", "k3++"], ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs", "k1+", "k3+"]),
+    "kl_penalty": (["k4"], ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs", "k3+"]),
+    "KLControlConfig.type": (["none"], ["fixed", "adaptive"]),
+    "kl_coef": ([-0.1], [0.0, 0.5]),
+    "horizon": ([0.0], [0.5]),
+    "target_kl": ([0.0], [0.01]),
+    "tau_pos": ([0.0], [0.1, 5.0]),
+    "tau_neg": ([0.0], [0.1, 5.0]),
+    "clip_cov_ratio": ([0.0, 1.1], [0.5, 1.0]),
+    "kl_cov_ratio": ([0.0, 1.1], [0.5, 1.0]),
+    "clip_cov_lb": ([float("nan")], [-1.0, 2.0]),
+    "clip_cov_ub": ([float("inf")], [2.0, 9.0]),
+    "ppo_kl_coef": ([-0.1], [0.0, 1.0]),
     "n": ([0], [1, 2]),
     "temperature": ([0.0, -1.0], [0.01]),
     "top_p": ([0.0, 1.1], [0.01, 1.0]),
@@ -152,6 +179,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
         [["clearml"], ["mlflow", "mlflow"]],
         [[], ["console", "mlflow", "file"], ["tensorboard", "wandb", "swanlab"]],
     ),
+    "rollout_data_freq": ([0, -1], [1, 10]),
+    "import_files": ([[""], ["a.py", "a.py"]], [[], ["a.py", "b.py"]]),
     "mlflow_tracking_uri": ([""], [None, "http://host:5000"]),
     "device": (["tpu", "gpu"], ["auto", "cuda", "cpu"]),
     "nnodes": ([0], [1, 2]),
@@ -198,9 +227,55 @@ def test_a_value_outside_its_domain_is_the_one_violation(kind, leaf):
         assert leaf.key not in dict(domain_violations(changed(valid, {leaf.key: value})))
 
 
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_a_backend_of_ones_own_is_known_once_its_file_is_imported(kind):
+    _, valid, validate = SCHEMAS[kind]
+    mine = {"trainer.logger": ["console", "mine"]}
+    (violation,) = validate(changed(valid, mine))
+    assert "there is no mine; set" in violation and "trainer.import_files" in violation
+    assert validate(changed(valid, mine | {"trainer.import_files": ["mine.py"]})) == []
+
+
+HYBRID = "actor_rollout_ref.hybrid_engine"
+OWN_POOL = {
+    HYBRID: False,
+    f"{ROLLOUT}.resource_pool.nnodes": 2,
+    f"{ROLLOUT}.resource_pool.n_gpus_per_node": 4,
+}
 # (changes, what the one violation says). A rule between keys.
 PPO_RELATIONS = {
-    "hybrid": ({"actor_rollout_ref.hybrid_engine": False}, ["hybrid_engine = false", "not there yet"]),
+    "pool missing": (
+        {HYBRID: False},
+        [f"{ROLLOUT}.resource_pool.nnodes = 0: needed when {HYBRID} = false", "resource_pool.nnodes=1"],
+    ),
+    "pool without effect": (
+        {f"{ROLLOUT}.resource_pool.nnodes": 1},
+        [f"{ROLLOUT}.resource_pool.nnodes = 1: has no effect when {HYBRID} = true"],
+    ),
+    "replica over a node of its pool": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 5},
+        ["tensor_model_parallel_size = 5", "at most", "tensor_model_parallel_size=4 or less"],
+    ),
+    "too many replicas for their pool": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.num_replicas": 3},
+        ["num_replicas = 3", "2 x 4", "room for 2 replicas", "num_replicas=2 or less"],
+    ),
+    "shared memory of other devices": (
+        OWN_POOL | {f"{ROLLOUT}.weight_transport": "shared"},
+        ["weight_transport = shared", "weight_transport=auto, broadcast or disk"],
+    ),
+    "broadcast on one device": (
+        {f"{ROLLOUT}.weight_transport": "broadcast", "trainer.device": "cuda"},
+        ["weight_transport = broadcast", "NCCL", "weight_transport=auto or disk"],
+    ),
+    "disk without a directory": (
+        {f"{ROLLOUT}.weight_transport": "disk"},
+        ["weight_transport_dir = null: needed when", "directory that all nodes share"],
+    ),
+    "directory without disk": (
+        {f"{ROLLOUT}.weight_transport_dir": "/d"},
+        ["weight_transport_dir = /d: has no effect when", "weight_transport=disk"],
+    ),
     "world size": (
         {f"{ACTOR}.megatron.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 5},
         ["1 x 5 = 5", "trainer.n_gpus_per_node=4 or 6"],
@@ -257,6 +332,22 @@ PPO_RELATIONS = {
     "min_lr": ({f"{ACTOR}.optim.min_lr": 1e-5}, ["min_lr = 1e-05", "lr = 1e-06"]),
     "group of one": ({f"{ROLLOUT}.n": 1}, [f"{ROLLOUT}.n = 1", "no baseline", f"{ROLLOUT}.n=8"]),
     "greedy twice": ({f"{ROLLOUT}.val_kwargs.n": 2}, ["val_kwargs.n = 2", "do_sample=true"]),
+    "KL weight unused": (
+        {"algorithm.kl_penalty": "k3", "algorithm.kl_ctrl.kl_coef": 0.1},
+        ["algorithm.kl_penalty = k3: has no effect", "use_kl_in_reward=true", "leave algorithm.kl_penalty, "],
+    ),
+    "greedy responses without a score": (
+        {
+            "algorithm.adv_estimator": "remax",
+            "reward_model.enable": True,
+            "reward_model.model.path": "rm",
+        },
+        ["algorithm.adv_estimator = remax", "reward_model.enable=false"],
+    ),
+    "band of covariances": (
+        {f"{ACTOR}.policy_loss.clip_cov_lb": 6.0},
+        ["clip_cov_lb = 6: must be below", "clip_cov_ub=7 or more"],
+    ),
     "reference unused": ({"actor_rollout_ref.ref.model_path": "r"}, ["ref.model_path = r", "use_kl_loss=true"]),
     "thresholds without tests": (
         {f"{CORRECTION}.rollout_rs_threshold": 2.0},
@@ -361,6 +452,22 @@ def test_replicas_are_judged_on_cuda_alone():
     cfg = changed(PPO, {f"{ROLLOUT}.num_replicas": 99, "trainer.device": "auto"})
     assert validate_ppo(cfg) == validate_ppo(cfg, device="cpu") == []
     assert len(validate_ppo(cfg, device="cuda")) == 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "broadcast", "disk"])
+def test_servers_may_have_devices_of_their_own(transport):
+    directory = "/shared/weights" if transport == "disk" else None
+    more = {f"{ROLLOUT}.weight_transport": transport, f"{ROLLOUT}.weight_transport_dir": directory}
+    # More replicas than the trainer has room for.
+    sizes = {f"{ROLLOUT}.num_replicas": 8, "trainer.n_gpus_per_node": 4}
+    cfg = changed(PPO, OWN_POOL | more | sizes)
+    assert validate_ppo(cfg, device="cuda") == validate_ppo(cfg, device="cpu") == []
+    assert transport_of(cfg) == ("disk" if transport == "disk" else "broadcast")
+    assert num_devices(cfg) == 4 + 2 * 4
+
+
+def test_shared_devices_share_memory():
+    assert transport_of(PPO) == "shared"
 
 
 def test_valid_schedules_and_clips_pass():

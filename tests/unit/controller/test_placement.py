@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.controller.pools import ResourcePool
+from scalerl.controller.replica import in_device_order
 from scalerl.controller.replica_set import ReplicaPlan, plan_replicas
 from scalerl.controller.rollout_worker import sample_seed
 from scalerl.hybrid.replicas import Replica, plan_feeds
@@ -36,6 +37,17 @@ def test_a_replica_has_the_devices_of_its_ranks_whatever_their_numbers() -> None
 def test_fewer_replicas_than_fit() -> None:
     plans = plan_replicas(pool_of(1, 8), RolloutConfig(tensor_model_parallel_size=2, num_replicas=1))
     assert plans == [ReplicaPlan(0, 0, (0, 1))]
+
+
+def test_a_pool_of_their_own_with_devices_left_over() -> None:
+    """Of five devices a node, two replicas of two: none lies on two nodes."""
+    plans = plan_replicas(pool_of(2, 5), RolloutConfig(tensor_model_parallel_size=2))
+    assert [(plan.node, plan.devices) for plan in plans] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+
+
+def test_the_devices_of_a_node_with_more_than_ten_are_in_order() -> None:
+    assert in_device_order([10, 9, 15, 2]) == ["2", "9", "10", "15"]
+    assert in_device_order(["GPU-b", "11", "GPU-a", "3"]) == ["3", "11", "GPU-a", "GPU-b"]
 
 
 def test_more_replicas_than_processes_on_the_cpu() -> None:

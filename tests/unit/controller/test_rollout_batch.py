@@ -22,13 +22,13 @@ def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
 def batch() -> DataProto:
     """Position 0 of the step is prompt 30, position 1 prompt 10, two samples of the first."""
     outputs = [
-        GenerateOutput(0, 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4),
+        GenerateOutput(0, 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4, ((0, 4), (1, 6))),
         GenerateOutput(0, 1, [6], [-0.25], "length", 4),
         GenerateOutput(1, 0, [], [], "abort", 5),
     ]
     prompts = [prompt(30, [1, 2]), prompt(30, [1, 2]), prompt(10, [3, 4, 5], before=9)]
     results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
-    return _to_batch(outputs, prompts, results)
+    return _to_batch(outputs, prompts, results, seeds=[11, 12, 2**63 - 1])
 
 
 def test_a_prompt_may_ask_for_its_own_sampling() -> None:
@@ -39,6 +39,8 @@ def test_a_prompt_may_ask_for_its_own_sampling() -> None:
     assert sampling_of("train", plain, base) == base
     assert sampling_of("train", asking, base) == SamplingParams(2, temperature=0.7)
     assert sampling_of("val", hot, base) == SamplingParams(8, temperature=1.5)
+    # What samples are compared with is greedy, whatever the prompt wants for its samples.
+    assert sampling_of("train", asking, SamplingParams(8, temperature=0.0)) == SamplingParams(2, temperature=0.0)
     with pytest.raises(ValueError, match=r"train prompt 3: extra_info.sampling.temperature is 1.5, the run trains at"):
         sampling_of("train", hot, base)
 
@@ -57,6 +59,12 @@ def test_token_columns() -> None:
         [0.0, 0.0, -0.25],
         [0.0, 0.0, 0.0],
     ]
+    # An interrupted sample went on under version 6.
+    assert [tokens["policy_versions"][row].tolist() for row in range(3)] == [
+        [-1, -1, 4, 6, 6],
+        [-1, -1, 4],
+        [-1, -1, -1],
+    ]
     assert [str(tokens[name].values.dtype) for name in ("input_ids", "response_mask", "rollout_logprobs")] == [
         "torch.int64",
         "torch.bool",
@@ -71,6 +79,7 @@ def test_sample_columns() -> None:
         "uid": [0, 0, 1],
         "prompt_uid": [30, 30, 10],
         "sample_index": [0, 1, 0],
+        "seed": [11, 12, 2**63 - 1],
         "prompt_length": [2, 2, 3],
         "prompt_length_before": [2, 2, 9],
         "response_length": [3, 1, 0],

@@ -62,13 +62,46 @@ def made_keys() -> set[str]:
         *metrics.explained_variance_metrics(metrics.explained_variance_sums(logprobs, logprobs, torch.ones(2))),
         *metrics.mismatch_metrics(*packed),
         *algorithms.rollout_corr_metrics(algorithms.correct(*packed, correction).metrics),
-        *metrics.validation_metrics(["a/b", "a/b"], [0, 0], [0.0, 1.0]),
+        *metrics.validation_metrics(["a/b"] * 4, [0] * 4, [0.0, 1.0] * 2, [{"acc": True, "pred": "x", "len": 5}] * 4),
     }
 
 
 def test_every_key_is_documented():
     known = patterns(DOC.read_text(encoding="utf-8"))
     assert sorted(key for key in made_keys() if not any(pattern.match(key) for pattern in known)) == []
+
+
+# What dashboards of this field ask a run for; those of several turns and tools are not among them.
+USUAL = """
+critic/{score,rewards,advantages,returns,values}/{mean,max,min} critic/vf_explained_var
+response_length/{mean,max,min,clip_ratio} response_length_non_aborted/{mean,max,min,clip_ratio} response/aborted_ratio
+prompt_length/{mean,max,min,clip_ratio}
+timing_s/{step,gen,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,save_checkpoint,testing}
+timing_s/dump_rollout_generations timing_per_token_ms/{gen,ref,values,adv,update_critic,update_actor}
+perf/{total_num_tokens,time_per_step,throughput} perf/mfu/{actor,critic,actor_infer}
+perf/{max_memory_allocated_gb,max_memory_reserved_gb,cpu_memory_used_gb}
+global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
+actor/{loss,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,entropy,kl_loss,kl_coef,grad_norm,lr}
+actor/{reward_kl_penalty,reward_kl_penalty_coeff} critic/{vf_loss,vf_clipfrac,vpred_mean,grad_norm,lr}
+training/{global_step,epoch,rollout_probs_diff_valid,rollout_probs_diff_max,rollout_probs_diff_mean}
+training/{rollout_probs_diff_std,rollout_actor_probs_pearson_corr}
+rollout_corr/rollout_is_{mean,max,min,std,eff_sample_size,ratio_fraction_high,ratio_fraction_low,oob_ratio}
+rollout_corr/rollout_is_{batch_norm_factor,seq_mean,seq_std,seq_max,seq_min,seq_max_deviation}
+rollout_corr/{training_ppl,training_log_ppl,rollout_ppl,rollout_log_ppl,kl,k3_kl,log_ppl_diff,log_ppl_abs_diff}
+rollout_corr/{log_ppl_diff_max,log_ppl_diff_min,ppl_ratio,chi2_token,chi2_seq}
+train/{loss,grad_norm,lr,mfu,global_tokens} val/loss
+"""
+
+
+def expanded(word: str) -> list[str]:
+    pieces = re.split(r"\{([^}]*)\}", word)
+    return ["".join(parts) for parts in itertools.product(*(piece.split(",") for piece in pieces))]
+
+
+def test_the_usual_keys_are_documented():
+    known = patterns(DOC.read_text(encoding="utf-8"))
+    keys = [key for word in USUAL.split() for key in expanded(word)]
+    assert [key for key in keys if not any(pattern.match(key) for pattern in known)] == []
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_file_that_does_not_import_shows_the_cause_and_its_line(reward_file, sou
     message = refused(path)
     assert f"path={path} does not import: {cause}" in message
     assert f"{path}:2: {source.splitlines()[1]}" in message
-    assert not {name for name in set(sys.modules) - before if name.startswith("scalerl_reward")}
+    assert not {name for name in set(sys.modules) - before if name.startswith("scalerl_user")}
 
 
 def test_error_inside_an_imported_library_shows_the_users_line(reward_file):

@@ -14,12 +14,10 @@ from safetensors.torch import load
 
 from scalerl.errors import UserError
 from scalerl.rollout.weights import (
-    Bucket,
     ExpectedChecksums,
     SharedBytes,
     checksum_differences,
     expected_checksums,
-    flat_layout,
     serialize_bucket,
     tensor_checksum,
 )
@@ -224,40 +222,6 @@ def test_an_sglang_bucket_names_sglangs_class_and_imports_nothing_of_it() -> Non
         assert entry.name == name
         assert entry.numel == flat.numel()
         assert torch.equal(flat.view(entry.dtype).reshape(entry.shape), tensor)
-
-
-def read_bucket(text: str) -> dict[str, torch.Tensor]:
-    class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return Metadata if module.startswith("sglang.") else super().find_class(module, name)
-
-    bucket = Reader(io.BytesIO(base64.b64decode(text))).load()
-    return {
-        entry.name: bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape)
-        for entry in bucket["metadata"]
-    }
-
-
-def test_a_shared_bucket_is_sent_without_a_copy_as_often_as_one_likes() -> None:
-    named = [("a", torch.arange(5, dtype=torch.bfloat16)), ("b", torch.randn(3, 2)), ("c", torch.randn(2, 6).T)]
-    entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named])
-    memory = SharedBytes.allocate(num_bytes)
-    views = memory.views(entries)
-    for (_, place), (_, tensor) in zip(views, named, strict=True):
-        place.copy_(tensor)
-    bucket = Bucket(views, memory, entries)
-    assert bucket.num_bytes == 10 + 24 + 48
-    seen = [read_bucket(bucket.serialize("sglang")) for _ in range(2)]
-    for found in seen:
-        assert found.keys() == {"a", "b", "c"}
-        assert all(torch.equal(found[name], tensor) for name, tensor in named)
-    # One memory: a reader sees what is written later.
-    views[1][1].fill_(7.0)
-    assert all(bool((found["b"] == 7.0).all()) for found in seen)
-    # Another process finds it by its handle; so does this one.
-    attached = SharedBytes.attach(memory.handle())
-    assert attached.flat.data_ptr() == memory.flat.data_ptr()
-    assert torch.equal(load(base64.b64decode(bucket.serialize("embedded")))["c"], named[2][1])
 
 
 def test_shared_memory_that_is_too_small_is_refused() -> None:

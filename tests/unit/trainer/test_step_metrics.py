@@ -134,6 +134,7 @@ EXPECTED = {
     # Weights: attention 4*2*(2*2 + 2*1) = 48, MLP 4*8*3 = 96, head 4*10 = 40. Pairs: 15 + 6 + 21 + 36 = 78.
     # Forward: 2 * 184 * 22 + 4 * 1 * 2 * 2 * 78 = 9344; training 3 times that, 2 epochs, over 2 s * 2 devices * peak.
     "perf/mfu/actor": 9344 * 3 * 2 / (2.0 * 2 * PEAK),
+    "perf/mfu/actor_infer": 9344 / (1.0 * 2 * PEAK),
 }
 
 
@@ -183,3 +184,12 @@ def test_reward_extra_takes_numbers_only() -> None:
     extras = column({"acc": 1, "text": "no", "list": [1]}, {"acc": 0.5, "none": None}, {})
     assert reward_extra_means(extras) == {"reward_extra/acc": 0.75}
     assert reward_extra_means(column({}, {})) == {}
+
+
+def test_memory_of_nodes_is_the_largest_of_drivers_and_ranks():
+    """An absurd size, so that no machine that runs this has more."""
+    found = outcome()
+    found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e9, "max")})
+    assert step_metrics(PPOConfig(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
+    found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e-9, "max")})
+    assert step_metrics(PPOConfig(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.metrics import Tracking, check_installed
+from scalerl.metrics import Tracking
 from scalerl.metrics.tracking import register_backend, unregister_backend
+from scalerl.metrics.tracking.backend import check_installed
 
 OPTIONAL = ("tensorboard", "wandb", "swanlab")
 

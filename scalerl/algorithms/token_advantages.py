@@ -1,0 +1,63 @@
+"""Advantage estimators of single tokens. They run on the data-parallel rank that holds the samples.
+
+All of them: rewards_T, response_mask_T [T], cu_seqlens [sequences + 1] -> (advantages [T], returns [T]) float32, 0 at
+other tokens. A token that the policy did not sample (observation, tool output) has no advantage and no reward, and
+neither discounts nor ends what comes after it. ValueError as `gae.gae`.
+Dims: T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from scalerl.algorithms.advantages import register_token_adv_est
+from scalerl.algorithms.gae import gae
+from scalerl.config.schema import AlgorithmConfig
+
+
+@register_token_adv_est("gae", needs=("values",), whiten=True)
+def gae_of_critic(
+    rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig, *, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`gae.gae` with algorithm.gamma and algorithm.lam.  values: [T], the critic's."""
+    return gae(rewards_T, values, response_mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam)
+
+
+@register_token_adv_est("reinforce_plus_plus", whiten=True)
+def reinforce_plus_plus(
+    rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig
+) -> tuple[Tensor, Tensor]:
+    """R_t = r_t + gamma R_t', t' the sequence's next sampled token; A_t = R_t, whitened over the step afterwards.
+
+    gamma: algorithm.gamma.  Source: REINFORCE++ (arXiv 2501.03262) section 3.1.
+    """
+    returns_T = _returns(rewards_T, response_mask_T, cu_seqlens, config.gamma)
+    return returns_T, returns_T
+
+
+@register_token_adv_est("remax", needs=("baseline_score",))
+def remax(
+    rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig, *, baseline_score: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A_t = R_t - b, R_t: sum of rewards from t on, b: score of the greedy response to the same prompt.
+
+    baseline_score: [S] b.  Raises ValueError for one that is not finite.
+    Source: ReMax (arXiv 2310.10505) section 4.1.
+    """
+    bad = torch.nonzero(~baseline_score.isfinite())
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"score of the greedy response to sequence {row}'s prompt is {baseline_score[row].item()}: the reward "
+            "function must return finite numbers"
+        )
+    returns_T = _returns(rewards_T, response_mask_T, cu_seqlens, 1.0)
+    baselines_T = baseline_score.to(returns_T.dtype).repeat_interleave(cu_seqlens.diff())
+    return torch.where(response_mask_T != 0, returns_T - baselines_T, 0.0), returns_T
+
+
+def _returns(rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """[T] discounted sums of the rewards of this and the later sampled tokens."""
+    values_T = torch.zeros_like(rewards_T)
+    return gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=gamma, lam=1.0)[0]

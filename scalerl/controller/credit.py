@@ -1,0 +1,109 @@
+"""What one data-parallel rank's samples earn, token by token; and the tokens that a loss singles out.
+
+S rows, T tokens. The shard holds whole samples; `group` are the data-parallel ranks, all of which call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scalerl.algorithms import (
+    get_adv_estimator,
+    kl_penalty_forward,
+    masked_whiten,
+    rewards_at_last_token,
+    select_tokens,
+    token_keys,
+)
+from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
+from scalerl.metrics import Metric, explained_variance_sums, token_stat_sums
+from scalerl.protocol import DataProto, Jagged
+
+# What names a sample on every layout.
+SAMPLE_NAMES = ("prompt_uid", "uid", "sample_index")
+
+
+def reward_kl(shard: DataProto, kind: str, *, old_logprobs: str) -> Jagged:
+    """KL of each sampled token to the reference, 0 at the others.
+
+    old_logprobs: name of the column that says what the policy gave.
+    """
+    mask, old, ref = (shard.tokens[name] for name in ("response_mask", old_logprobs, "ref_logprobs"))
+    kl_T = kl_penalty_forward(old.values, ref.values, kind)
+    return Jagged(torch.where(mask.values != 0, kl_T, 0.0), mask.cu_seqlens)
+
+
+def sums_of_rows(column: Jagged) -> np.ndarray:
+    """[S] float64."""
+    before = torch.cat([torch.zeros(1, dtype=torch.float64), column.values.double().cumsum(0)])
+    return before[column.cu_seqlens].diff().numpy()
+
+
+def token_advantages(
+    shard: DataProto, config: AlgorithmConfig, kl: tuple[float, str] | None, *, group: dist.ProcessGroup, device: str
+) -> tuple[dict[str, Metric], DataProto]:
+    """Columns advantages and returns of an estimator of single tokens, and metrics to be merged over the group.
+
+    The score is the reward of a sample's last sampled token. kl: (its weight, name of the policy's log-probs), where it
+    is taken off every token's reward.  device: where collectives run.
+    """
+    estimator = get_adv_estimator(config.adv_estimator)
+    mask = shard.tokens["response_mask"]
+    scores_S = torch.as_tensor(shard.samples["score"].astype(np.float32))
+    rewards_T = rewards_at_last_token(scores_S, mask.values, mask.cu_seqlens)
+    if kl is not None:
+        coef, old_logprobs = kl
+        rewards_T = rewards_T - coef * reward_kl(shard, config.kl_penalty, old_logprobs=old_logprobs).values
+    columns = {name: _column(shard, name) for name in estimator.needs}
+    advantages_T, returns_T = estimator(rewards_T, mask.values, mask.cu_seqlens, config, **columns)
+    if estimator.whiten:
+        advantages_T = masked_whiten(advantages_T.to(device), mask.values.to(device), group=group).cpu()
+    stats = {"advantages": advantages_T, "returns": returns_T}
+    metrics = {}
+    if "values" in columns:
+        metrics |= explained_variance_sums(columns["values"], returns_T, mask.values)
+        stats["values"] = columns["values"]
+    for name, values_T in stats.items():
+        metrics |= token_stat_sums(f"critic/{name}", values_T, mask.values)
+    made = {"advantages": advantages_T, "returns": returns_T}
+    return metrics, DataProto({name: Jagged(values_T, mask.cu_seqlens) for name, values_T in made.items()})
+
+
+def _column(shard: DataProto, name: str) -> Tensor:
+    """[T] of a token column, or [S] of a sample column."""
+    return shard.tokens[name].values if name in shard.tokens else torch.tensor(shard.samples[name])
+
+
+def covariance_column(
+    shard: DataProto,
+    micro_batches: Sequence[Sequence[Sequence[int]]],
+    config: PolicyLossConfig,
+    totals: list[dict[str, int]],
+    *,
+    mask: str,
+    group: dist.ProcessGroup,
+    device: str,
+) -> Jagged:
+    """The tokens that clip_cov and kl_cov single out in each mini-batch of all ranks (`covariance.select_tokens`).
+
+    micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: name of the loss tokens' column.
+    """
+    masks = shard.tokens[mask]
+    names = zip(*(shard.samples[name].tolist() for name in SAMPLE_NAMES), strict=True)
+    columns = [
+        *(shard.tokens[name].values for name in ("old_logprobs", "advantages", mask)),
+        token_keys(list(names), masks.cu_seqlens),
+    ]
+    selected_T = torch.zeros(len(masks.values), dtype=torch.bool)
+    for mini_batch, total in zip(micro_batches, totals, strict=True):
+        chosen_S = torch.zeros(len(shard), dtype=torch.bool)
+        chosen_S[[row for rows in mini_batch for row in rows]] = True
+        at_T = chosen_S.repeat_interleave(masks.lengths)
+        given = [column[at_T].to(device) for column in columns]
+        selected_T[at_T] = select_tokens(*given, config, total["num_loss_tokens"], group=group).cpu()
+    return Jagged(selected_T, masks.cu_seqlens)

@@ -1,0 +1,70 @@
+"""One sync in progress: what this rank tells the servers that it leads, in order, and which of them failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from scalerl.hybrid.order import Step, SyncOrder
+from scalerl.hybrid.replicas import Feed
+from scalerl.rollout.client import RolloutClient, RolloutError
+from scalerl.rollout.weights import ExpectedChecksums, NamedTensors
+
+# Most bytes of a bucket -> the model under its Hugging Face names, bucket by bucket. Collective: every rank has every
+# bucket, and must consume all.
+Export = Callable[[int], Iterator[NamedTensors]]
+
+
+class Delivery:
+    """feeds: of the replicas that take part, the same on every rank. led: those whose server this rank talks to."""
+
+    def __init__(
+        self,
+        feeds: Sequence[Feed],
+        clients: Mapping[str, RolloutClient],
+        expected: Mapping[int, ExpectedChecksums],
+        *,
+        rank: int,
+        policy_version: int,
+        bucket_bytes: int,
+    ) -> None:
+        """clients: by URL.  expected: index of a replica -> what its server must answer; empty: no proof."""
+        self.feeds, self.rank, self.policy_version = feeds, rank, policy_version
+        self.bucket_bytes = bucket_bytes
+        self.led = [feed for feed in feeds if feed.lead == rank]
+        self.expected = expected
+        # Index of a replica that this rank leads -> what its server did not do.
+        self.failed: dict[int, str] = {}
+        self._clients = clients
+        self._orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in self.led}
+
+    def tell(self, feed: Feed, step: Step | None, call: Callable[[RolloutClient], Any]) -> Any:
+        """The server's answer. None, now and later in this sync, from a server that fails: the other ranks wait for
+        this one in collectives, and the other servers for their weights.
+
+        step: what the call is of the order of steps; None: it is none. Raises WrongOrderError before the server is
+        asked.
+        """
+        if step is not None:
+            self._orders[feed.index].take(step)
+        if feed.index in self.failed:
+            return None
+        try:
+            return call(self._clients[feed.replica.url])
+        except RolloutError as error:
+            self.fail(feed, str(error))
+            return None
+
+    def fail(self, feed: Feed, why: str) -> None:
+        self.failed.setdefault(feed.index, why)
+
+    def hash(self, named: NamedTensors) -> None:
+        """Counts this bucket into what the servers that this rank leads must have."""
+        for checksums in self.expected.values():
+            checksums.add(named)
+
+
+def wait_all(pending: Sequence[Future]) -> None:
+    for future in pending:
+        future.result()

@@ -1,0 +1,270 @@
+"""Free memory along the hand-over of the trainer's devices: measured on every rank, logged, enough for what comes next.
+
+A step of one: servers generate -> their KV cache and weights leave -> the trainer's parts come, compute and leave ->
+weights come back and are overwritten -> the KV cache comes back. On a CPU servers release nothing; it is measured too.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from scalerl.errors import UserError
+from scalerl.metrics import Metric
+
+GIB = 2**30
+Point = Literal[
+    "before_release",
+    "after_release_kv",
+    "after_release",
+    "before_sync",
+    "after_resume_weights",
+    "after_sync",
+    "after_resume_kv",
+]
+# Of the memory that is free, what the buckets of a weight sync may take.
+BUCKET_FREE_FRAC = 0.5
+# Of a bucket on a device at once, at most: the joined tensors, their flat copy, and what joins the next one.
+BUCKET_COPIES = 3
+
+_MEGATRON = "actor_rollout_ref.actor.megatron"
+_UTILIZATION = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+_ADVICE: dict[Point, str] = {
+    "after_release": (
+        f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), "
+        "keep other models off the device (param_offload of the reference's and the critic's megatron), or have the "
+        "server keep less (actor_rollout_ref.rollout.engine_kwargs.sglang.disable_cuda_graph=true)"
+    ),
+    "before_sync": (
+        f"{_UTILIZATION}, or set {_MEGATRON}.grad_offload=true and {_MEGATRON}.optimizer_offload=true, which a sync "
+        "does not need on the device"
+    ),
+    "after_sync": (
+        f"{_UTILIZATION}, or set {_MEGATRON}.param_offload=true, {_MEGATRON}.grad_offload=true and "
+        f"{_MEGATRON}.optimizer_offload=true"
+    ),
+}
+
+
+class HandoverError(UserError, RuntimeError):
+    """A device has less free memory than what comes next needs."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one trainer rank sees. used_bytes: by its process.
+
+    device: distinct where memory is; ranks of one machine's CPU share one.
+    returning: role -> part -> bytes that are in host memory and come to the device when that role computes.
+    """
+
+    rank: int
+    device: str
+    free_bytes: int
+    total_bytes: int
+    used_bytes: int
+    returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+class Handover:
+    """The driver's books of one hand-over after the other."""
+
+    def __init__(self) -> None:
+        self._free: dict[Point, dict[int, int]] = {}
+        self._used: dict[Point, int] = {}
+        # Device -> bytes that its servers gave back last.
+        self._released: dict[str, dict[str, int]] = {"kv": {}, "weights": {}}
+
+    def see(self, point: Point, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None) -> None:
+        """One measurement of every rank. Raises HandoverError where a device lacks room for what follows the point.
+
+        servers: the ranks on whose devices servers take back what they released; None: all.
+        """
+        self._free[point] = {one.rank: one.free_bytes for one in ranks}
+        self._used[point] = max(one.used_bytes for one in ranks)
+        before: dict[Point, Point] = {"after_release_kv": "before_release", "after_release": "after_release_kv"}
+        if point in before and before[point] in self._free:
+            what = "kv" if point == "after_release_kv" else "weights"
+            self._released[what] = released_bytes(ranks, self._free[before[point]])
+        needed = self._needed(point, [one for one in ranks if servers is None or one.rank in servers], ranks)
+        if needed:
+            check_room(point, ranks, needed)
+
+    def _needed(
+        self, point: Point, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
+    ) -> dict[str, dict[str, int]]:
+        """Device -> what comes there next -> bytes."""
+        devices = {one.device for one in with_servers}
+        if point == "after_release":
+            return trainer_needs(ranks)
+        if point == "before_sync":
+            needed = trainer_needs(ranks, role="actor", part="params")
+            for device in devices:
+                if num_bytes := self._released["weights"].get(device, 0):
+                    needed.setdefault(device, {})["the server's weights"] = num_bytes
+            return needed
+        if point == "after_sync":
+            return {
+                device: {"the server's KV cache": self._released["kv"][device]}
+                for device in devices
+                if self._released["kv"].get(device)
+            }
+        return {}
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the points since the last call."""
+        found = {
+            f"perf/handover/free_gb/{point}": Metric(min(free.values()) / GIB, "min")
+            for point, free in self._free.items()
+        }
+        found |= {f"perf/handover/used_gb/{point}": Metric(used / GIB, "max") for point, used in self._used.items()}
+        for what, by_device in self._released.items():
+            if by_device:
+                found[f"perf/handover/{what}_gb"] = Metric(max(by_device.values()) / GIB, "max")
+        self._free, self._used = {}, {}
+        return found
+
+
+def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) -> dict[str, int]:
+    """Device -> bytes that became free; of several ranks on one device what the first saw."""
+    found: dict[str, int] = {}
+    for one in ranks:
+        found.setdefault(one.device, max(0, one.free_bytes - free_before[one.rank]))
+    return found
+
+
+def trainer_needs(
+    ranks: Iterable[RankMemory], *, role: str | None = None, part: str | None = None
+) -> dict[str, dict[str, int]]:
+    """Device -> role -> bytes that the ranks there bring back. Roles take turns: without `role` the largest alone."""
+    found: dict[str, dict[str, int]] = {}
+    for one in ranks:
+        sizes = {
+            f"the trainer's {name}": sum(size for key, size in parts.items() if part in (None, key))
+            for name, parts in one.returning.items()
+            if role in (None, name)
+        }
+        name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+        if size:
+            on_device = found.setdefault(one.device, {})
+            on_device[name] = on_device.get(name, 0) + size
+    return found
+
+
+def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
+    """needed: device -> what comes there -> bytes. Raises HandoverError naming the rank that lacks the most."""
+    short = [
+        (total - one.free_bytes, one)
+        for one in ranks
+        if (total := sum(needed.get(one.device, {}).values())) > one.free_bytes
+    ]
+    if not short:
+        return
+    _, worst = max(short, key=lambda pair: pair[0])
+    parts = needed[worst.device]
+    others = f" ({len(short) - 1} other ranks lack memory too)" if len(short) > 1 else ""
+    raise HandoverError(
+        f"device hand-over, {point}: rank {worst.rank} on {worst.device} has {worst.free_bytes / GIB:.2f} of "
+        f"{worst.total_bytes / GIB:.2f} GiB free, and {sum(parts.values()) / GIB:.2f} GiB are needed: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+        + f"{others}. To change: {_ADVICE[point]}"
+    )
+
+
+# --- buckets ---
+
+
+def bucket_bytes_that_fit(free_bytes: int, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:
+    """limit_bytes, halved until num_copies of it take at most BUCKET_FREE_FRAC of what is free; at least largest_bytes.
+
+    Halved, so that a little more or less of free memory does not make another plan in every sync.
+    largest_bytes: of the largest tensor, which has a bucket to itself.
+    """
+    room = int(free_bytes * BUCKET_FREE_FRAC) // num_copies
+    found = limit_bytes
+    while found > max(room, largest_bytes):
+        found //= 2
+    return max(found, largest_bytes)
+
+
+def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:
+    """Collective: the smallest over the ranks of `bucket_bytes_that_fit`, so that all of them cut the same buckets.
+
+    Raises HandoverError on every rank where one has no room for the largest tensor.
+    """
+    import torch.distributed as dist
+
+    fitting = bucket_bytes_that_fit(
+        free_bytes, limit_bytes=limit_bytes, largest_bytes=largest_bytes, num_copies=num_copies
+    )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (fitting, free_bytes, device))
+    check_largest([(free, where) for _, free, where in found], largest_bytes=largest_bytes, num_copies=num_copies)
+    return min(one for one, _, _ in found)
+
+
+def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_copies: int) -> None:
+    """ranks: of each its free bytes and device. Raises HandoverError."""
+    rank = min(range(len(ranks)), key=lambda at: ranks[at][0])
+    free_bytes, device = ranks[rank]
+    if free_bytes < num_copies * largest_bytes:
+        raise HandoverError(
+            f"weight sync: rank {rank} on {device} has {free_bytes / GIB:.2f} GiB free, and the largest tensor needs "
+            f"{num_copies * largest_bytes / GIB:.2f} GiB ({num_copies} copies of {largest_bytes / GIB:.2f}), however "
+            f"small actor_rollout_ref.rollout.update_weights_bucket_megabytes is. To change: {_ADVICE['before_sync']}"
+        )
+
+
+# --- measuring ---
+
+
+def measure(rank: int, device: str, engines: Mapping[str, Any]) -> RankMemory:
+    """device: cuda or cpu.  engines: role -> MegatronEngine.
+
+    With cuda: of the rank's device, by all processes, after what torch keeps for reuse has been given back.
+    Without: of the machine, within the limit of this process' control group.
+    """
+    returning = {role: engine.away_bytes() for role, engine in engines.items()}
+    host = socket.gethostname()
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+        # Memory that a server has read by its handle is still counted as ours until it is collected.
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        return RankMemory(rank, f"{host} GPU {uuid}", free, total, torch.cuda.memory_reserved(), returning)
+    used = psutil.Process().memory_info().rss
+    return RankMemory(rank, f"{host} cpu", host_free_bytes(), psutil.virtual_memory().total, used, returning)
+
+
+def free_for_buckets(device: str) -> tuple[int, str]:
+    """Free bytes and the name of this rank's device, in the middle of a sync: what torch keeps for reuse counts."""
+    if device == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free + unused, f"{socket.gethostname()} cuda:{torch.cuda.current_device()}"
+    return host_free_bytes(), f"{socket.gethostname()} cpu"
+
+
+def host_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this machine can still give, or what the process' control group may still take if that is less."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return free
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        taken = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # the top group, or version 1
+        return free
+    return max(0, min(free, int(limit) - taken))

@@ -1,0 +1,25 @@
+"""The ways that weights take from the trainer ranks to the rollout servers, behind one interface."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from scalerl.hybrid.delivery import Delivery
+
+TransportName = Literal["shared", "broadcast", "disk"]
+
+
+class Transport(Protocol):
+    """Made by all trainer ranks together."""
+
+    # Whether servers take weights between begin_weight_update and end_weight_update.
+    has_session: bool
+
+    def send(self, delivery: Delivery) -> tuple[int, int]:
+        """Collective over the trainer's world. -> bytes and buckets of one copy of the model.
+
+        A server that fails is noted in `delivery`; the others get everything.
+        """
+
+    def forget(self, index: int) -> None:
+        """The server of that replica is gone; what was set up with it is given back."""

@@ -1,0 +1,122 @@
+"""Weights over the network: one trainer rank broadcasts to the ranks of a server. NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+import torch.distributed as dist
+from torch import Tensor
+
+from scalerl.hybrid.delivery import Delivery, Export, wait_all
+from scalerl.hybrid.replicas import Feed
+from scalerl.rollout.update_group import (
+    SENDER,
+    address_towards,
+    broadcast,
+    in_sending_order,
+    join_group,
+    leave_group,
+    open_store,
+    pack,
+)
+from scalerl.rollout.weights import NamedTensors
+
+_counter = itertools.count()
+
+
+class BroadcastTransport:
+    """Each server has a group of its own with the rank that leads it, so that a lost one takes no other with it.
+
+    Every rank has every bucket; the leads, far apart in the world, send at the same time.
+    """
+
+    has_session = True
+
+    def __init__(self, export: Export, *, backend: str, timeout_s: float) -> None:
+        """backend: nccl | gloo.  timeout_s: of joining a group, and of one broadcast."""
+        self.export, self.backend, self.timeout_s = export, backend, timeout_s
+        # Index of a replica that this rank leads -> (name, group).
+        self.groups: dict[int, tuple[str, dist.ProcessGroup]] = {}
+
+    def send(self, delivery: Delivery) -> tuple[int, int]:
+        total = num_buckets = 0
+        for feed in delivery.led:
+            if feed.index not in self.groups and feed.index not in delivery.failed:
+                self._join(delivery, feed)
+        with ThreadPoolExecutor(max(1, 2 * len(delivery.led))) as threads:
+            for named in self.export(delivery.bucket_bytes):
+                named = in_sending_order(named)
+                total, num_buckets = total + sum(x.nbytes for _, x in named), num_buckets + 1
+                if delivery.led:
+                    flat = pack(named)
+                    sending = [threads.submit(self._send, delivery, feed, named, flat) for feed in delivery.led]
+                    delivery.hash(named)
+                    wait_all(sending)
+        return total, num_buckets
+
+    def forget(self, index: int) -> None:
+        """The server is gone, or did not follow: its group can be used no more."""
+        if index in self.groups:
+            _, group = self.groups.pop(index)
+            group.abort()
+            leave_group(group)
+
+    def _join(self, delivery: Delivery, feed: Feed) -> None:
+        """Server and rank meet at a store of this rank."""
+        address = address_towards(feed.replica.url)
+        store = open_store(address, self.timeout_s)
+        # One name for the whole life of both processes.
+        name = f"weights-{os.getpid()}-{next(_counter)}"
+        size = 1 + feed.replica.tp_size
+        threads = ThreadPoolExecutor(2)
+        server = threads.submit(
+            delivery.tell,
+            feed,
+            None,
+            lambda client: client.join_update_group(
+                address, store.port, rank_offset=SENDER + 1, world_size=size, group_name=name, backend=self.backend
+            ),
+        )
+        here = threads.submit(
+            join_group,
+            store,
+            name=name,
+            rank=SENDER,
+            world_size=size,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )
+        server.result()
+        # Where the server did not join, this rank's thread waits in vain, and ends by its own limit.
+        threads.shutdown(wait=False)
+        if feed.index not in delivery.failed:
+            self.groups[feed.index] = name, here.result()
+
+    def _send(self, delivery: Delivery, feed: Feed, named: NamedTensors, flat: Tensor) -> None:
+        if feed.index in delivery.failed:
+            delivery.tell(feed, "bucket", lambda client: None)
+            return
+        name, group = self.groups[feed.index]
+        layout = [(tensor_name, str(x.dtype).removeprefix("torch."), list(x.shape)) for tensor_name, x in named]
+        threads = ThreadPoolExecutor(2)
+        server = threads.submit(
+            delivery.tell,
+            feed,
+            "bucket",
+            lambda client: client.update_weights_from_group(
+                layout, group_name=name, flush_cache=True, policy_version=delivery.policy_version
+            ),
+        )
+        here = threads.submit(broadcast, flat, group)
+        # Where the server takes no part the thread here waits in vain: gloo has no way to call it back.
+        threads.shutdown(wait=False)
+        wait([server, here], return_when=FIRST_COMPLETED)
+        if here.done() and (error := here.exception()):
+            delivery.fail(feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log")
+        server.result()
+        if feed.index in delivery.failed:
+            self.forget(feed.index)
+        else:
+            here.result()

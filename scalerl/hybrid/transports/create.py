@@ -1,0 +1,41 @@
+"""A transport by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scalerl.hybrid.node_buckets import NodeBuckets
+from scalerl.hybrid.replicas import Feed
+from scalerl.hybrid.transports import Transport, TransportName
+from scalerl.hybrid.transports.broadcast import BroadcastTransport
+from scalerl.hybrid.transports.disk import DiskTransport
+from scalerl.hybrid.transports.gathered import GatheredTransport
+from scalerl.hybrid.transports.shared import SharedTransport
+from scalerl.parallel.engine import MegatronEngine
+from scalerl.parallel.export import BucketWriter
+
+
+def make_transport(
+    name: TransportName,
+    engine: MegatronEngine,
+    feeds: Sequence[Feed],
+    *,
+    bucket_bytes: int,
+    timeout_s: float,
+    directory: str | None = None,
+    model_path: str | None = None,
+) -> Transport:
+    """Collective over the trainer's world. directory, model_path: of `DiskTransport`, needed there."""
+    if name == "disk":
+        assert directory is not None and model_path is not None
+
+        def layout(size: int) -> list:
+            return BucketWriter(engine.chunks, engine.family, engine.shape, engine.groups, bucket_bytes=size).tensors
+
+        return DiskTransport(engine.export_buckets, layout, directory=directory, model_path=model_path)
+    if name == "broadcast":
+        backend = "nccl" if next(engine.chunks[0].parameters()).is_cuda else "gloo"
+        return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
+    if NodeBuckets.possible(engine):
+        return SharedTransport(NodeBuckets(engine, bucket_bytes))
+    return GatheredTransport(engine.export_buckets, feeds)

@@ -1,0 +1,169 @@
+"""Weights through files on a file system that trainer and servers share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from scalerl.errors import UserError
+from scalerl.hybrid.delivery import Delivery, Export, wait_all
+from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_index
+from scalerl.rollout.weights import NamedTensors
+
+DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
+PREFIX = "weights-of-version-"
+PARTIAL = ".tmp"
+# Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
+Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
+NOT_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Beside the tensors: their names, and the files that are not weights.
+SPARE_BYTES = 64 * 2**20
+
+
+class WeightFilesError(UserError, RuntimeError):
+    """The weights could not be written. No server has been asked to load anything."""
+
+
+class DiskTransport:
+    """A whole Hugging Face model for each sync: it appears under its name once it is complete, then servers load it.
+
+    Buckets are dealt over the ranks, each writes its own. The directory is for one run alone; it keeps the newest.
+    """
+
+    has_session = False
+
+    def __init__(self, export: Export, layout: Layout, *, directory: str | Path, model_path: str | Path) -> None:
+        """model_path: configuration and tokenizer are copied from there."""
+        self.export, self.layout = export, layout
+        self.directory, self.model_path = Path(directory).expanduser().absolute(), Path(model_path)
+
+    def send(self, delivery: Delivery) -> tuple[int, int]:
+        buckets = self.layout(delivery.bucket_bytes)
+        specs = [{name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in bucket} for bucket in buckets]
+        num_bytes = sum(spec.num_bytes for bucket in specs for spec in bucket.values())
+        target = self._begin(delivery.policy_version, num_bytes)
+        partial = target.with_name(target.name + PARTIAL)
+        error = None
+        for number, named in enumerate(self.export(delivery.bucket_bytes)):
+            if number % dist.get_world_size() == dist.get_rank() and error is None:
+                # The other ranks wait for this one in the next bucket's collectives.
+                error = self._failure(num_bytes, lambda at=number, x=named: _write(partial, specs, at, x))
+            delivery.hash(named)
+        self._agree(error, partial)
+        error = self._failure(num_bytes, lambda: self._complete(partial, target, specs)) if _is_first() else None
+        self._agree(error, partial)
+        self._load(delivery, target)
+        # No server reads an older one now.
+        dist.barrier()
+        if _is_first():
+            self._remove_all_but(target)
+        return num_bytes, len(buckets)
+
+    def forget(self, index: int) -> None:
+        """Nothing is kept of a server."""
+
+    def _begin(self, policy_version: int, num_bytes: int) -> Path:
+        """Collective. -> where the weights will be. Raises WeightFilesError where there is no room for them."""
+        name, error = None, None
+        if _is_first():
+            name = f"{PREFIX}{policy_version}-{secrets.token_hex(4)}"
+            error = self._failure(num_bytes, lambda: self._make_room(name, num_bytes))
+        message = [name]
+        dist.broadcast_object_list(message, src=0)
+        self._agree(error)
+        return self.directory / message[0]
+
+    def _make_room(self, name: str, num_bytes: int) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # What a killed run left half written; the newest whole one stays until the next is there.
+        for leftover in self.directory.glob(f"{PREFIX}*{PARTIAL}"):
+            shutil.rmtree(leftover)
+        if shutil.disk_usage(self.directory).free < num_bytes + SPARE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (self.directory / (name + PARTIAL)).mkdir()
+
+    def _complete(self, partial: Path, target: Path, specs: Sequence[dict[str, TensorSpec]]) -> None:
+        for file in sorted(self.model_path.iterdir()):
+            if file.suffix in NOT_WEIGHTS and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, partial / file.name)
+        if len(specs) > 1:
+            files = {name: file_name(number, len(specs)) for number, bucket in enumerate(specs) for name in bucket}
+            write_index(partial, files, {name: spec for bucket in specs for name, spec in bucket.items()})
+        for path in [*partial.iterdir(), partial]:
+            with _opened(path) as descriptor:
+                os.fsync(descriptor)
+        partial.rename(target)
+        with _opened(self.directory) as descriptor:
+            os.fsync(descriptor)
+
+    def _load(self, delivery: Delivery, target: Path) -> None:
+        with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
+            wait_all([
+                threads.submit(
+                    delivery.tell,
+                    feed,
+                    "bucket",
+                    lambda client: client.update_weights_from_disk(str(target), policy_version=delivery.policy_version),
+                )
+                for feed in delivery.led
+            ])  # fmt: skip
+
+    def _remove_all_but(self, target: Path) -> None:
+        for path in self.directory.glob(f"{PREFIX}*"):
+            if path != target:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, num_bytes: int, work: Callable[[], None]) -> str | None:
+        """What kept this rank from its work, for the person who has to make room."""
+        try:
+            work()
+        except OSError as error:
+            what = f"{DIRECTORY_KEY} = {self.directory}: the weights of {num_bytes:,} bytes cannot be written there"
+            if error.errno not in NO_ROOM:
+                return f"{what}: {error}"
+            existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+            return (
+                f"{what}: {os.strerror(error.errno)}. {num_bytes + SPARE_BYTES:,} bytes are needed beside what is "
+                f"there, {shutil.disk_usage(existing).free:,} are free. Free some, or set it to a directory with room"
+            )
+        return None
+
+    def _agree(self, error: str | None, partial: Path | None = None) -> None:
+        """Collective. Raises WeightFilesError on every rank where one has an error."""
+        errors: list = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        found = [text for text in errors if text is not None]
+        if found:
+            if partial is not None and _is_first():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise WeightFilesError(found[0])
+
+
+def _write(directory: Path, specs: Sequence[dict[str, TensorSpec]], number: int, named: NamedTensors) -> None:
+    with SafetensorsFile(directory / file_name(number, len(specs)), specs[number]) as file:
+        for name, tensor in named:
+            # A copy: numpy, through which it is written, would forbid a parameter's storage to leave its device.
+            file.write(name, tensor.detach().to("cpu", copy=True))
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,59 @@
+"""Weights through the memory of each device: every rank has every bucket, engine ranks read that of their device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from scalerl.hybrid.delivery import Delivery, Export
+from scalerl.hybrid.replicas import Feed
+from scalerl.hybrid.transports.shared import load, load_blobs
+from scalerl.rollout.weights import Bucket
+
+
+class GatheredTransport:
+    """On GPUs (CUDA IPC), and where trainer ranks are on several machines."""
+
+    has_session = True
+
+    def __init__(self, export: Export, feeds: Sequence[Feed]) -> None:
+        """Collective."""
+        self.export = export
+        self.groups: dict[int, dist.ProcessGroup] = {}
+        for feed in feeds:
+            distinct = sorted(set(feed.ranks))
+            if len(distinct) > 1:
+                # Every rank creates every group.
+                self.groups[feed.index] = dist.new_group(distinct, backend="gloo")
+
+    def send(self, delivery: Delivery) -> tuple[int, int]:
+        num_bytes = num_buckets = 0
+        mine = [feed for feed in delivery.feeds if delivery.rank in feed.ranks]
+        for named in self.export(delivery.bucket_bytes):
+            bucket = Bucket(named)
+            num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
+            for feed in mine:
+                self._send(delivery, feed, bucket)
+            delivery.hash(named)
+        return num_bytes, num_buckets
+
+    def _send(self, delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
+        """Collective over the feed's ranks."""
+        group = self.groups.get(feed.index)
+        if group is None:
+            load(delivery, feed, bucket)
+            return
+        kind = feed.replica.kind
+        blobs = {at: bucket.serialize(kind) for at, maker in enumerate(feed.ranks) if maker == delivery.rank}
+        is_lead = feed.lead == delivery.rank
+        gathered: list | None = [None] * dist.get_world_size(group) if is_lead else None
+        dist.gather_object(blobs, gathered, dst=feed.lead, group=group)
+        if is_lead:
+            blobs = {at: blob for part in gathered or [] for at, blob in part.items()}
+            load_blobs(delivery, feed, bucket, [blobs[at] for at in range(feed.replica.tp_size)])
+        # The bucket's memory must live until every engine rank has copied it.
+        dist.barrier(group)
+
+    def forget(self, index: int) -> None:
+        """Nothing is kept of a server."""

@@ -1,0 +1,58 @@
+"""Weights through the memory of one machine: every rank writes its part, servers read. On CPUs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from scalerl.hybrid.delivery import Delivery, wait_all
+from scalerl.hybrid.node_buckets import NodeBuckets
+from scalerl.hybrid.replicas import Feed
+from scalerl.rollout.weights import Bucket
+
+
+class SharedTransport:
+    """A byte is copied twice, by the trainer and by the server, whatever the layout."""
+
+    has_session = True
+
+    def __init__(self, buckets: NodeBuckets) -> None:
+        self.buckets = buckets
+
+    def send(self, delivery: Delivery) -> tuple[int, int]:
+        """While the ranks write a bucket, servers load and leads hash the one before."""
+        num_bytes = 0
+        pending: list[Future] = []
+        num_threads = max(1, len(delivery.led) + len(delivery.expected))
+        with self.buckets.room(delivery.bucket_bytes), ThreadPoolExecutor(num_threads) as threads:
+            for number in range(len(self.buckets)):
+                bucket = self.buckets.write(number)
+                num_bytes += bucket.num_bytes
+                wait_all(pending)
+                # Now this bucket is whole, and nobody reads from where the next one goes.
+                dist.barrier()
+                pending = [threads.submit(load, delivery, feed, bucket) for feed in delivery.led]
+                pending += [threads.submit(x.add, bucket.named) for x in delivery.expected.values()]
+            wait_all(pending)
+        return num_bytes, len(self.buckets)
+
+    def forget(self, index: int) -> None:
+        """Nothing is kept of a server."""
+
+
+def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
+    load_blobs(delivery, feed, bucket, [bucket.serialize(feed.replica.kind) for _ in range(feed.replica.tp_size)])
+
+
+def load_blobs(delivery: Delivery, feed: Feed, bucket: Bucket, blobs: list[str]) -> None:
+    """blobs: one per engine rank."""
+    # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides, up to a
+    # second of every step on a CPU.
+    delivery.tell(
+        feed,
+        "bucket",
+        lambda client: client.update_weights(
+            blobs, flush_cache=True, policy_version=delivery.policy_version, load_format=bucket.load_format
+        ),
+    )

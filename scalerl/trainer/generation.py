@@ -1,0 +1,293 @@
+"""Prompts of a file -> responses, by rollout servers that are started for it and replaced when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import ray
+
+from scalerl.config import GenerationConfig
+from scalerl.config.schema import RolloutConfig
+from scalerl.controller.pools import ResourcePool, ray_cluster
+from scalerl.controller.replica_set import ReplicaSet
+from scalerl.controller.rollout_worker import sample_seed
+from scalerl.data.messages import check_messages
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_tokens import tokenize
+from scalerl.data.tables import FileTable
+from scalerl.data.truncation import truncate
+from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.overrides import override_sampling
+from scalerl.rollout.routing import max_in_flight
+from scalerl.trainer.generation_parts import Parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINISH_REASONS = "finish_reasons"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """row: number over all files."""
+
+    row: int
+    input_ids: list[int]
+    sampling: SamplingParams
+
+
+def read_prompts(
+    tables: Sequence[FileTable], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Of every row. Raises DataError with the problems of the first file that has any."""
+    prompts: list[Prompt] = []
+    for file in tables:
+        problems = FileProblems(file.name)
+        column = cfg.data.prompt_key
+        for chunk in file.chunks([column], problems, optional=["extra_info"]):
+            messages = [check_messages(values[column], row, column, problems) for row, values in chunk]
+            if problems:
+                # From here on rows are only checked.
+                continue
+            for (row, values), tokens in zip(chunk, tokenize(tokenizer, messages), strict=True):
+                input_ids = _input_ids(tokens, row, cfg, problems)
+                sampling = _sampling(values.get("extra_info"), row, cfg, problems)
+                if input_ids is not None and sampling is not None:
+                    prompts.append(Prompt(file.first + row, input_ids, sampling))
+            if problems.full:
+                break
+        problems.raise_if_any()
+    return prompts
+
+
+def _input_ids(tokens: object, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+    place = {"row": row, "column": cfg.data.prompt_key}
+    limit = cfg.rollout.prompt_length
+    if isinstance(tokens, str):
+        found = f"messages that the chat template refuses ({tokens})"
+        problems.add(found, "correct the messages, or use another template", **place)
+        return None
+    if not len(tokens):
+        problems.add("messages that the chat template renders to nothing", "correct it", **place)
+        return None
+    if len(tokens) <= limit:
+        return tokens.tolist()
+    if cfg.data.truncation == "error":
+        problems.add(
+            f"a prompt longer than rollout.prompt_length={limit} tokens",
+            "raise it, or set data.truncation=left|right|middle",
+            **place,
+            value=f"{len(tokens)} tokens",
+        )
+        return None
+    return [int(token) for token in truncate(tokens, limit, cfg.data.truncation)]
+
+
+def _sampling(
+    extra_info: dict | None, row: int, cfg: GenerationConfig, problems: FileProblems
+) -> SamplingParams | None:
+    config = cfg.rollout
+    base = SamplingParams(
+        config.response_length, config.temperature, config.top_p, config.top_k, ignore_eos=config.ignore_eos
+    )
+    try:
+        return override_sampling(base, extra_info, f"row {row}", max_new_tokens_key="rollout.response_length")
+    except ValueError as error:
+        problems.add(str(error), "correct it", column="extra_info")
+        return None
+
+
+class Servers:
+    """The rollout servers of a generation; one that is lost is restarted (`rollout.generation.Recovery`).
+
+    They serve the model's files, so a restarted one needs nothing else.
+    """
+
+    def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
+        """Starts them; `wait_ready` returns when they answer."""
+        self.cfg = cfg
+        self.max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
+        self.replicas = ReplicaSet(
+            pool,
+            cfg.model,
+            server_config(cfg),
+            gpu_ids=None,
+            max_model_len=self.max_model_len,
+            log_dir=log_dir,
+            timeout_s=cfg.trainer.timeout_s,
+            owns_devices=True,
+            # This process is the one that asks them.
+            single_node=pool.node_ids() == {ray.get_runtime_context().get_node_id()},
+        )
+        self.num_resubmitted = 0
+
+    def wait_ready(self) -> None:
+        """Raises ServerStartError with the last log lines of one that does not start."""
+        self.replicas.wait_ready()
+        self.clients = [self._client(index) for index in range(len(self.replicas.replicas))]
+        # Index -> its restart, which may take longer than the batch that lost it.
+        self.restarts: dict[int, asyncio.Task[None]] = {}
+        self.one_at_a_time = asyncio.Lock()
+
+    def _client(self, index: int) -> RolloutClient:
+        replica = self.replicas.replicas[index]
+        return RolloutClient(
+            replica.url,
+            replica.kind,
+            max_model_len=self.max_model_len,
+            timeout_s=self.cfg.rollout.request_timeout_s,
+            max_concurrency=max_in_flight(self.cfg.rollout.max_num_seqs),
+        )
+
+    async def in_service(self) -> list[RolloutClient]:
+        """Those that are not being restarted; waits for one. Raises what a restart raised."""
+        while True:
+            for index in [index for index, restart in self.restarts.items() if restart.done()]:
+                self.restarts.pop(index).result()
+            if clients := [client for index, client in enumerate(self.clients) if index not in self.restarts]:
+                return clients
+            await asyncio.wait(self.restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        index = self.clients.index(lost)
+        self.restarts[index] = asyncio.create_task(self._restart(index, str(error)))
+        # The generation may end, and cancel this, before the server is back.
+        await asyncio.shield(self.restarts[index])
+        return self.clients[index]
+
+    async def _restart(self, index: int, why: str) -> None:
+        async with self.one_at_a_time:
+            await _in_thread(lambda: self._end_and_start(index, why))
+        self.clients[index] = self._client(index)
+
+    def _end_and_start(self, index: int, why: str) -> None:
+        self.replicas.end(index, why)
+        self.replicas.restart_down()
+
+    def resubmitted(self, request: GenerateRequest) -> None:
+        self.num_resubmitted += request.n
+
+
+def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
+    """A daemon's: nothing waits for a restart that is under way when the work is done."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="restart", daemon=True).start()
+    return asyncio.wrap_future(done)
+
+
+def server_config(cfg: GenerationConfig) -> RolloutConfig:
+    """What `scalerl train` would give its servers, but for what a trainer on their devices needs."""
+    names = {field.name for field in fields(RolloutConfig)} & {field.name for field in fields(cfg.rollout)}
+    return RolloutConfig(
+        **{name: getattr(cfg.rollout, name) for name in names}, n=cfg.data.n_samples, free_cache_engine=False
+    )
+
+
+@contextmanager
+def generation_servers(cfg: GenerationConfig, device: str, log_dir: Path) -> Iterator[Servers]:
+    """They end with the block."""
+    trainer = cfg.trainer
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(num_workers=trainer.nnodes * trainer.n_gpus_per_node, device=device))
+        pool = ResourcePool.create(
+            nnodes=trainer.nnodes,
+            devices_per_node=trainer.n_gpus_per_node,
+            device=device,
+            timeout_s=trainer.timeout_s,
+        )
+        stack.callback(pool.release)
+        servers = Servers(cfg, pool, log_dir)
+        stack.callback(servers.replicas.stop)
+        servers.wait_ready()
+        yield servers
+
+
+def generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: Servers,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: Callable[[], bool],
+) -> bool:
+    """Makes the parts that are missing; False when `stop` ended it between two of them."""
+    return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
+
+
+async def _generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: Servers,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Callable[[], bool],
+) -> bool:
+    todo = parts.missing()
+    num_done = parts.num_batches - len(todo)
+    for batch in todo:
+        if stop():
+            return False
+        began = time.monotonic()
+        requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
+        outputs = await generate_samples(await servers.in_service(), requests, recovery=servers)
+        parts.write(batch, _columns(outputs, cfg, tokenizer))
+        num_done += 1
+        num_tokens = sum(len(output.output_ids) for output in outputs)
+        print(
+            f"batch {num_done}/{parts.num_batches}  rows {parts.rows(batch)[0]} to {parts.rows(batch)[-1]}  "
+            f"{num_tokens} tokens  {num_tokens / (time.monotonic() - began):.0f} tok/s",
+            flush=True,
+        )
+    return True
+
+
+def _request(prompt: Prompt, cfg: GenerationConfig) -> GenerateRequest:
+    n, seed = cfg.data.n_samples, cfg.rollout.seed
+    seeds = [sample_seed(seed, 0, prompt.row, sample) for sample in range(n)]
+    return GenerateRequest(prompt.row, prompt.input_ids, n, prompt.sampling, seeds)
+
+
+def _columns(
+    outputs: Sequence[GenerateOutput], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, pa.Array]:
+    """outputs: n of each prompt, in order."""
+    n = cfg.data.n_samples
+    texts = [tokenizer.decode(output.output_ids, skip_special_tokens=True) for output in outputs]
+    reasons = [output.finish_reason for output in outputs]
+
+    def lists(values: list[str]) -> pa.Array:
+        return pa.array([values[first : first + n] for first in range(0, len(values), n)], pa.list_(pa.string()))
+
+    return {cfg.data.response_key: lists(texts), FINISH_REASONS: lists(reasons)}
+
+
+def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> None:
+    """Raises DataError where the input has a column of a name that the output needs."""
+    new = {cfg.data.response_key: "rename it, or set data.response_key", FINISH_REASONS: "rename it"}
+    problems = [
+        f"{file.name}: has a column '{name}' already, which the output adds; {advice}"
+        for file in tables
+        for name, advice in new.items()
+        if name in file.table.column_names
+    ]
+    if problems:
+        raise DataError(problems)

@@ -1,0 +1,196 @@
+"""`SampleStream`: the groups that each step trains on, asked for up to `trainer.max_staleness` steps ahead."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scalerl.config import PPOConfig
+from scalerl.controller.batch import BatchRef
+from scalerl.controller.groups import Enough, GroupFilter, SampleGroup, kept_uids
+from scalerl.controller.rollout_role import Finished, Generation, HybridRollout
+from scalerl.data import PromptCursor
+from scalerl.errors import UserError
+from scalerl.metrics import Metric, merge_metrics
+from scalerl.trainer.ledger import Ledger
+
+
+class NoContrastError(UserError, RuntimeError):
+    """A step found too few groups whose samples differ."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The first round of a step, on its way."""
+
+    step: int
+    groups: list[SampleGroup]
+    generation: Generation
+
+
+class SampleStream:
+    """Every group that is asked for is trained on once, or dropped for a reason, or in flight.
+
+    prompts: where new groups come from.
+    """
+
+    def __init__(self, config: PPOConfig, rollout: HybridRollout, prompts: PromptCursor, *, total_steps: int) -> None:
+        self.rollout, self.prompts, self.total_steps = rollout, prompts, total_steps
+        self.batch_size = config.data.train_batch_size
+        self.gen_batch_size = config.data.gen_batch_size
+        self.max_staleness = config.trainer.max_staleness
+        groups = config.algorithm.filter_groups
+        self.keep = GroupFilter(groups.metric) if groups.enable else None
+        self.max_rounds = groups.max_num_gen_batches if groups.enable else 1
+        # Only devices of their own generate while the trainer computes.
+        self.steps_ahead = 0 if config.actor_rollout_ref.hybrid_engine else self.max_staleness
+        self.carries = config.actor_rollout_ref.hybrid_engine and config.actor_rollout_ref.rollout.partial_rollout
+        self.ledger = Ledger()
+        self.asked: deque[_Asked] = deque()
+        # Groups that an early end left, first in line for the next step.
+        self.carried: list[SampleGroup] = []
+        # Of a checkpoint: steps whose groups were in flight, asked for again.
+        self.again: dict[int, list[SampleGroup]] = {}
+        # Step -> groups that were made for it.
+        self.num_made: Counter[int] = Counter()
+
+    def take(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+        """train_batch_size groups of n samples, and where they came from.
+
+        Raises NoContrastError after max_num_gen_batches rounds without enough groups whose samples differ.
+        """
+        while len(self.asked) <= self.steps_ahead and (coming := step + len(self.asked)) <= max(step, self.total_steps):
+            self.asked.append(self._ask(coming, self._first_groups(coming)))
+        asked = self.asked.popleft()
+        assert asked.step == step
+        rounds = [self._finish(asked)]
+        kept = [kept_uids(rounds[0].samples.samples, self.keep)]
+        while (missing := self.batch_size - sum(map(len, kept))) > 0:
+            if len(rounds) >= self.max_rounds:
+                raise NoContrastError(self._too_few(len(rounds), sum(map(len, kept))))
+            more = self._new_groups(step, self._size_of_round(rounds, kept))
+            rounds.append(self._finish(self._ask(step, more, missing=missing)))
+            kept.append(kept_uids(rounds[-1].samples.samples, self.keep))
+        samples = self._select(rounds, kept)
+        self._check()
+        metrics = merge_metrics(finished.metrics for finished in rounds)
+        return samples, metrics | self._metrics(samples, step, len(rounds))
+
+    def trained(self) -> None:
+        """The batch that `take` gave last."""
+        self.ledger.train(self.batch_size)
+
+    # --- asking ---
+
+    def _first_groups(self, step: int) -> list[SampleGroup]:
+        groups = self.again.pop(step, [])
+        if self.carried:
+            fresh = [group for group in self.carried if step - group.step <= self.max_staleness]
+            stale = [group for group in self.carried if step - group.step > self.max_staleness]
+            self._drop("stale", stale)
+            groups, self.carried = groups + fresh, []
+        return groups + self._new_groups(step, max(0, self.gen_batch_size - len(groups)))
+
+    def _new_groups(self, step: int, count: int) -> list[SampleGroup]:
+        first = self.num_made[step]
+        self.num_made[step] += count
+        self.ledger.submit(count)
+        return [SampleGroup(uid, step, first + place) for place, uid in enumerate(self.prompts.take(count))]
+
+    def _ask(self, step: int, groups: list[SampleGroup], *, missing: int | None = None) -> _Asked:
+        # Whoever asks for no more than a step needs takes them all, in the order of the prompts: those that end first
+        # are the short ones.
+        oversampled = self.gen_batch_size > self.batch_size
+        enough = Enough(missing or self.batch_size, self.keep) if oversampled else None
+        return _Asked(step, groups, self.rollout.begin(groups, enough=enough, carry=self.carries))
+
+    def _size_of_round(self, rounds: Sequence[Finished], kept: Sequence[Sequence[int]]) -> int:
+        """As many as will do if they are kept as often as those before."""
+        found, tried = sum(map(len, kept)), sum(len(set(part.samples.samples["uid"].tolist())) for part in rounds)
+        if not found:
+            return self.gen_batch_size
+        return min(self.gen_batch_size, math.ceil((self.batch_size - found) * tried / found))
+
+    # --- what came ---
+
+    def _finish(self, asked: _Asked) -> Finished:
+        finished = self.rollout.finish(asked.generation)
+        if self.carries:
+            self.carried += finished.unfinished
+        else:
+            self.ledger.drop("unfinished", len(finished.unfinished))
+        return finished
+
+    def _select(self, rounds: Sequence[Finished], kept: Sequence[list[int]]) -> BatchRef:
+        """The rows of the first batch_size groups that were kept."""
+        parts, left = [], self.batch_size
+        for finished, uids in zip(rounds, kept, strict=True):
+            samples = finished.samples
+            wanted = uids[:left]
+            left -= len(wanted)
+            num_groups = len(set(samples.samples["uid"].tolist()))
+            self.ledger.drop("no_contrast", num_groups - len(uids))
+            self.ledger.drop("surplus", len(uids) - len(wanted))
+            parts.append((samples, np.flatnonzero(np.isin(samples.samples["uid"], wanted)).tolist()))
+        if len(parts) == 1 and len(parts[0][1]) == len(parts[0][0]):
+            return parts[0][0]
+        return self.rollout.join(parts)
+
+    def _drop(self, reason: Any, groups: Sequence[SampleGroup]) -> None:
+        self.ledger.drop(reason, len(groups))
+        if groups:
+            self.rollout.forget(groups)
+
+    def _check(self) -> None:
+        """With the batch that is about to be trained on."""
+        self.ledger.check(self.batch_size + self._num_waiting())
+
+    def _num_waiting(self) -> int:
+        return sum(len(asked.groups) for asked in self.asked) + len(self.carried) + sum(map(len, self.again.values()))
+
+    def _metrics(self, samples: BatchRef, step: int, num_rounds: int) -> dict[str, Metric]:
+        # The policy that trains on them has learned from the steps before this one.
+        staleness = step - 1 - samples.samples["policy_version"]
+        found = {
+            "training/staleness/mean": Metric(float(staleness.mean()), "mean"),
+            "training/staleness/max": Metric(float(staleness.max()), "max"),
+            "training/gen_rounds": Metric(float(num_rounds), "max"),
+        }
+        totals = {
+            f"training/groups/{name}": Metric(float(count), "max") for name, count in self.ledger.totals().items()
+        }
+        return found | totals
+
+    def _too_few(self, num_rounds: int, num_kept: int) -> str:
+        assert self.keep is not None
+        return (
+            f"after {num_rounds} rounds (algorithm.filter_groups.max_num_gen_batches) of up to {self.gen_batch_size} "
+            f"prompts only {num_kept} groups have samples that differ in {self.keep.metric}; data.train_batch_size = "
+            f"{self.batch_size} are needed. The prompts are too easy or too hard for this policy: change the data, "
+            "raise max_num_gen_batches or data.gen_batch_size, or set algorithm.filter_groups.enable=false"
+        )
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values. What is in flight is asked for again after a resume, from its prompts."""
+        self.ledger.check(self._num_waiting())
+        in_flight = {str(asked.step): [group.as_list() for group in asked.groups] for asked in self.asked}
+        in_flight |= {str(step): [group.as_list() for group in groups] for step, groups in self.again.items()}
+        return {
+            "ledger": self.ledger.state_dict(),
+            "in_flight": in_flight,
+            "carried": [group.as_list() for group in self.carried],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state_dict(state["ledger"])
+        self.again = {int(step): [SampleGroup(*group) for group in found] for step, found in state["in_flight"].items()}
+        self.carried = [SampleGroup(*group) for group in state["carried"]]
+        for step, groups in self.again.items():
+            self.num_made[step] = len(groups)

@@ -1,0 +1,149 @@
+"""Python files of the user's own: imported by path, and the line in them that an error is about."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from scalerl.errors import UserError
+
+IMPORT_FILES = "trainer.import_files"
+# Of the modules' names.
+_PREFIX = "scalerl_user_"
+# In the order in which `import_files` took them.
+_imported: list[str] = []
+# Module name -> digest of the text that was run.
+_digests: dict[str, str] = {}
+
+
+class UserCodeError(UserError):
+    """A file that does not exist or does not import."""
+
+
+def import_files(paths: Iterable[str]) -> None:
+    """Imports the files in their order, for what they register. Raises UserCodeError for the first that does not."""
+    for path in paths:
+        file = str(import_file(path, IMPORT_FILES).__file__)
+        if file not in _imported:
+            _imported.append(file)
+
+
+def absolute(paths: Iterable[str]) -> tuple[str, ...]:
+    """As another process finds them, whatever its working directory."""
+    return tuple(str(Path(path).expanduser().resolve()) for path in paths)
+
+
+def imported_files() -> tuple[str, ...]:
+    """What `import_files` imported in this process."""
+    return tuple(_imported)
+
+
+def import_file(path: str | Path, key: str) -> ModuleType:
+    """The module of a Python file; run once in a process, and again when its text has changed.
+
+    key: of the configuration, for errors.  Raises UserCodeError, naming file and line, when it does not import.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserCodeError(f"{key}={path} does not exist (working directory {Path.cwd()}); correct the path")
+    if path.suffix != ".py":
+        raise UserCodeError(f"{key}={path} is no Python file; give a file that ends in .py")
+    path = path.resolve()
+    # By the whole path: two files named reward.py are two modules, and every process calls a file the same.
+    name = f"{_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if name in sys.modules and _digests.get(name) == digest:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UserCodeError(f"{key}={path} does not import: {cause_of(error, str(path))}; correct the file") from error
+    _digests[name] = digest
+    return module
+
+
+def defined_in(module: ModuleType) -> dict[str, Any]:
+    """Public functions, classes and the like that the file itself defines."""
+    own = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return {name: value for name, value in own if getattr(value, "__module__", None) == module.__name__}
+
+
+def cause_of(error: BaseException, path: str | None) -> str:
+    """Type, message and place (file:line: code) of an error.
+
+    The place is the innermost line of `path` if the traceback has one, else the innermost line; a syntax error's own.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if path is not None and frame.filename == path]
+    frame = (of_user or frames or [None])[-1]
+    place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def place_of(definition: Any) -> str:
+    """`name (file:line)` of a function or class; of scalerl's own the dotted name."""
+    module, name = definition.__module__, definition.__qualname__
+    if not is_users_own(definition):
+        return f"{module}.{name}"
+    function = inspect.unwrap(definition)
+    if code := getattr(function, "__code__", None):
+        return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+    try:
+        return f"{name} ({inspect.getsourcefile(definition)}:{inspect.getsourcelines(definition)[1]})"
+    except (OSError, TypeError):
+        return f"{name} ({file_of(definition) or module})"
+
+
+def is_users_own(definition: Any) -> bool:
+    """Whether a function or class is of a file that was imported here."""
+    return definition.__module__.startswith(_PREFIX)
+
+
+def check_arguments(function: Callable[..., Any], arguments: Sequence[str], named: Sequence[str], what: str) -> None:
+    """Raises ValueError, with its place, for a function that cannot be called with these, the last ones by name."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*arguments, **dict.fromkeys(named))
+    except TypeError as error:
+        wanted = ", ".join([*arguments, *(["*", *named] if named else [])])
+        raise ValueError(
+            f"{what}: {place_of(function)} cannot be called with {', '.join([*arguments, *named])}: {error}; define it "
+            f"as {getattr(function, '__name__', 'function')}({wanted})"
+        ) from None
+
+
+def called(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs). Raises UserCodeError with the line, for what a function of the user's file raises.
+
+    what: the key and value that name the function.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        if not is_users_own(function):
+            raise
+        raise UserCodeError(f"{what}: {place_of(function)} raised {cause_of(error, file_of(function))}") from error
+
+
+def file_of(definition: Any) -> str | None:
+    """Of the module that defines it."""
+    return getattr(sys.modules.get(definition.__module__), "__file__", None)
+
+
+def is_same_definition(known: Any, new: Any) -> bool:
+    """Whether `new` is `known` once more, from a file that was imported again."""
+    return known is new or (known.__module__, known.__qualname__) == (new.__module__, new.__qualname__)

@@ -1,0 +1,175 @@
+"""The code of docs/extending.md in one job: own advantages, loss, rewards, data set and backend. What its dumps say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, main_ppo, numbered, only, refused
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
+STEPS = 3
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def write_files(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for block in blocks("python"):
+        name = re.match(r"# (\w+\.py)\n", block)[1]
+        (directory / name).write_text(block)
+
+
+def settings() -> list[str]:
+    """The overrides of the page's command, but those that are a user's own paths."""
+    (command,) = blocks("bash")
+    program, train, *overrides = shlex.split(command.replace("\\\n", " "))
+    assert (program, train) == ("scalerl", "train")
+    return [override for override in overrides if not override.endswith("=...") and "recipe" not in override]
+
+
+@dataclass(frozen=True)
+class Done:
+    job: Job
+    run_dir: Path
+    record: Record
+    inputs: Inputs
+
+    def dump(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.run_dir / "rollouts" / f"step_{step}.parquet").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def done(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One update a step, so that the step's loss is that of the weights that the dump's log-probs are of."""
+    directory = tmp_path_factory.mktemp("extending")
+    write_files(directory)
+    run_dir = directory / "run"
+    overrides = inputs.overrides(
+        run_dir,
+        "custom_reward_function.path=null",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.rollout_data_freq=2",
+        "trainer.val_before_train=false",
+        *settings(),
+    )
+    job = start_job(main_ppo(overrides), directory)
+    job.own_keys = frozenset({"actor/ratio"})
+    assert job.finish() == 0, job.tail()
+    job.assert_gone()
+    return Done(job, run_dir, Record.read(run_dir), inputs)
+
+
+def test_dumps_are_as_often_as_configured_and_at_the_end(done: Done) -> None:
+    assert {path.name for path in (done.run_dir / "rollouts").glob("*.parquet")} == {"step_2.parquet", "step_3.parquet"}
+
+
+def test_the_own_reward_and_manager_score(done: Done) -> None:
+    for step in (2, 3):
+        for row in done.dump(step):
+            text = re.sub(r"<\|\w+\|>", "", row["response"])
+            digits = sum(character.isdigit() for character in text)
+            assert row["score"] == pytest.approx(digits / max(len(text), 1) - 0.01 * row["response_length"])
+            assert json.loads(row["reward_extra"]) == {"num_digits": digits}
+        mean = sum(json.loads(row["reward_extra"])["num_digits"] for row in done.dump(step)) / (PROMPTS * SAMPLES)
+        assert done.record.final[step]["reward_extra/num_digits"] == pytest.approx(mean)
+
+
+def test_the_own_data_set_is_what_the_prompts_come_from(done: Done) -> None:
+    whole = pq.read_table(done.inputs.train)["prompt"].to_pylist()
+    for row in done.dump(2) + done.dump(3):
+        assert whole[2 * row["prompt_uid"]][-1]["content"] in row["prompt"]
+
+
+def test_the_own_backend_has_every_number(done: Done) -> None:
+    lines = (done.run_dir / "metrics.csv").read_text().splitlines()
+    found = {tuple(line.split(",")[:2]) for line in lines}
+    assert found == {(str(step), key) for step, data in done.record.final.items() for key in data}
+
+
+def advantages_of(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """score - median of its group; torch's median is the lower of the two in the middle."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["uid"], []).append(row["score"])
+    return [row["score"] - median_low(groups[row["uid"]]) for row in rows]
+
+
+def test_a_step_can_be_computed_again_from_its_dump(done: Done) -> None:
+    """Scores -> advantages -> the loss and the KL of its one update: as logged. Nothing but the parquet is read."""
+    for step in (2, 3):
+        rows, logged = done.dump(step), done.record.final[step]
+        num_loss_tokens = sum(sum(row["response_mask"]) for row in rows)
+        loss = kl = difference = 0.0
+        for row, advantage in zip(rows, advantages_of(rows), strict=True):
+            sampled = [at for at, is_sampled in enumerate(row["response_mask"]) if is_sampled]
+            assert sampled == list(range(row["prompt_length"], row["prompt_length"] + row["response_length"]))
+            assert [row["advantages"][at] for at in sampled] == pytest.approx([advantage] * len(sampled), abs=1e-6)
+            assert row["policy_versions"] == [-1] * row["prompt_length"] + [step - 1] * row["response_length"]
+            for at in sampled:
+                loss -= advantage
+                ratio = math.exp(row["ref_logprobs"][at] - row["old_logprobs"][at])
+                kl += ratio - 1 - math.log(ratio)
+                difference = max(
+                    difference, abs(math.exp(row["rollout_logprobs"][at]) - math.exp(row["old_logprobs"][at]))
+                )
+        assert any(advantages_of(rows))
+        assert logged["actor/pg_loss"] == pytest.approx(loss / num_loss_tokens, abs=1e-6)
+        assert logged["actor/kl_loss"] == pytest.approx(kl / num_loss_tokens, rel=1e-3, abs=1e-7)
+        assert logged["training/rollout_probs_diff_max"] == pytest.approx(difference, rel=1e-3, abs=1e-8)
+        # Of the own loss alone: its mean ratio, at the weights that sampled.
+        assert logged["actor/ratio"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_log_probs_of_a_dump_are_those_of_its_tokens(done: Done) -> None:
+    """The reference is the model that the run began as."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(done.inputs.model, dtype=torch.float32).eval()
+    for row in done.dump(3)[:4]:
+        ids = torch.tensor(row["input_ids"])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+        sampled = row["prompt_length"]
+        assert row["ref_logprobs"][sampled:] == pytest.approx(logprobs[sampled - 1 :].tolist(), abs=1e-4)
+
+
+def test_a_dump_says_where_each_sample_was_computed_and_what_drew_it(done: Done) -> None:
+    rows = done.dump(3)
+    assert {row["mini_batch"] for row in rows} == {0} and {row["dp_rank"] for row in rows} == {0, 1}
+    assert len({row["seed"] for row in rows}) == len(rows) == PROMPTS * SAMPLES
+    assert sorted((row["uid"], row["sample_index"]) for row in rows) == [
+        (uid, index) for uid in sorted({row["uid"] for row in rows}) for index in range(SAMPLES)
+    ]
+
+
+def test_what_is_wrong_with_ones_own_files_is_told_before_anything_starts(
+    inputs: Inputs, start_job: StartJob, tmp_path: Path
+) -> None:
+    write_files(tmp_path)
+    code = (tmp_path / "my_algorithms.py").read_text()
+    (tmp_path / "taken.py").write_text(code.replace('"median"', '"grpo"'))
+    given = ["trainer.import_files=[taken.py]", "algorithm.adv_estimator=median"]
+    violations = numbered(refused(start_job(main_ppo(inputs.overrides(tmp_path / "run", *given)), tmp_path)))
+    line = code.splitlines().index('@register_adv_est("median")') + 1
+    only(violations, "taken.py does not import", "'grpo' is already scalerl.algorithms", f"taken.py:{line}")
+    assert len(violations) == 1, "no complaint about a name that was not looked up"
+    given = ["trainer.import_files=[my_algorithms.py]", "algorithm.adv_estimator=medain"]
+    violations = numbered(refused(start_job(main_ppo(inputs.overrides(tmp_path / "run", *given)), tmp_path)))
+    only(violations, "algorithm.adv_estimator='medain'", "Did you mean 'median'?", "trainer.import_files")

@@ -1,0 +1,92 @@
+"""Trainer weights reach a real SGLang server on a GPU by broadcast and by disk, and its checksums prove it.
+
+    python -m pytest tests/gpu/test_weight_transports.py -q
+
+NOT RUN YET on a GPU: written from the sources of sglang 0.5.21 on a machine without one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.rollout.client import RolloutClient
+from scalerl.rollout.server import RolloutServer, start_on_free_port
+from scalerl.rollout.sglang_server import sglang_command
+from tests.gpu.conftest import MAX_MODEL_LEN, MEMORY_UTILIZATION, START_TIMEOUT_S, generate
+from tests.gpu.isolated import run_isolated
+from tests.gpu.test_weight_sync import BUCKET_BYTES, LOGPROB_BOUND, worst_logprob_difference
+
+
+def sync_twice(model_path: str, url: str, transport: str, backend: str | None, directory: str) -> list[dict[str, Any]]:
+    """Runs alone in a process; checksums are compared by the sync itself."""
+    from scalerl.config.schema import MegatronConfig
+    from scalerl.hybrid.replicas import Replica
+    from scalerl.hybrid.weight_sync import WeightSync
+    from scalerl.parallel import platform
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+
+    groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
+    engine = MegatronEngine(model_path, MegatronConfig(dtype="bfloat16"), groups, optim=None)
+    sync = WeightSync(
+        engine,
+        [Replica(url, "sglang", 1)],
+        json.loads((Path(model_path) / "config.json").read_text()),
+        bucket_bytes=BUCKET_BYTES,
+        max_model_len=MAX_MODEL_LEN,
+        timeout_s=300,
+        transport=transport,
+        directory=directory,
+        model_path=model_path,
+    )
+    if backend is not None:
+        sync.transport.backend = backend
+    return [sync.sync(version, verify=True) for version in (7, 8)]
+
+
+def check(client: RolloutClient, model_a: Path, model_b: Path, transport: str, backend: str | None, out: Path) -> None:
+    assert worst_logprob_difference(model_a, generate(client)) < LOGPROB_BOUND
+    assert worst_logprob_difference(model_b, generate(client)) > 3 * LOGPROB_BOUND
+    reports = run_isolated(sync_twice, str(model_b), client.url, transport, backend, str(out), device="cuda")
+    assert [report["failed"] for report in reports] == [{}, {}]
+    assert all(report["num_bytes"] > 2 * BUCKET_BYTES for report in reports)
+    outputs = generate(client)
+    assert {output.policy_version for output in outputs} == {8}
+    assert worst_logprob_difference(model_b, outputs) < LOGPROB_BOUND
+
+
+# NCCL refuses two processes on one GPU; gloo takes tensors on a GPU through the host.
+@pytest.mark.parametrize(("transport", "backend"), [("broadcast", "gloo"), ("disk", None)])
+def test_on_one_gpu(
+    start_server: Callable[..., RolloutClient],
+    model_a: Path,
+    model_b: Path,
+    tmp_path: Path,
+    transport: str,
+    backend: str | None,
+) -> None:
+    check(start_server(model_a), model_a, model_b, transport, backend, tmp_path / "weights")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for the trainer and one for the server")
+def test_nccl_between_two_gpus(model_a: Path, model_b: Path, tmp_path: Path) -> None:
+    rollout = RolloutConfig(
+        dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION, free_cache_engine=False
+    )
+
+    def make(port: int) -> RolloutServer:
+        command, env = sglang_command(
+            model_path=str(model_a), rollout=rollout, port=port, max_model_len=MAX_MODEL_LEN, device="cuda", gpu_ids=[1]
+        )
+        return RolloutServer(command, env, f"http://127.0.0.1:{port}", tmp_path / "server.log", START_TIMEOUT_S)
+
+    with start_on_free_port(make) as server:
+        client = RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN, timeout_s=300)
+        check(client, model_a, model_b, "broadcast", None, tmp_path / "weights")

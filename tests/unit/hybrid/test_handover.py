@@ -1,0 +1,160 @@
+"""Who needs how much free memory at each point of a hand-over, by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalerl.hybrid import handover
+from scalerl.hybrid.handover import (
+    GIB,
+    Handover,
+    HandoverError,
+    RankMemory,
+    bucket_bytes_that_fit,
+    check_largest,
+    measure,
+    trainer_needs,
+)
+
+MIB = 2**20
+ACTOR = {"params": 10 * GIB, "grads": 20 * GIB, "optimizer": 30 * GIB}
+REF = {"params": 10 * GIB}
+
+
+def rank(number: int, free_gib: float, *, device: str | None = None, returning: dict | None = None) -> RankMemory:
+    return RankMemory(
+        number, device or f"node GPU-{number}", int(free_gib * GIB), 80 * GIB, (number + 1) * GIB, returning or {}
+    )
+
+
+def a_step(books: Handover, *, released: tuple[float, float, float], before_sync: float, after_sync: float) -> None:
+    """One rank; free GiB at each point. released: before, with the KV cache gone, with the weights gone."""
+    books.see("before_release", [rank(0, released[0])])
+    books.see("after_release_kv", [rank(0, released[1])])
+    books.see("after_release", [rank(0, released[2], returning={"actor": ACTOR, "ref": REF})])
+    books.see("before_sync", [rank(0, before_sync, returning={"actor": {"params": 10 * GIB}})])
+    books.see("after_sync", [rank(0, after_sync)])
+
+
+def test_a_step_that_fits_exactly() -> None:
+    """KV cache 40, weights 8. Training brings 60 back; the sync 8 of the server and 10 of the trainer; then 40."""
+    books = Handover()
+    a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
+    found = {key: (metric.value, metric.reduction) for key, metric in books.metrics().items()}
+    points = {"before_release": 12, "after_release_kv": 52, "after_release": 60, "before_sync": 18, "after_sync": 40}
+    assert found == {
+        **{f"perf/handover/free_gb/{point}": (pytest.approx(free), "min") for point, free in points.items()},
+        **{f"perf/handover/used_gb/{point}": (1.0, "max") for point in points},
+        "perf/handover/kv_gb": (40.0, "max"),
+        "perf/handover/weights_gb": (8.0, "max"),
+    }
+    # What servers gave back stays known, what was measured is reported once.
+    assert books.metrics().keys() == {"perf/handover/kv_gb", "perf/handover/weights_gb"}
+
+
+@pytest.mark.parametrize(
+    ("released", "before_sync", "after_sync", "words"),
+    [
+        ((12, 52, 59.9), 18, 40, ["after_release", "59.90 of 80.00 GiB", "60.00 GiB", "actor 60.00", "tensor_model"]),
+        (
+            (12, 52, 60), 17.9, 40,
+            ["before_sync", "17.90", "18.00 GiB", "actor 10.00", "weights 8.00", "grad_offload", "gpu_memory_util"],
+        ),
+        ((12, 52, 60), 18, 39.9, ["after_sync", "39.90", "KV cache 40.00", "gpu_memory_utilization", "param_offload"]),
+    ],
+)  # fmt: skip
+def test_too_little_is_an_error_that_says_what_to_change(
+    released: tuple[float, float, float], before_sync: float, after_sync: float, words: list[str]
+) -> None:
+    with pytest.raises(HandoverError) as error:
+        a_step(Handover(), released=released, before_sync=before_sync, after_sync=after_sync)
+    message = str(error.value)
+    assert "rank 0 on node GPU-0" in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_the_rank_that_lacks_most_is_named_and_the_others_are_counted() -> None:
+    ranks = [rank(number, free, returning={"actor": ACTOR}) for number, free in enumerate((59, 70, 40, 58))]
+    with pytest.raises(HandoverError, match=r"rank 2 on node GPU-2 has 40\.00 .*\(2 other ranks lack memory too\)"):
+        Handover().see("after_release", ranks)
+
+
+def test_models_take_turns_and_ranks_of_one_machine_do_not() -> None:
+    ranks = [rank(number, 100, device="node cpu", returning={"actor": ACTOR, "ref": REF}) for number in (0, 1)]
+    assert trainer_needs(ranks) == {"node cpu": {"the trainer's actor": 120 * GIB}}
+    assert trainer_needs(ranks, role="actor", part="params") == {"node cpu": {"the trainer's actor": 20 * GIB}}
+    assert trainer_needs([rank(0, 1)]) == {}
+    with pytest.raises(HandoverError, match=r"on node cpu has 100\.00 .*120\.00 GiB are needed"):
+        Handover().see("after_release", ranks)
+
+
+def test_a_server_that_has_its_memory_needs_none() -> None:
+    """One that was restarted meanwhile."""
+    books = Handover()
+    a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
+    books.see("before_sync", [rank(0, 0)], servers=[])
+    books.see("after_sync", [rank(0, 0)], servers=[])
+    with pytest.raises(HandoverError, match="KV cache"):
+        books.see("after_sync", [rank(0, 0)], servers=[0])
+
+
+def test_nothing_was_released_so_nothing_comes_back() -> None:
+    """As on a CPU, and before the first sync."""
+    books = Handover()
+    for point in ("after_release", "before_sync", "after_sync"):
+        books.see(point, [rank(0, 0)])
+    assert len(books.metrics()) == 6
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [(6000, 512), (3072, 512), (3071, 256), (1536, 256), (700, 64), (600, 64), (1, 48)],
+)
+def test_buckets_shrink_by_halves_to_fit_and_never_below_the_largest_tensor(free: int, expected: int) -> None:
+    """Three copies in half of what is free."""
+    found = bucket_bytes_that_fit(free * MIB, limit_bytes=512 * MIB, largest_bytes=48 * MIB, num_copies=3)
+    assert found == expected * MIB
+
+
+def test_a_limit_below_the_largest_tensor_gives_it_room() -> None:
+    assert bucket_bytes_that_fit(10**9, limit_bytes=100, largest_bytes=1000, num_copies=3) == 1000
+
+
+def test_no_room_for_the_largest_tensor() -> None:
+    check_largest([(300, "a"), (400, "b")], largest_bytes=100, num_copies=3)
+    with pytest.raises(HandoverError, match=r"rank 1 on node GPU has 0\.29 GiB free.*1\.46 GiB \(3 copies of 0\.49\)"):
+        check_largest([(10**10, "a"), (300 * MIB, "node GPU")], largest_bytes=500 * MIB, num_copies=3)
+
+
+class Engine:
+    def away_bytes(self) -> dict[str, int]:
+        return {"params": 5}
+
+
+def test_this_machine() -> None:
+    found = measure(3, "cpu", {"actor": Engine()})
+    assert found.rank == 3 and found.device.endswith(" cpu")
+    assert 0 < found.free_bytes <= found.total_bytes and 10 * MIB < found.used_bytes < found.total_bytes
+    assert found.returning == {"actor": {"params": 5}}
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path) -> Callable[..., Path]:
+    def write(limit: str, current: int = 0, inactive_file: int = 0) -> Path:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{current}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive_file}\n")
+        return tmp_path
+
+    return write
+
+
+def test_a_control_group_limits_what_is_free(cgroup: Callable[..., Path], tmp_path: Path) -> None:
+    # Cached file pages go when memory is wanted.
+    assert handover.host_free_bytes(cgroup("1000", current=700, inactive_file=200)) == 500
+    assert handover.host_free_bytes(cgroup("1000", current=1200, inactive_file=100)) == 0
+    for unlimited in (cgroup("max"), tmp_path / "none"):
+        assert handover.host_free_bytes(unlimited) > 100 * MIB
