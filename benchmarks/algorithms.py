@@ -41,8 +41,11 @@ ALGORITHMS: dict[str, list[str]] = {
     # The example's own sizes in the place of the recipe's, which are for answers of 20480 tokens.
     "dapo": [
         "+recipe=dapo",
-        f"{ACTOR}.use_kl_loss=false",
+        *("data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=64"),
+        *(f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"),
+        "actor_rollout_ref.rollout.n=8",
         "reward_model.overlong_buffer.len=2",
+        f"{ACTOR}.use_kl_loss=false",
     ],
 }
 

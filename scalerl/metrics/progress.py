@@ -69,7 +69,11 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._is_stdout = stream is None
         self._clock = clock
+        # Of what is written, in its order. The thread that draws must never wait for it: it holds the panel's own lock
+        # then, for which a writer waits.
         self._lock = threading.RLock()
+        # Of what the panel shows; nothing is waited for while it is held.
+        self._state = threading.Lock()
         self._step = 0
         self._last_step_at = clock()
         self._recent_s: deque[float] = deque(maxlen=_ETA_STEPS)
@@ -86,18 +90,21 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line for what was logged at this step. A log without training numbers (a validation) is not a step."""
         with self._lock:
-            if _is_step(metrics):
-                now = self._clock()
-                self._recent_s.append(metrics.get("timing_s/step", now - self._last_step_at))
-                self._step, self._last_step_at, self._last = step, now, metrics
-                self._note_trend(metrics)
-            self._phase = None
+            now = self._clock()
+            with self._state:
+                self._phase = None
+                if _is_step(metrics):
+                    self._recent_s.append(metrics.get("timing_s/step", now - self._last_step_at))
+                    self._step, self._last_step_at, self._last = step, now, metrics
+                    self._note_trend(metrics)
             self._print(self.line(step, metrics))
 
     def phase(self, name: str) -> None:
         """What runs now; shown in the live panel only."""
         with self._lock:
-            self._phase = (_PHASES.get(name, name), self._clock())
+            now = self._clock()
+            with self._state:
+                self._phase = (_PHASES.get(name, name), now)
             if self._live is not None:
                 self._live.refresh()
 
@@ -113,7 +120,7 @@ class Progress:
                 return
             self._closed = True
             live, self._live = self._live, None
-        # Outside the lock: stop() joins the thread that draws, which may wait for it.
+        # Outside the lock: stop() joins the thread that draws.
         if live is not None:
             live.stop()
             atexit.unregister(self.close)
@@ -172,16 +179,17 @@ class Progress:
         from rich.panel import Panel
         from rich.text import Text
 
-        with self._lock:
+        now = self._clock()
+        with self._state:
             total = "?" if self.total_steps is None else self.total_steps
             head = Text(f"step {self._step}/{total}", style="bold")
             eta = self._eta_s(self._step)
             if eta is not None:
-                left = max(0.0, eta - (self._clock() - self._last_step_at))
+                left = max(0.0, eta - (now - self._last_step_at))
                 head.append(f"   eta {duration(left)}", style="default")
             if self._phase is not None:
                 name, since = self._phase
-                head.append(f"   now: {name} {duration(self._clock() - since)}", style="dim")
+                head.append(f"   now: {name} {duration(now - since)}", style="dim")
             rows: list[Any] = [head]
             if self._last:
                 rows.append(Text("   ".join(_numbers(self._last))))
@@ -201,8 +209,8 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def trend(name: str, values: Sequence[float], width: int = _TREND_WIDTH) -> str:
-    """`reward 0.547 ▁▃▄▆█ 0.928`: all values in at most `width` bars, each the mean of as many steps, from the lowest to
-    the highest of them; before and after the bars the first and the last one's value."""
+    """`reward 0.547 ▁▃▄▆█ 0.928`: all values in at most `width` bars, each the mean of as many steps, scaled from the
+    lowest to the highest of them; before and after the bars the first and the last one's value."""
     num_bars = min(width, len(values))
     ends = [round(len(values) * bar / num_bars) for bar in range(num_bars + 1)]
     means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(ends)]

@@ -5,15 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-# Of the samples that a server computes at a time. The rest is its queue: what finishes is replaced in the same step,
-# and the first samples of a prompt that finish do not leave their places empty until its last one has.
-IN_FLIGHT_FACTOR = 2
-
-
-def max_in_flight(max_num_seqs: int) -> int:
-    """Samples that a server which computes max_num_seqs at a time may have."""
-    return IN_FLIGHT_FACTOR * max_num_seqs
-
 
 @dataclass
 class _Server:

@@ -20,6 +20,7 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.replica_set import ReplicaSet
 from scalerl.controller.rollout_worker import sample_seed
+from scalerl.controller.worker_group import WorkerError
 from scalerl.data.messages import check_messages
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_tokens import tokenize
@@ -28,7 +29,7 @@ from scalerl.data.truncation import truncate
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.overrides import override_sampling
-from scalerl.rollout.routing import max_in_flight
+from scalerl.rollout.server import ServerStartError
 from scalerl.trainer.generation_parts import Parts
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Servers:
             replica.kind,
             max_model_len=self.max_model_len,
             timeout_s=self.cfg.rollout.request_timeout_s,
-            max_concurrency=max_in_flight(self.cfg.rollout.max_num_seqs),
+            max_concurrency=self.cfg.rollout.max_num_seqs,
         )
 
     async def in_service(self) -> list[RolloutClient]:
@@ -199,6 +200,15 @@ def server_config(cfg: GenerationConfig) -> RolloutConfig:
     return RolloutConfig(
         **{name: getattr(cfg.rollout, name) for name in names}, n=cfg.data.n_samples, free_cache_engine=False
     )
+
+
+@contextmanager
+def keys_of_generation() -> Iterator[None]:
+    """Errors of servers and their hosts, which name the keys of a training, name those of a generation."""
+    try:
+        yield
+    except (RolloutError, ServerStartError, WorkerError) as error:
+        raise type(error)(str(error).replace("actor_rollout_ref.rollout.", "rollout.")) from error
 
 
 @contextmanager

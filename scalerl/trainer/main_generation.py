@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopRequest()
 
     # Imported here: --help and configuration errors must not wait for them.
-    from scalerl.trainer.generation import generate, generation_servers
+    from scalerl.trainer.generation import generate, generation_servers, keys_of_generation
     from scalerl.trainer.generation_parts import Parts, is_complete, remove_parts
 
     inputs = check_generation(cfg)
@@ -53,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{parts.num_batches - len(todo)} of them done before",
                 flush=True,
             )
-            with generation_servers(cfg, inputs.device, parts.directory.absolute() / "logs") as servers:
+            logs = parts.directory.absolute() / "logs"
+            with keys_of_generation(), generation_servers(cfg, inputs.device, logs) as servers:
                 done = generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
             if not done:
                 print(f"stopped; the same command goes on from {parts.directory}")
                 return EXIT_REQUEUE
+            if servers.num_resubmitted:
+                print(f"{servers.num_resubmitted} responses were asked again, their servers were lost")
         parts.finish(inputs.table)
     print(f"responses in {output}")
     return 0

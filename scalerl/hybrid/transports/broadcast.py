@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 from torch import Tensor
@@ -45,7 +45,7 @@ class BroadcastTransport:
         for feed in delivery.led:
             if feed.index not in self.groups and feed.index not in delivery.failed:
                 self._join(delivery, feed)
-        with ThreadPoolExecutor(max(1, 2 * len(delivery.led))) as threads:
+        with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
             for named in self.export(delivery.bucket_bytes):
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(x.nbytes for _, x in named), num_buckets + 1
@@ -91,7 +91,11 @@ class BroadcastTransport:
         server.result()
         # Where the server did not join, this rank's thread waits in vain, and ends by its own limit.
         threads.shutdown(wait=False)
-        if feed.index not in delivery.failed:
+        if feed.index in delivery.failed:
+            return
+        if error := here.exception():
+            delivery.fail(feed, f"no process group with {feed.replica.url}: {error}; see the server's log")
+        else:
             self.groups[feed.index] = name, here.result()
 
     def _send(self, delivery: Delivery, feed: Feed, named: NamedTensors, flat: Tensor) -> None:
@@ -112,11 +116,8 @@ class BroadcastTransport:
         here = threads.submit(broadcast, flat, group)
         # Where the server takes no part the thread here waits in vain: gloo has no way to call it back.
         threads.shutdown(wait=False)
-        wait([server, here], return_when=FIRST_COMPLETED)
-        if here.done() and (error := here.exception()):
-            delivery.fail(feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log")
         server.result()
+        if feed.index not in delivery.failed and (error := here.exception()):
+            delivery.fail(feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log")
         if feed.index in delivery.failed:
             self.forget(feed.index)
-        else:
-            here.result()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 
 import pytest
 
@@ -116,6 +117,35 @@ def test_terminal_shows_a_panel_below_the_lines_and_gives_the_cursor_back(monkey
     progress.message("after")
     progress.close()
     assert stream.getvalue().endswith("after\n")
+
+
+@pytest.mark.parametrize("call", ["update", "phase", "message"])
+def test_the_panel_is_drawn_while_something_is_written(monkeypatch, call):
+    """The thread that draws holds the panel's lock, for which a writer waits: it must not wait for the writer."""
+    monkeypatch.setenv("TERM", "xterm")
+    progress = Progress(40, io.StringIO(), terminal=True, clock=Clock())
+    drawn = []
+
+    def draw() -> None:
+        progress._live.get_renderable()
+        drawn.append(call)
+
+    def write(*_: object, **__: object) -> None:
+        drawer = threading.Thread(target=draw, daemon=True)
+        drawer.start()
+        drawer.join(60)
+
+    with progress._lock:
+        for place, name in ((progress._live, "refresh"), (progress._console, "print")):
+            monkeypatch.setattr(place, name, write)
+        {
+            "update": lambda: progress.update(1, STEP),
+            "phase": lambda: progress.phase("gen"),
+            "message": lambda: progress.message("x"),
+        }[call]()
+    assert drawn and set(drawn) == {call}
+    monkeypatch.undo()
+    progress.close()
 
 
 def test_text_of_a_message_is_not_markup(monkeypatch):

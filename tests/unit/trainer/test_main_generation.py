@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.config import ConfigError, GenerationConfig, compose
+from scalerl.rollout.requests import ServerLostError
 from scalerl.trainer import main_generation
-from scalerl.trainer.generation import server_config
+from scalerl.trainer.generation import keys_of_generation, server_config
 from scalerl.trainer.generation_parts import GenerationError, Parts, fingerprint, is_complete
 from scalerl.trainer.main_generation import check_generation
 from tests.tiny_models import make_tiny_model
@@ -107,6 +108,13 @@ def test_a_sampling_that_a_row_cannot_have_names_the_keys_of_this_program(here):
     write([ROWS[0] | {"extra_info": {"sampling": {"max_new_tokens": 9}}}])
     with pytest.raises(ConfigError, match=r"more than rollout\.response_length=8; lower it"):
         check_generation(config())
+
+
+def test_errors_of_servers_name_the_keys_of_this_program():
+    text = "no answer; raise actor_rollout_ref.rollout.request_timeout_s"
+    with pytest.raises(ServerLostError) as caught, keys_of_generation():
+        raise ServerLostError(text)
+    assert str(caught.value) == "no answer; raise rollout.request_timeout_s"
 
 
 def test_the_servers_get_what_the_configuration_says(here):
