@@ -175,8 +175,9 @@ class PolicyLossConfig:
     loss_mode: str = "vanilla"
     # clip_cov: share of a mini-batch's loss tokens that lose their gradient.
     clip_cov_ratio: float = 0.0002
-    # clip_cov: those tokens have a covariance of advantage and log-prob between these two.
+    # clip_cov: those tokens have a covariance of advantage and log-prob between this and clip_cov_ub.
     clip_cov_lb: float = 1.0
+    # clip_cov: the largest such covariance; must exceed clip_cov_lb.
     clip_cov_ub: float = 5.0
     # kl_cov: share of a mini-batch's loss tokens, those of the greatest covariance, that are held back.
     kl_cov_ratio: float = 0.0002

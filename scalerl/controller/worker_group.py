@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from scalerl.controller.register import Dispatch, registered_methods
 from scalerl.errors import UserError
 from scalerl.metrics import Metric, merge_metrics
 from scalerl.parallel.layout import Layout
+from scalerl.rollout.server import ReservedPort
 
 
 class WorkerError(UserError, RuntimeError):
@@ -106,6 +106,7 @@ _CALLS: dict[Dispatch, Callable] = {
 def free_address() -> tuple[str, int]:
     """This node's address as other nodes see it, and a port that was free a moment ago."""
     host = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
-        holder.bind((host, 0))
-        return host, holder.getsockname()[1]
+    # Not of the range from which the kernel gives ports to whoever connects meanwhile.
+    reserved = ReservedPort(host)
+    reserved.release()
+    return host, reserved.port
