@@ -1,8 +1,8 @@
-"""The main job, whole: data, model, SFT, GRPO, merge, and a check of the result by transformers.
+"""The main job, whole: data, model, SFT, RL, merge, and a check of the result by transformers.
 
-    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [KEY=VALUE ... for `scalerl train`]
+    python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--algorithm grpo|ppo|dapo] [KEY=VALUE ...]
 
-It runs the same commands that a user types and prints each of them. About four minutes on two cores.
+KEY=VALUE goes to `scalerl train`. It runs the same commands that a user types and prints each of them. About four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+ALGORITHMS = ("grpo", "ppo", "dapo")
 VALIDATION = "val-core/arithmetic/add/reward/mean@1"
 SCALERL = [sys.executable, "-m", "scalerl.cli"]
 
 
 def main() -> int:
     arguments, overrides = parse()
-    out, seed = arguments.out.resolve(), arguments.seed
+    out, seed, algorithm = arguments.out.resolve(), arguments.seed, arguments.algorithm
+    run_dir = out / algorithm
     started = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
 
@@ -49,19 +51,19 @@ def main() -> int:
         f"data.seed={seed}", f"trainer.default_local_dir={out / 'sft'}")  # fmt: skip
     merge(out / "sft", out / "sft_model")
 
-    title("3. Reinforcement learning: GRPO")
-    run("train", "--config-dir", HERE, "--config-name", "grpo", f"data.train_files={data['train']}",
+    title(f"3. Reinforcement learning: {algorithm.upper()}")
+    run("train", "--config-dir", HERE, "--config-name", algorithm, f"data.train_files={data['train']}",
         f"data.val_files={data['val']}", f"data.seed={seed}", f"actor_rollout_ref.model.path={out / 'sft_model'}",
         f"actor_rollout_ref.rollout.seed={seed}", f"custom_reward_function.path={HERE / 'reward.py'}",
-        f"trainer.default_local_dir={out / 'grpo'}", *overrides)  # fmt: skip
-    validations = read_validations(out / "grpo" / "metrics.jsonl")
+        f"trainer.default_local_dir={run_dir}", *overrides)  # fmt: skip
+    validations = read_validations(run_dir / "metrics.jsonl")
 
     title("4. Merge and check with transformers")
-    merge(out / "grpo", out / "merged")
+    merge(run_dir, out / "merged")
     merged = score(out / "merged", data["val"])
     print(f"transformers scores the merged model {merged:.4f}; the trainer's last validation was {validations[-1]:.4f}")
 
-    print(summary(out, before_sft, validations[0], merged, time.monotonic() - started), flush=True)
+    print(summary(run_dir, before_sft, validations[0], merged, time.monotonic() - started), flush=True)
     if merged != validations[-1]:
         print("error: the merged model does not score what the trainer measured", file=sys.stderr)
         return 1
@@ -72,6 +74,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="made anew (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="NAME.yaml beside this file")
     return parser.parse_known_args()
 
 
@@ -99,20 +102,21 @@ def read_validations(metrics: Path) -> list[float]:
     return [record["data"][VALIDATION] for record in records if VALIDATION in record.get("data", {})]
 
 
-def summary(out: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
-    data, uri = out / "data", f"sqlite:///{out / 'grpo' / 'mlflow.db'}"
+def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
+    out, algorithm = run_dir.parent, run_dir.name
+    data, uri = out / "data", f"sqlite:///{run_dir / 'mlflow.db'}"
     return f"""
 == Done in {seconds:.0f} s
 validation score     before SFT {before_sft:.3f}    after SFT {after_sft:.3f}    after RL {after_rl:.3f}
 merged model         {out / "merged"}
 open the run         {Path(sys.executable).parent / "mlflow"} ui --backend-store-uri {uri}
-the same on 8 GPUs   scalerl train --config-dir {HERE} --config-name grpo \\
+the same on 8 GPUs   scalerl train --config-dir {HERE} --config-name {algorithm} \\
                        data.train_files={data / "rl_train.parquet"} data.val_files={data / "rl_val.parquet"} \\
                        custom_reward_function.path={HERE / "reward.py"} \\
                        actor_rollout_ref.model.path={out / "sft_model"} \\
                        trainer.device=cuda trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.num_replicas=null \\
                        actor_rollout_ref.actor.megatron.dtype=bfloat16 actor_rollout_ref.rollout.dtype=bfloat16 \\
-                       trainer.default_local_dir={out / "grpo_8gpu"}"""
+                       trainer.default_local_dir={out / f"{algorithm}_8gpu"}"""
 
 
 if __name__ == "__main__":

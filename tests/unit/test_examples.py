@@ -1,0 +1,38 @@
+"""The configurations of the examples are whole and have no mistake that needs no machine to see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalerl.config import compose
+
+ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic"
+NEEDED = {
+    "ppo": ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"],
+    "sft": ["data.train_files=t", "model.path=m"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ARITHMETIC.glob("*.yaml")))
+def test_it_composes(name: str) -> None:
+    kind = "sft" if name == "sft" else "ppo"
+    cfg = compose(kind, ["--config-dir", str(ARITHMETIC), "--config-name", name, *NEEDED[kind]])
+    assert cfg.trainer.experiment_name == name
+
+
+def test_what_the_algorithms_differ_in() -> None:
+    grpo, ppo, dapo = (
+        compose("ppo", ["--config-dir", str(ARITHMETIC), "--config-name", name, *NEEDED["ppo"]])
+        for name in ("grpo", "ppo", "dapo")
+    )
+    assert (grpo.algorithm.adv_estimator, ppo.algorithm.adv_estimator, dapo.algorithm.adv_estimator) == (
+        "grpo",
+        "gae",
+        "grpo",
+    )
+    assert dapo.algorithm.filter_groups.enable and dapo.actor_rollout_ref.actor.clip_ratio_high == 0.28
+    assert dapo.reward_model.reward_manager == "dapo" and not dapo.actor_rollout_ref.actor.use_kl_loss
+    # The task's sizes, not the recipe's.
+    assert dapo.data.max_response_length == grpo.data.max_response_length == 8
