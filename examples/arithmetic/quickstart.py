@@ -2,7 +2,8 @@
 
     python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--algorithm grpo|ppo|dapo] [KEY=VALUE ...]
 
-KEY=VALUE goes to `scalerl train`. It runs the same commands that a user types and prints each of them. About four minutes on two cores.
+KEY=VALUE goes to `scalerl train`. It runs the same commands that a user types and prints each of them. About four
+minutes on two cores.
 """
 
 from __future__ import annotations
