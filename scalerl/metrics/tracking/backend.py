@@ -9,12 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from scalerl.errors import UserError
+
 FINISH_TIMEOUT_S = 60.0
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 _SECRET_KEY = re.compile(
     r"(^|[._])(password|passwd|secret|api_?key|access_?key|private_?key|token|credentials?)$", re.I
 )
 _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+class TrackingStartError(UserError, RuntimeError):
+    """A backend cannot be opened as it is configured."""
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from scalerl.metrics.tracking.backend import Backend, first_line
+from scalerl.metrics.tracking.backend import Backend, TrackingStartError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class Channel:
         self._thread.start()
 
     def wait_started(self) -> Backend:
-        """Raises what opening the backend raised; RuntimeError when it takes longer than start_timeout_s."""
+        """Raises what opening the backend raised; TrackingStartError when it takes longer than start_timeout_s."""
         if not self._started.wait(self._start_timeout_s):
-            raise RuntimeError(
+            raise TrackingStartError(
                 f"trainer.logger has {self.name}, which did not start within {self._start_timeout_s:.0f} s: "
                 f"see whether what it connects to answers, or take {self.name} out of trainer.logger"
             )

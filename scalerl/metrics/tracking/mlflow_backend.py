@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from scalerl.metrics.tracking import plots
-from scalerl.metrics.tracking.backend import RunInfo, first_line, flat_config, register_backend, safe_uri
+from scalerl.metrics.tracking.backend import (
+    RunInfo,
+    TrackingStartError,
+    first_line,
+    flat_config,
+    register_backend,
+    safe_uri,
+)
 from scalerl.metrics.tracking.spool import Record, Spool
 from scalerl.metrics.tracking.system_metrics import SystemMetrics
 
@@ -64,7 +71,7 @@ class MlflowBackend:
                 self._continue()
             self._system = SystemMetrics()
         except Exception as error:
-            raise RuntimeError(
+            raise TrackingStartError(
                 f"trainer.logger has mlflow, but {safe_uri(self.tracking_uri)} could not be used: "
                 f"{first_line(error)}. Correct trainer.mlflow_tracking_uri (null: a SQLite file in "
                 "trainer.default_local_dir), or take mlflow out of trainer.logger"

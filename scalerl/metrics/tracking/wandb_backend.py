@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalerl.metrics.tracking.backend import RunInfo, flat_config, register_backend
+from scalerl.metrics.tracking.backend import RunInfo, TrackingStartError, flat_config, register_backend
 
 
 @register_backend("wandb", package="wandb")
@@ -18,7 +18,7 @@ class WandbBackend:
     def __init__(self, run: RunInfo) -> None:
         # Without it wandb would wait for a key to be typed in.
         if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_key():
-            raise RuntimeError(
+            raise TrackingStartError(
                 "trainer.logger has wandb, but there is no API key: set WANDB_API_KEY, run `wandb login`, or set "
                 "WANDB_MODE=offline"
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from scalerl.errors import UserError
 from scalerl.metrics import Metric, Tracking
 from scalerl.metrics.tracking import plots
 from scalerl.metrics.tracking.backend import flat_config, safe_uri
@@ -216,7 +217,8 @@ def test_without_waiting_the_failure_shows_in_the_first_log(tmp_path):
 
 
 def test_a_run_of_another_database_is_fatal_and_named(run_dir):
-    with pytest.raises(RuntimeError, match="belongs to MLflow run 0123abcd, which is not there"):
+    # Without a stack.
+    with pytest.raises(UserError, match="belongs to MLflow run 0123abcd, which is not there"):
         Tracking("p", "e", "mlflow", run_dir=run_dir, run_id="0123abcd")
 
 
