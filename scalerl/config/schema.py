@@ -274,8 +274,9 @@ class RolloutConfig:
     weight_transport: str = "auto"
     # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone.
     weight_transport_dir: str | None = None
-    # Compare per-tensor checksums of server and trainer after every k-th sync; 0 never.
-    verify_weights_every: int = 1
+    # Compare per-tensor checksums of server and trainer after the first 3 syncs of a run, after those to a restarted
+    # server, and after every k-th; 0 never.
+    verify_weights_every: int = 10
     start_timeout_s: float = 600.0
     # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
     request_timeout_s: float = 600.0

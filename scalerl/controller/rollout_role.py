@@ -34,6 +34,13 @@ from scalerl.rollout.client import RolloutError, SamplingParams
 from scalerl.user_code import absolute
 
 Metrics = dict[str, Metric]
+# Syncs at the start of a run that are all verified.
+VERIFIED_FIRST = 3
+
+
+def verification_is_due(num_syncs: int, every: int) -> bool:
+    """num_syncs: before this one.  every: rollout.verify_weights_every."""
+    return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
 
 
 @dataclass(eq=False)
@@ -367,12 +374,12 @@ class HybridRollout:
 
         One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
         """
-        every = self.rollout.verify_weights_every
+        is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
         rounds = []
         while indices or self.servers.down:
             restarted = self._restart_down()
             # Those were not there before, or what they served is not known.
-            verify = every > 0 and (self.num_syncs % every == 0 or bool(restarted))
+            verify = is_due or (bool(restarted) and self.rollout.verify_weights_every > 0)
             running = indices - set(restarted)
             self._see("before_sync", running)
             failed = self._resume("weights", running) if running else {}

@@ -9,6 +9,7 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replica import in_device_order
 from scalerl.controller.replica_set import ReplicaPlan, plan_replicas
+from scalerl.controller.rollout_role import verification_is_due
 from scalerl.controller.rollout_worker import sample_seed
 from scalerl.hybrid.replicas import Replica, plan_feeds
 
@@ -115,3 +116,9 @@ def test_sample_seed_is_the_same_in_every_version() -> None:
     """A resumed run must draw what it would have drawn: a change here is a change of results."""
     # numpy promises that SeedSequence never changes.
     assert [sample_seed(42, 1, 0, sample) for sample in range(2)] == [7829184764001561178, 1246512530140951215]
+
+
+def test_the_first_syncs_and_then_every_kth_are_verified() -> None:
+    assert [at for at in range(25) if verification_is_due(at, 10)] == [0, 1, 2, 10, 20]
+    assert all(verification_is_due(at, 1) for at in range(25))
+    assert not any(verification_is_due(at, 0) for at in range(25))
