@@ -12,9 +12,12 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from scalerl.errors import UserError
 from scalerl.rollout.supervise import descendants
@@ -114,14 +117,15 @@ class RolloutServer:
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return when GET /health answers 200.
+        """Return when GET /health answers 200, and it is this server that answers.
 
         Raises `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
         start_timeout_s) passes; the server is stopped then.
         """
         timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
+        # Another job's server that took the port first answers too, until this one finds it taken and ends.
+        while not (self._answers() and self._listens()):
             if not self.alive():
                 raise self._start_error(f"ended with exit code {self.exit_code()} before it was ready")
             if time.monotonic() > deadline:
@@ -187,6 +191,21 @@ class RolloutServer:
                 return response.status == 200
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
             return False
+
+    def _listens(self) -> bool:
+        """Whether a process of this server listens on its port; True where the system does not tell."""
+        assert self._supervisor is not None
+        port = urllib.parse.urlsplit(self.url).port
+        for pid in descendants(self._supervisor.pid):
+            try:
+                connections = psutil.Process(pid).net_connections("tcp")
+            except psutil.AccessDenied:
+                return True
+            except psutil.NoSuchProcess:
+                continue
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections):
+                return True
+        return False
 
     def _start_error(self, what: str) -> ServerStartError:
         return ServerStartError(

@@ -182,60 +182,87 @@ def test_servers_serve_what_was_trained(
         assert greedy(engines[kind]) == expected, kind
 
 
+# 483 rows of the vocabulary are padded on either side; qwen2 has them once, as its first and its last layer.
+WIDE_MODELS = {
+    "qwen2": {"vocab_size": 483, "ffn_size": 80},
+    "qwen3_moe": {"vocab_size": 483, "moe_intermediate_size": 48},
+}
+# As LAYOUTS.
+WIDE_LAYOUTS = {
+    "tp2": (Layout(2, 2), 1e-2),
+    "tp2 x ep2": (Layout(2, 2, ep_size=2, etp_size=1), 1e-2),
+    "ep2": (Layout(2, 1, ep_size=2, etp_size=1), 2e-2),
+}
+
+
 @dataclass(frozen=True)
-class Wide:
-    """A trainer on two ranks, and an SGLang server on two."""
+class WideServer:
+    """An SGLang server on two ranks, starting while a trainer does."""
 
-    trainer: WorkerGroup
     model: Model
-    engine: Engine
+    starting: Future[RolloutServer]
+
+    @property
+    def engine(self) -> Engine:
+        server = self.starting.result()
+        return Engine("sglang", server, RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN))
 
 
-@pytest.fixture(scope="module", params=["tp2", "tp2 x ep2"])
-def wide(
-    request: pytest.FixtureRequest, start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Wide]:
-    """483 rows of the vocabulary are padded on either side; qwen2 has them once, as its first and its last layer."""
+@pytest.fixture(scope="module")
+def wide_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WideServer]:
+    """request.param: of WIDE_MODELS."""
     path = tmp_path_factory.mktemp("wide")
-    if request.param == "tp2":
-        layout = Layout(2, 2)
-        make_model(path / "model", "qwen2", seed=0, vocab_size=483, ffn_size=80)
-    else:
-        layout = Layout(2, 2, ep_size=2, etp_size=1)
-        make_model(path / "model", "qwen3_moe", seed=0, vocab_size=483, moe_intermediate_size=48)
-    model = Model.load(path / "model")
+    model = Model.load(make_model(path / "model", request.param, seed=0, **WIDE_MODELS[request.param]))
     with ThreadPoolExecutor(1) as threads:
         starting = threads.submit(
             start_on_free_port, lambda port: make_server("sglang", model.path, path / "server.log", port, tp_size=2)
         )
-        group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
-        group.build_engine(
-            "actor",
-            str(model.path),
-            MegatronConfig(dtype="float32", expert_tensor_parallel_size=layout.etp_size),
-            OptimConfig(lr=1e-2),
-        )
-        server = starting.result()
-    client = RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN)
-    yield Wide(group, model, Engine("sglang", server, client))
-    server.stop()
+        yield WideServer(model, starting)
+        if starting.exception() is None:
+            starting.result().stop()
+
+
+@pytest.fixture(scope="module")
+def wide_trainer(
+    request: pytest.FixtureRequest, wide_server: WideServer, start_group: Callable[..., WorkerGroup]
+) -> Iterator[WorkerGroup]:
+    """Two ranks. request.param: of WIDE_LAYOUTS."""
+    layout, lr = WIDE_LAYOUTS[request.param]
+    group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    group.build_engine(
+        "actor",
+        str(wide_server.model.path),
+        MegatronConfig(dtype="float32", expert_tensor_parallel_size=layout.etp_size),
+        OptimConfig(lr=lr),
+    )
+    yield group
     start_group.stop(group)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
 @pytest.mark.parametrize("transport", ["broadcast", "disk"])
-def test_two_ranks_feed_a_server_on_two(wide: Wide, tmp_path: Path, transport: str) -> None:
+# Apart from the transports: in one table with them every case would start a server of its own.
+@pytest.mark.parametrize(
+    ("wide_server", "wide_trainer"),
+    [("qwen2", "tp2"), ("qwen3_moe", "tp2 x ep2"), ("qwen3_moe", "ep2")],
+    indirect=True,
+)
+def test_two_ranks_feed_a_server_on_two(
+    wide_server: WideServer, wide_trainer: WorkerGroup, tmp_path: Path, transport: str
+) -> None:
     """The checksums are those of every parameter on either rank of the server."""
+    engine = wide_server.engine
     directory = {"directory": str(tmp_path / "weights")} if transport == "disk" else {}
-    connect(wide.trainer, wide.model, [Replica(wide.engine.server.url, "sglang", 2)], transport=transport, **directory)
-    before = wide.engine.client.checksums()
-    train(wide.trainer)
-    wide.trainer.sync_weights(8, verify=True)
-    after = wide.engine.client.checksums()
+    replicas = [Replica(engine.server.url, "sglang", 2)]
+    connect(wide_trainer, wide_server.model, replicas, transport=transport, **directory)
+    before = engine.client.checksums()
+    train(wide_trainer)
+    wide_trainer.sync_weights(8, verify=True)
+    after = engine.client.checksums()
     for rank in range(2):
         changed = [name for name, checksum in after[rank].items() if checksum != before[rank][name]]
         assert len(changed) > len(after[rank]) / 2, "the update changed nothing"
-    assert {version for _, version in greedy(wide.engine)} == {8}
+    assert {version for _, version in greedy(engine)} == {8}
 
 
 @pytest.mark.parametrize("kind", KINDS)

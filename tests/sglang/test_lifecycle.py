@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from scalerl.rollout.client import RolloutClient
 from scalerl.rollout.server import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
 from scalerl.rollout.supervise import descendants
-from tests.sglang.conftest import Model, make_server
+from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -92,6 +97,65 @@ def test_a_port_that_got_taken_is_replaced(tmp_path: Path) -> None:
         holder.release()
         for started in squatters:
             started.stop()
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """As any server that is well answers GET /health."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def silent_program(port: int) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", port)):
+        yield
+
+
+@contextlib.contextmanager
+def answering_program(port: int) -> Iterator[None]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Answering) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_ports_that_are_taken_between_reservation_and_bind_are_left_to_who_took_them(
+    model_a: Model, tmp_path: Path
+) -> None:
+    """The first by a program that says nothing, the second by one that answers as another job's server would."""
+    ports: list[int] = []
+    takers = [silent_program, answering_program]
+    with contextlib.ExitStack() as held:
+
+        def make(port: int) -> RolloutServer:
+            ports.append(port)
+            server = make_server("embedded", model_a.path, tmp_path / f"{port}.log", port)
+            if takers:
+                take, start = takers.pop(0), server.start
+
+                def start_too_late() -> None:
+                    held.enter_context(take(port))
+                    start()
+
+                server.start = start_too_late
+            return server
+
+        with start_on_free_port(make) as server:
+            assert len(set(ports)) == 3
+            assert server.url == f"http://127.0.0.1:{ports[-1]}"
+            info = RolloutClient(server.url, "embedded", max_model_len=MAX_MODEL_LEN).server_info()
+            assert info["version"] == "embedded"
+    for port in ports[:2]:
+        assert "Address already in use" in (tmp_path / f"{port}.log").read_text()
 
 
 # A tree as SGLang makes it: children, a grandchild, and a daemon that left the session.

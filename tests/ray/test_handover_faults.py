@@ -1,0 +1,268 @@
+"""Servers that are lost while the trainer's devices change hands: each comes back with the weights that it missed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalerl.balance import plan_step
+from scalerl.config import PPOConfig, compose
+from scalerl.controller.batch import BatchRef, PlacedBatch
+from scalerl.controller.groups import SampleGroup
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.rollout_role import HybridRollout
+from scalerl.controller.trainer_roles import MegatronActor
+from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.workers import MegatronWorker
+from scalerl.data import RLHFDataset, load_tokenizer
+from scalerl.hybrid.handover import Point
+from scalerl.hybrid.order import Step, SyncOrder
+from scalerl.metrics import rollout_diff_metrics, to_floats
+from scalerl.parallel.layout import Layout
+from scalerl.rollout.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from tests.e2e.graded_reward import server_of
+from tests.ray.conftest import START_TIMEOUT_S
+from tests.tiny_models import make_tiny_model
+
+REWARD = Path(__file__).parents[1] / "e2e" / "graded_reward.py"
+PROMPTS, SAMPLES = 4, 2
+TIMEOUT_S = 120.0
+GONE_TIMEOUT_S = 60.0
+# What a server goes through from the start of a generation to that of the next.
+HANDED_OVER: list[Step] = [
+    "continue", "drain", "release_kv", "release_weights", "resume_weights", "begin", "bucket", "end", "check",
+    "resume_kv",
+]  # fmt: skip
+SYNCED: list[Step] = ["begin", "bucket", "end", "check"]
+# Where a server is killed -> the last step that it was asked for.
+STRIKES: dict[Point, Step] = {
+    # It does not release its KV cache, and is not asked for the weights.
+    "before_release": "release_weights",
+    "after_release_kv": "release_weights",
+    # Nobody asks it for anything until the trainer is done.
+    "after_release": "resume_weights",
+    "after_resume_weights": "begin",
+    "after_sync": "resume_kv",
+}
+
+
+class RecordedOrder(SyncOrder):
+    """Remembers the steps that it allowed."""
+
+    def __init__(self, owner: str, *, serving: bool) -> None:
+        super().__init__(owner, serving=serving)
+        self.taken: list[Step] = []
+
+    def take(self, step: Step) -> None:
+        super().take(step)
+        self.taken.append(step)
+
+
+class HandingOver(HybridRollout):
+    """Hands over as on a GPU: the servers hold no memory that would leave a CPU, but are bound to the same order."""
+
+    _hands_over = True
+    # Where memory is measured -> what happens there, once.
+    at: dict[Point, Callable[[], None]]
+
+    def _see(self, point: Point, *args: object) -> None:
+        super()._see(point, *args)
+        if point in self.at:
+            self.at.pop(point)()
+
+    def _new_order(self, index: int) -> SyncOrder:
+        return RecordedOrder(super()._new_order(index).owner, serving=False)
+
+
+class Run:
+    """A trainer on two ranks and two servers on its devices, as the training loop uses them."""
+
+    def __init__(self, config: PPOConfig, pool: ResourcePool, workers: WorkerGroup, log_dir: Path) -> None:
+        self.config, self.log_dir = config, log_dir
+        policy = config.actor_rollout_ref
+        tokenizer = load_tokenizer(policy.model.path)
+        dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
+        self.rollout = HandingOver(config, pool, {"train": dataset, "val": dataset}, gpu_ids=None, log_dir=log_dir)
+        self.rollout.at = {}
+        workers.build_engine("actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
+        self.rollout.wait_ready(workers)
+        self.actor = MegatronActor(workers, policy.actor, policy.rollout.temperature)
+        self.num_generations = 0
+        self.rollout.sync_weights(0)
+
+    def generate(self) -> BatchRef:
+        """Every sample once, by the weights that were synced last."""
+        self.num_generations += 1
+        groups = [SampleGroup(prompt, self.num_generations, prompt) for prompt in range(PROMPTS)]
+        finished = self.rollout.finish(self.rollout.begin(groups))
+        columns = finished.samples.samples
+        keys = list(zip(columns["uid"].tolist(), columns["sample_index"].tolist(), strict=True))
+        assert keys == [(group.uid, sample) for group in groups for sample in range(SAMPLES)]
+        assert set(columns["policy_version"].tolist()) == {self.rollout.policy_version}
+        assert set(columns["response_length"].tolist()) == {self.config.data.max_response_length}
+        assert not finished.unfinished
+        return finished.samples
+
+    def compare(self, samples: BatchRef) -> PlacedBatch:
+        """Whichever server made a sample has the trainer's weights."""
+        lengths = samples.num_tokens_S.tolist()
+        plan = plan_step(lengths, dp_size=1, mini_batches=[range(len(lengths))], max_tokens_per_micro_batch=128)
+        batch, metrics = self.actor.logprobs(self.rollout.place(samples, {"actor": plan}))
+        assert to_floats(rollout_diff_metrics(metrics))["training/rollout_probs_diff_max"] < 1e-4
+        return batch
+
+    def step(self) -> None:
+        """Generate, hand over, learn, hand back."""
+        samples = self.generate()
+        self.rollout.release_device()
+        batch = self.compare(samples)
+        advantages = np.where(np.arange(len(samples)) % 2, 1.0, -0.5).astype(np.float32)
+        metrics = self.actor.update(batch.with_samples(advantages=advantages))
+        assert metrics["actor/grad_norm"].value > 0
+        self.rollout.sync_weights(self.rollout.policy_version + 1)
+        self.rollout.drop(samples)
+
+    @property
+    def urls(self) -> list[str]:
+        return [replica.url for replica in self.rollout.servers.replicas]
+
+    def client(self, index: int) -> RolloutClient:
+        return RolloutClient(self.urls[index], "embedded", max_model_len=self.rollout.max_model_len)
+
+    def checksums(self) -> list[list[dict[str, str]]]:
+        """Of each server."""
+        return [self.client(index).checksums() for index in range(len(self.urls))]
+
+    def kill(self, index: int) -> None:
+        """Returns when nobody answers there."""
+        client = self.client(index)
+        os.killpg(server_of(str(self.log_dir / f"rollout-{index}.")), signal.SIGKILL)
+        deadline = time.monotonic() + GONE_TIMEOUT_S
+        while client.healthy():
+            assert time.monotonic() < deadline, f"{client.url} survives SIGKILL"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run(start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    directory = tmp_path_factory.mktemp("run")
+    make_tiny_model(directory / "model", "qwen3", seed=0)
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+            "extra_info": {"split": "train", "index": number},
+        }
+        for number in range(PROMPTS)
+    ]
+    (directory / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    policy = "actor_rollout_ref"
+    config = compose(
+        "ppo",
+        [
+            "+recipe=[grpo,cpu]",
+            "+layout=tp2",
+            f"data.train_files={directory / 'data.jsonl'}",
+            f"data.val_files={directory / 'data.jsonl'}",
+            "data.max_prompt_length=48",
+            "data.max_response_length=8",
+            f"data.train_batch_size={PROMPTS}",
+            f"{policy}.model.path={directory / 'model'}",
+            f"{policy}.actor.use_kl_loss=false",
+            f"{policy}.actor.optim.lr=1e-3",
+            f"{policy}.actor.ppo_mini_batch_size={PROMPTS}",
+            f"{policy}.rollout.name=embedded",
+            f"{policy}.rollout.n={SAMPLES}",
+            f"{policy}.rollout.num_replicas=2",
+            f"{policy}.rollout.ignore_eos=true",
+            f"{policy}.rollout.verify_weights_every=1",
+            f"{policy}.rollout.max_num_seqs={SAMPLES}",
+            f"{policy}.rollout.request_timeout_s={TIMEOUT_S}",
+            f"custom_reward_function.path={REWARD}",
+            f"trainer.timeout_s={2 * TIMEOUT_S}",
+            f"trainer.default_local_dir={directory}",
+        ],
+    )
+    layout = Layout.of(config.actor_rollout_ref.actor.megatron, 2)
+    workers = start_group(MegatronWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    pool = ResourcePool.create(nnodes=1, devices_per_node=2, device="cpu", timeout_s=START_TIMEOUT_S)
+    run = Run(config, pool, workers, directory / "logs")
+    yield run
+    run.rollout.stop()
+    pool.release()
+
+
+def assert_in_step(run: Run, before: list[list[dict[str, str]]]) -> None:
+    """Both servers have the same weights, and not those of before; they generate."""
+    first, second = run.checksums()
+    assert first == second
+    assert first[0].keys() == before[0][0].keys()
+    changed = [name for name, checksum in first[0].items() if checksum != before[0][0][name]]
+    assert len(changed) > len(first[0]) / 2, "the update changed nothing"
+    samples = run.generate()
+    run.compare(samples)
+    run.rollout.drop(samples)
+
+
+def test_servers_release_and_resume_in_order(run: Run) -> None:
+    refusals: list[str] = []
+
+    def ask_released() -> None:
+        for index in range(len(run.urls)):
+            with pytest.raises(RolloutError) as refused:
+                generate_one(run.client(index))
+            refusals.append(str(refused.value))
+
+    before, urls = run.checksums(), run.urls
+    for order in run.rollout.orders.values():
+        order.taken.clear()
+    run.rollout.at = {"after_release": ask_released}
+    run.step()
+    assert len(refusals) == 2 and all("['kv_cache', 'weights'] is released" in refusal for refusal in refusals)
+    assert [order.taken for order in run.rollout.orders.values()] == [HANDED_OVER, HANDED_OVER]
+    assert_in_step(run, before)
+    assert run.urls == urls
+    assert {name: metric.value for name, metric in run.rollout.faults().items()} == {
+        "rollout/num_restarts": 0.0,
+        "rollout/num_resubmitted": 0.0,
+    }
+
+
+def generate_one(client: RolloutClient) -> None:
+    async def collect() -> None:
+        async for _ in client.generate([GenerateRequest(0, [5, 6], 1, SamplingParams(1, temperature=0.0), [0])]):
+            pass
+
+    asyncio.run(collect())
+
+
+@pytest.mark.parametrize(("point", "index"), [(point, at % 2) for at, point in enumerate(STRIKES)])
+def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
+    before, urls, orders = run.checksums(), run.urls, dict(run.rollout.orders)
+    for order in orders.values():
+        order.taken.clear()
+    run.rollout.at = {point: lambda: run.kill(index)}
+    run.step()
+    assert not run.rollout.at, f"{point} did not come"
+    # The one that is well goes through all of it; the lost one up to what it was asked last, and its successor has
+    # released nothing.
+    other = 1 - index
+    assert run.rollout.orders[other] is orders[other] and orders[other].taken == HANDED_OVER
+    assert orders[index].taken == HANDED_OVER[: HANDED_OVER.index(STRIKES[point]) + 1]
+    assert run.rollout.orders[index].taken == SYNCED
+    assert run.urls[other] == urls[other] and run.urls[index] != urls[index]
+    assert_in_step(run, before)
+    assert {name: metric.value for name, metric in run.rollout.faults().items()} == {
+        "rollout/num_restarts": 1.0,
+        "rollout/num_resubmitted": 0.0,
+    }
