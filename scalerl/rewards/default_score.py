@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice
+from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice, reasoning_gym
 from scalerl.rewards.errors import RewardError
 from scalerl.user_code import is_same_definition, place_of
 
@@ -99,3 +99,10 @@ def _score_multiple_choice(
 @register_reward("taco")
 def _score_code(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     return code.compute_score(solution_str, ground_truth)
+
+
+@register_reward("reasoning_gym/*")
+def _score_reasoning_gym(
+    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return reasoning_gym.compute_score(solution_str, extra_info)

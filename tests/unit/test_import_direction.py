@@ -31,6 +31,7 @@ ONLY_IN = {
     "tensorboard": {"metrics"},
     "wandb": {"metrics"},
     "swanlab": {"metrics"},
+    "reasoning_gym": {"data", "rewards"},
     "ray": {"controller", "trainer", "doctor"},
     "hydra": {"config", "doctor"},
     "omegaconf": {"config", "doctor"},

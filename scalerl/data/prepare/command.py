@@ -1,4 +1,4 @@
-"""`scalerl data NAME --local FILE ... --out DIR`: original files in, train.parquet and val.parquet out."""
+"""`scalerl data NAME ... --out DIR`: original files or a generated task in, train.parquet and val.parquet out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from scalerl.config.schema import DataConfig
 from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
+from scalerl.data.prepare import reasoning_gym_rows
 from scalerl.data.prepare.rows import SOURCES, Source
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
 from scalerl.data.prepare.writing import schema_of, write_all
@@ -18,6 +19,12 @@ from scalerl.data.problems import DataError, FileProblems
 def main(argv: list[str] | None = None) -> int:
     """Raises DataError for files that cannot be used."""
     arguments = _parser().parse_args(argv)
+    split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
+    _report(split, write_all({TRAIN: split.train, VAL: split.val}, arguments.out, overwrite=arguments.overwrite))
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> Split:
     source = SOURCES[arguments.name]
     files = _files(arguments.local, None, arguments.cache_dir) + _files(arguments.val, VAL, arguments.cache_dir)
     read: dict[str, Rows] = {TRAIN: [], VAL: []}
@@ -27,9 +34,18 @@ def main(argv: list[str] | None = None) -> int:
         if len(files) <= _MAX_FILES_SHOWN:
             print(f"{file.name}: {len(rows)} rows of {split}")
     print(f"{len(files)} files: {len(read[TRAIN])} rows of {TRAIN}, {len(read[VAL])} of {VAL}")
-    split = split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
-    _report(split, write_all({TRAIN: split.train, VAL: split.val}, arguments.out, overwrite=arguments.overwrite))
-    return 0
+    return split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
+
+
+def _generate(arguments: argparse.Namespace) -> Split:
+    options = reasoning_gym_rows.parse_options(arguments.option)
+    sizes = {TRAIN: arguments.size, VAL: arguments.val_size}
+    made = reasoning_gym_rows.generate(arguments.task, sizes, arguments.seed, options, arguments.instruction)
+    for name, size in sizes.items():
+        if len(made.rows[name]) < size:
+            print(f"task {arguments.task} gave {len(made.rows[name])} different rows of {name}, not {size}")
+    split = split_rows(made.rows[TRAIN], made.rows[VAL], None, arguments.seed)
+    return Split(split.train, split.val, made.dropped | split.dropped)
 
 
 _MAX_FILES_SHOWN = 20
@@ -37,7 +53,8 @@ _MAX_FILES_SHOWN = 20
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scalerl data", description="Prepare a known data set for scalerl train, from its original files."
+        prog="scalerl data",
+        description="Prepare a known data set for scalerl train, from its original files or by generating it.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for source in SOURCES.values():
@@ -53,22 +70,38 @@ def _parser() -> argparse.ArgumentParser:
             "--val", nargs="+", default=[], metavar="FILE", help="files that validate, whatever their names"
         )
         command.add_argument(
-            "--out", type=Path, required=True, metavar="DIR", help="where train.parquet and val.parquet go"
-        )
-        command.add_argument(
             "--val-size", type=int, metavar="N", help="without validation files: take N rows out of training"
         )
         command.add_argument("--seed", type=int, default=0, help="which rows --val-size takes (default 0)")
-        command.add_argument(
-            "--instruction",
-            default=source.instruction,
-            help=f"text after each problem (default: {source.instruction!r})"
-            if source.instruction
-            else argparse.SUPPRESS,
-        )
-        command.add_argument("--overwrite", action="store_true", help="replace files that are there")
         command.add_argument("--cache-dir", default=DataConfig.cache_dir, help="copies of URLs (default %(default)s)")
+        _add_common(command, source.instruction)
+    _add_reasoning_gym(commands)
     return parser
+
+
+def _add_reasoning_gym(commands: argparse._SubParsersAction) -> None:
+    about = reasoning_gym_rows.ABOUT
+    command = commands.add_parser(reasoning_gym_rows.NAME, help=about, description=about)
+    command.add_argument("--task", required=True, metavar="TASK", help="chain_sum, for example; another word lists all")
+    command.add_argument("--size", type=int, required=True, metavar="N", help="rows of train")
+    command.add_argument("--val-size", type=int, default=100, metavar="N", help="rows of val (default %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="the rows follow from it (default 0)")
+    command.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of the task (min_terms=2); may be repeated"
+    )
+    _add_common(command, reasoning_gym_rows.INSTRUCTION)
+
+
+def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
+    command.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where train.parquet and val.parquet go"
+    )
+    command.add_argument(
+        "--instruction",
+        default=instruction,
+        help=f"text after each problem (default: {instruction!r})" if instruction else argparse.SUPPRESS,
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 
 def _files(given: Sequence[str], split: str | None, cache_dir: str) -> list[tuple[DataFile, str]]:

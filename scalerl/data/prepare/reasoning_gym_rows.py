@@ -1,0 +1,112 @@
+"""Tasks of reasoning-gym, generated here -> rows with the five columns."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scalerl.data.prepare.splits import TRAIN, VAL, Rows
+from scalerl.data.problems import DataError
+
+NAME = "reasoning_gym"
+ABOUT = "tasks of the package reasoning-gym, generated on this machine by --seed: no files needed"
+INSTRUCTION = "Think step by step, then write the final answer alone between <answer> and </answer>."
+# A data set of so many rows is made again, by another seed, as long as rows are missing.
+MAX_ROUNDS = 4
+# By its file, and without the file's folder on the path (-P): it needs nothing of scalerl, whose import takes seconds.
+_PROGRAM = ("-P", str(Path(__file__).with_name("reasoning_gym_process.py")))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """dropped: reason -> number of rows."""
+
+    rows: dict[str, Rows]
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def parse_options(given: list[str]) -> dict[str, Any]:
+    """["min_terms=2", ...] -> {"min_terms": 2, ...}; values in YAML. Raises DataError."""
+    options: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in options:
+            what = "is given twice" if name in options else "is not NAME=VALUE"
+            raise DataError([f"--option {text}: {what}; write --option min_terms=2"])
+        try:
+            options[name] = yaml.safe_load(value)
+            json.dumps(options[name])
+        except (yaml.YAMLError, TypeError) as error:
+            raise DataError([f"--option {text}: the value cannot be read: {error}"]) from error
+    return options
+
+
+def generate(
+    task: str, sizes: dict[str, int], seed: int, options: dict[str, Any], instruction: str = INSTRUCTION
+) -> Generated:
+    """sizes: split -> rows. No problem comes twice, or in both splits; there are fewer rows where a task has no more.
+
+    The rows follow from the arguments and the version of the package alone. Raises DataError.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise DataError(["reasoning_gym needs the package reasoning-gym: pip install 'scalerl[reasoning-gym]'"])
+    for name, size in sizes.items():
+        if size < 1:
+            raise DataError([f"{size} rows of {name}: give at least 1"])
+    # Validation first: what it takes, training does not have.
+    splits = [
+        {"name": name, "size": sizes[name], "seeds": [_derive(task, seed, name, i) for i in range(MAX_ROUNDS)]}
+        for name in (VAL, TRAIN)
+    ]
+    reply = _run({"task": task, "options": options, "splits": splits})
+    options_text = json.dumps(options, sort_keys=True)
+    rows: dict[str, Rows] = {TRAIN: [], VAL: []}
+    for row in reply["rows"]:
+        rows[row["split"]].append(_row(task, reply["category"], row, options_text, instruction))
+    for name, made in rows.items():
+        if not made:
+            raise DataError(
+                [f"task {task} has no rows left for {name}; ask for fewer (--val-size), or for more variety (--option)"]
+            )
+    return Generated(rows, reply["dropped"])
+
+
+def _derive(task: str, seed: int, split: str, number: int) -> int:
+    """31 bits. Row i of a task comes from its seed + i: neighbouring seeds would share all rows but one."""
+    return int.from_bytes(hashlib.sha256(f"{task} {seed} {split} {number}".encode()).digest()[:4], "big") >> 1
+
+
+def _run(request: dict[str, Any]) -> dict[str, Any]:
+    """In a process of its own: some tasks follow the order of sets, which Python fixes at its start alone."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [sys.executable, *_PROGRAM], input=json.dumps(request).encode(), stdout=subprocess.PIPE, env=env
+    )
+    if done.returncode != 0:
+        raise DataError(
+            [f"reasoning_gym: task {request['task']} ended with exit code {done.returncode}; see the lines above"]
+        )
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise DataError([reply["error"]])
+    return reply
+
+
+def _row(task: str, category: str, made: dict[str, str], options: str, instruction: str) -> dict[str, Any]:
+    content = f"{made['question']}\n\n{instruction}" if instruction else made["question"]
+    return {
+        "data_source": f"{NAME}/{task}",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": category,
+        "reward_model": {"style": "rule", "ground_truth": made["answer"]},
+        "extra_info": {"task": task, "options": options, "entry": made["entry"]},
+    }
