@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.controller.groups import SampleGroup
 from scalerl.errors import EXIT_USER_ERROR
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
@@ -172,7 +173,8 @@ def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path
     for step in (1, 2):
         rollouts = pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet").to_pydict()
         keys = list(zip(rollouts["uid"], rollouts["sample_index"], strict=True))
-        assert keys == [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
+        groups = [SampleGroup(0, step, position) for position in range(PROMPTS)]
+        assert keys == [(group.uid, sample) for group in groups for sample in range(SAMPLES)]
         assert set(rollouts["response_length"]) == {RESPONSE}
         assert set(rollouts["policy_version"]) == {step - 1}
         # The new server started from the files of the model: without the weights of step 1 it would be far off.
