@@ -1,4 +1,4 @@
-"""Rollout (`scalerl.roles`) over replicas of a rollout server, on the trainer's devices."""
+"""Rollout (`scalerl.roles`) over replicas of a rollout server, on the trainer's devices or on their own."""
 
 from __future__ import annotations
 

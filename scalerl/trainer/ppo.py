@@ -188,7 +188,9 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     if run.critic is not None:
         run.critic.load(str(resumed.directory / "critic"))
     run.samples.prompts.load_state_dict(resumed.state["prompts"])
-    run.samples.load_state_dict(resumed.state["samples"])
+    # A checkpoint from before groups were counted has none, and nothing in flight.
+    if samples := resumed.state.get("samples"):
+        run.samples.load_state_dict(samples)
     # A run may have begun without it.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
