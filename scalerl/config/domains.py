@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,6 +94,16 @@ SERVER_ARGS = Domain(
 PARQUET = Domain(
     lambda v: _is_text(v) and v.endswith(".parquet"), "the path of a file that ends in .parquet", "out.parquet"
 )
+
+
+def _has_one_group(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value).groups == 1
+    except re.error:
+        return False
+
+
+PATTERN = Domain(_has_one_group, "a regular expression with exactly one group", "'Score: (\\d+)'")
 DTYPE = one_of("bfloat16", "float16", "float32")
 _KL_ESTIMATES = ("k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs")
 KL_KIND = one_of(*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES))
@@ -277,6 +288,22 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT, "kl_penalty": KL_KIND},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
+    schema.JudgeModelConfig: {"path": or_null(TEXT)},
+    schema.JudgePoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
+    schema.JudgeConfig: {
+        "prompt_path": or_null(TEXT),
+        "pattern": PATTERN,
+        "min_score": FINITE,
+        "max_score": FINITE,
+        "scale": Domain(lambda v: _number(v) and v != 0, "a finite number other than 0", "0.1"),
+        "max_prompt_length": at_least(1),
+        "max_response_length": at_least(1),
+        "name": one_of(*schema.ROLLOUT_NAMES),
+        **{name: _SAMPLING[name] for name in ("top_p", "top_k")},
+        "temperature": at_least(0),
+        "seed": at_least(0),
+        **_SERVER,
+    },
     schema.OverlongBufferConfig: {"len": at_least(0), "penalty_factor": at_least(0), "max_resp_len": at_least(1)},
     schema.RewardModelConfig: {
         "forward_max_token_len_per_gpu": at_least(1),

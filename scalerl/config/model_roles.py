@@ -118,6 +118,9 @@ def num_devices(cfg: PPOConfig) -> int:
     actor = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     own = cfg.actor_rollout_ref.rollout.resource_pool
     servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
+    if cfg.reward_model.judge.enable:
+        judge = cfg.reward_model.judge.resource_pool
+        servers += judge.nnodes * judge.n_gpus_per_node
     return actor + servers + sum(role.world_size(cfg) for role in model_roles(cfg) if role.has_own_pool)
 
 

@@ -27,6 +27,7 @@ LIKE: dict[type, type] = {
     schema.SFTDataConfig: schema.DataConfig,
     schema.SFTTrainerConfig: schema.TrainerConfig,
     schema.ValSamplingConfig: schema.RolloutConfig,
+    schema.JudgeConfig: schema.RolloutConfig,
     schema.GenerationDataConfig: schema.DataConfig,
     schema.GenerationRolloutConfig: schema.RolloutConfig,
     schema.GenerationTrainerConfig: schema.TrainerConfig,

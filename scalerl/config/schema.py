@@ -421,6 +421,63 @@ class ScoringModelConfig:
 
 
 @dataclass
+class JudgeModelConfig:
+    # Directory of a language model, with a tokenizer and chat template of its own; required with judge.enable.
+    path: str | None = None
+    # Run Python code that the model directory brings along.
+    trust_remote_code: bool = False
+
+
+@dataclass
+class JudgePoolConfig:
+    # Nodes whose devices are the judge's alone; required with judge.enable.
+    nnodes: int = 0
+    # Devices (on CPU: processes) per node of that pool.
+    n_gpus_per_node: int = same_as("trainer.n_gpus_per_node")
+
+
+@dataclass
+class JudgeConfig:
+    # Score the samples of prompts whose reward_model.style is "judge" by what a language model writes of them.
+    enable: bool = False
+    model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    # Text file, the judge's question: {prompt}, {response} and {ground_truth} stand for those of the sample, and
+    # {response} must be there. null: scalerl's own (docs/rewards.md).
+    prompt_path: str | None = None
+    # Regular expression with one group, which is a number; of several matches in the judge's text the last one counts.
+    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    # A number below this has failed.
+    min_score: float = 0.0
+    # A number above this has failed.
+    max_score: float = 10.0
+    # The sample's score is the judge's number times this.
+    scale: float = 0.1
+    # Tokens of the question, chat template included; a sample with a longer one has failed.
+    max_prompt_length: int = 8192
+    # Tokens that the judge may write.
+    max_response_length: int = 1024
+    # Keep the judge's text as judge_response beside the score, for the dumps of trainer.rollout_data_dir.
+    keep_text: bool = False
+    name: str = "sglang"
+    # 0: greedy.
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 42
+    tensor_model_parallel_size: int = 1
+    # null: as many as fit on resource_pool.
+    num_replicas: int | None = None
+    dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.85
+    max_num_seqs: int = 256
+    start_timeout_s: float = 600.0
+    request_timeout_s: float = 600.0
+    max_restarts: int = 3
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
+    resource_pool: JudgePoolConfig = field(default_factory=JudgePoolConfig)
+
+
+@dataclass
 class OverlongBufferConfig:
     # With reward_manager=dapo: lower the score of responses that end in the last `len` tokens of max_resp_len.
     enable: bool = False
@@ -444,12 +501,14 @@ class RewardModelConfig:
     forward_max_token_len_per_gpu: int = same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     megatron: MegatronConfig = field(default_factory=_as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     # naive | batch | dapo | prime, or a name registered with rewards.register_reward_manager.
     reward_manager: str = "naive"
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     # Seconds that scoring one sample may take; with reward_manager=batch, one call.
     timeout_s: float = 60.0
-    # stop: a reward function that raises, hangs or returns NaN ends the run. zero: the sample scores 0 and is counted.
+    # stop: a reward function that raises, hangs or returns NaN ends the run, and a judge that gives no number does.
+    # zero: the sample scores 0 and is counted.
     on_error: str = "stop"
 
 

@@ -11,6 +11,7 @@ from scalerl.config.attention_rules import transformer_engine_version, transform
 from scalerl.config.correction_rules import CORRECTION_RULES
 from scalerl.config.domains import domain_violations
 from scalerl.config.generation_rules import GENERATION_RULES
+from scalerl.config.judge_rules import JUDGE_RULES
 from scalerl.config.keys import inherited_keys
 from scalerl.config.layout_rules import (
     ACTOR,
@@ -205,6 +206,7 @@ PPO_RULES = [
     Rule(("actor_rollout_ref.ref.model_path",), _reference_used),
     *ALGORITHM_RULES,
     *ROLE_RULES,
+    *JUDGE_RULES,
     *CORRECTION_RULES,
     *SAMPLING_RULES,
     RESUME,

@@ -19,6 +19,7 @@ from scalerl.config.schema import PPOConfig
 from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.controller.calls import values_of
 from scalerl.controller.groups import Enough, SampleGroup
+from scalerl.controller.judge import JudgeServers
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replacements import LostServer
 from scalerl.controller.replica_set import ReplicaSet
@@ -73,13 +74,14 @@ class HybridRollout:
         gpu_ids: Sequence[str] | None,
         log_dir: Path,
         single_node: bool | None = None,
+        judge: JudgeServers | None = None,
     ) -> None:
         """Starts servers and rollout worker; `wait_ready` returns when they answer.
 
         datasets: name -> RLHFDataset.  gpu_ids: of each trainer rank's device on its node; None on the CPU,
-        and where `pool` is the servers' own.  single_node: as `ReplicaSet` has it.
+        and where `pool` is the servers' own.  single_node: as `ReplicaSet` has it.  judge: with reward_model.judge.
         """
-        self.config, self.pool = config, pool
+        self.config, self.pool, self.judge = config, pool, judge
         self.rollout = config.actor_rollout_ref.rollout
         owns_devices = not config.actor_rollout_ref.hybrid_engine
         if owns_devices:
@@ -96,7 +98,7 @@ class HybridRollout:
         # Part of a phase -> seconds, until the next sync reports them.
         self.parts_s: dict[str, float] = {}
         # Since `faults` was asked.
-        self.num_restarts = self.num_resubmitted = 0
+        self.num_restarts = self.num_resubmitted = self.num_judge_restarts = 0
         self.servers = ReplicaSet(
             pool,
             self.model,
@@ -127,6 +129,8 @@ class HybridRollout:
         self.orders = {index: self._new_order(index) for index in range(len(self.servers.replicas))}
         self._ask(self.worker.connect, self.servers.replicas, self.rollout, self.max_model_len)
         self.lost = self.worker.next_lost.remote()
+        if self.judge is not None:
+            self.judge.connect(self.worker)
         self.workers = workers
         workers.connect_rollout(
             self.servers.replicas,
@@ -224,7 +228,13 @@ class HybridRollout:
         """What the generation gives; the servers that it loses are replaced while the others go on."""
         deadline = time.monotonic() + self.timeout_s
         while True:
-            ready, _ = ray.wait([call, self.lost], timeout=max(0.0, deadline - time.monotonic()))
+            of_judge = [] if self.judge is None else [self.judge.lost]
+            ready, _ = ray.wait([call, self.lost, *of_judge], timeout=max(0.0, deadline - time.monotonic()))
+            if self.judge is not None and self.judge.lost in ready:
+                began = time.monotonic()
+                self.judge.replace_lost()
+                deadline += time.monotonic() - began
+                continue
             if self.lost not in ready or call in ready:
                 return values_of("generation", [call], 0.0 if not ready else self.timeout_s)[0]
             lost = self._news()
@@ -361,13 +371,17 @@ class HybridRollout:
         return [index for index, order in self.orders.items() if not order.serving]
 
     def faults(self) -> Metrics:
-        """Servers restarted, and samples asked again, since the last call."""
+        """Servers restarted, the judge's apart, and samples asked again, since the last call."""
         restarts, self.num_restarts = self.num_restarts, 0
         resubmitted, self.num_resubmitted = self.num_resubmitted, 0
-        return {
+        found = {
             "rollout/num_restarts": Metric(float(restarts), "sum"),
             "rollout/num_resubmitted": Metric(float(resubmitted), "sum"),
         }
+        if self.judge is not None:
+            before, self.num_judge_restarts = self.num_judge_restarts, self.judge.num_restarts
+            found["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
+        return found
 
     def _serve(self, indices: set[int]) -> list[list[dict[str, Any]]]:
         """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.

@@ -72,6 +72,7 @@ class RolloutWorker:
         """
         import ray
 
+        from scalerl.controller.judge import Judge
         from scalerl.data import load_tokenizer
         from scalerl.rewards import build_reward_manager
 
@@ -80,6 +81,7 @@ class RolloutWorker:
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.model_scores = reward.enable
+        self.judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self.batches: dict[int, DataProto] = {}
         self.batch_ids = itertools.count()
         # uid of a group -> where an early end left it.
@@ -102,6 +104,16 @@ class RolloutWorker:
             timeout_s=self.rollout.request_timeout_s,
             max_concurrency=self.rollout.max_num_seqs,
         )
+
+    async def connect_judge(self, replicas: Sequence[Replica]) -> None:
+        self.judge.connect(replicas)
+
+    async def next_lost_judge(self) -> list[LostServer]:
+        """As `next_lost`, of the judge's servers."""
+        return await self.judge.replacements.next_lost()
+
+    async def replace_judge(self, successors: dict[int, Replica]) -> None:
+        await self.judge.replace(successors)
 
     async def next_lost(self) -> list[LostServer]:
         """Servers that a generation lost; waits for it. Each is told once."""
@@ -221,22 +233,26 @@ class RolloutWorker:
             self.interrupted.pop(uid, None)
 
     async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
+        from scalerl.controller.groups import SampleGroup
         from scalerl.rewards import ScoreRequest, ScoreResult
+        from scalerl.rewards.judge import STYLE
 
         if self.model_scores and prompt.reward_style == "model":
             # Until the reward model has seen it: no advantage can be made of it.
             return ScoreResult(float("nan"))
-        return await self.rewards.scored(
-            ScoreRequest(
-                sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
-                data_source=prompt.data_source,
-                prompt_str=prompt.messages[-1]["content"],
-                solution_str=self.tokenizer.decode(output.output_ids, skip_special_tokens=True),
-                ground_truth=prompt.ground_truth,
-                extra_info=prompt.extra_info,
-                response_length=len(output.output_ids),
-            )
+        request = ScoreRequest(
+            sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
+            data_source=prompt.data_source,
+            prompt_str=prompt.messages[-1]["content"],
+            solution_str=self.tokenizer.decode(output.output_ids, skip_special_tokens=True),
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            response_length=len(output.output_ids),
         )
+        if self.judge is not None and prompt.reward_style == STYLE:
+            place = SampleGroup.step_and_position(output.request_id)
+            return await self.judge.score(request, sample_seed(self.judge.config.seed, *place, output.sample_index))
+        return await self.rewards.scored(request)
 
     def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
         """The token columns of these rows: what one data-parallel rank trains on."""

@@ -147,7 +147,7 @@ _TYPES = {
     "data_source": (str, "the name of its source"),
     "extra_info": (dict, "a dict"),
     "messages": (list, "a list of messages"),
-    "reward_style": (str, "rule, model or another name"),
+    "reward_style": (str, "rule, model, judge or another name"),
     "images": (list, "a list"),
 }
 

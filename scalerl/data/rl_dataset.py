@@ -31,7 +31,8 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 class PromptRow:
     """One prompt. uid: its position in the data set.  prompt_length_before: tokens before truncation.
 
-    reward_style: rule (a reward function scores it), model (a reward model, where the run has one), or another name.
+    reward_style: rule (a reward function scores it), model or judge (a reward model or a judge, where the run has
+        one), or another name.
     images: as the file has them; empty but for a data set with a processor.
     """
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 from scalerl.algorithms import KLController
 from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved
-from scalerl.config.schema import ResourcePoolConfig, RolloutPoolConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import (
+    JudgePoolConfig,
+    ResourcePoolConfig,
+    RolloutPoolConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
+from scalerl.controller.judge import JudgeServers
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
@@ -51,13 +58,16 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         workers = groups["actor"]
         hybrid = cfg.actor_rollout_ref.hybrid_engine
         servers = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
+        log_dir = Path(trainer.default_local_dir) / "logs"
+        judge = start_judge(stack, cfg, servers, inputs.device, log_dir / "judge")
         rollout = HybridRollout(
             cfg,
             servers,
             {"train": inputs.train, "val": inputs.val},
             gpu_ids=workers.gpu_ids() if hybrid and inputs.device == "cuda" else None,
-            log_dir=Path(trainer.default_local_dir) / "logs",
+            log_dir=log_dir,
             single_node=len(pool.node_ids() | servers.node_ids()) == 1,
+            judge=judge,
         )
         stack.callback(rollout.stop)
         model = cfg.actor_rollout_ref.model
@@ -140,7 +150,7 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
 
 def start_pool(
     stack: ExitStack,
-    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig | RolloutPoolConfig,
+    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig | RolloutPoolConfig | JudgePoolConfig,
     device: str,
     timeout_s: float,
     section: str = "trainer",
@@ -160,6 +170,21 @@ def start_pool(
 def start_servers_pool(stack: ExitStack, cfg: PPOConfig, device: str) -> ResourcePool:
     section = "actor_rollout_ref.rollout.resource_pool"
     return start_pool(stack, cfg.actor_rollout_ref.rollout.resource_pool, device, cfg.trainer.timeout_s, section)
+
+
+def start_judge(
+    stack: ExitStack, cfg: PPOConfig, rollout: ResourcePool, device: str, log_dir: Path
+) -> JudgeServers | None:
+    """rollout: the pool of the rollout worker, which asks the judge."""
+    judge = cfg.reward_model.judge
+    if not judge.enable:
+        return None
+    section = "reward_model.judge.resource_pool"
+    pool = start_pool(stack, judge.resource_pool, device, cfg.trainer.timeout_s, section)
+    single_node = len(pool.node_ids() | rollout.node_ids()) == 1
+    servers = JudgeServers(pool, judge, log_dir=log_dir, timeout_s=cfg.trainer.timeout_s, single_node=single_node)
+    stack.callback(servers.stop)
+    return servers
 
 
 def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.config import ModelRole, ModelSizes, PPOConfig, layout_violations, recompute_violations, world_size
-from scalerl.config.schema import MegatronConfig, RolloutConfig
+from scalerl.config.judge_rules import JUDGE
+from scalerl.config.schema import JudgeConfig, MegatronConfig, RolloutConfig
+from scalerl.controller.judge import max_model_len
 from scalerl.families import HFWeights, ModelShape, family_of
 from scalerl.rollout.checksums import MIXTURES
+from scalerl.rollout.context_length import check_context_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +101,27 @@ def role_violations(
     yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
     if tokenizer is not None:
         yield from _other_vocabulary(role, shape, tokenizer)
+
+
+def judge_violations(judge: JudgeConfig) -> Iterator[str]:
+    """Of its files. Its family may be any that the server knows: no trainer reads it."""
+    path = Path(judge.model.path)
+    if not (path / "config.json").is_file():
+        yield f"{JUDGE}.model.path = {path}: has no config.json; give the directory of a language model"
+        return
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        yield f"{JUDGE}.model.path = {path}: has no weights (*.safetensors); give the directory of a language model"
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    heads = [name for name in config.get("architectures") or [] if name.endswith("ForSequenceClassification")]
+    if heads:
+        yield (
+            f"{JUDGE}.model.path = {path}: is a {heads[0]}, which writes no text; give a language model, or set "
+            "reward_model.enable=true and reward_model.model.path to it"
+        )
+    try:
+        check_context_length(path, max_model_len(judge), f"{JUDGE}.max_prompt_length + {JUDGE}.max_response_length")
+    except ValueError as error:
+        yield str(error)
 
 
 def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:

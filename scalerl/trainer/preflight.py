@@ -15,7 +15,7 @@ from scalerl.config import (
     validate_sft,
     world_size,
 )
-from scalerl.config.schema import DataConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import DataConfig, JudgeConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import ModelShape
 from scalerl.metrics import check_backends
 from scalerl.trainer import checkpoints
@@ -23,6 +23,7 @@ from scalerl.trainer.device import resolve_device
 from scalerl.trainer.findings import Findings
 from scalerl.trainer.model_checks import (
     actor_violations,
+    judge_violations,
     model_layout_violations,
     read_model,
     read_role,
@@ -68,6 +69,7 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     model = cfg.actor_rollout_ref.model
     tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
     shapes = _check_models(findings, cfg, tokenizer)
+    _check_judge(findings, cfg.reward_model.judge)
     # What is not imported cannot be known.
     if imported:
         findings.run(lambda: _check_estimator(cfg))
@@ -114,6 +116,21 @@ def _check_models(
         if shape is not None:
             findings.violations.extend(role_violations(cfg, role, shape, tokenizer))
     return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
+    from scalerl.data import load_tokenizer
+    from scalerl.data.chat import require_chat_template
+    from scalerl.rewards.judge import load_question
+
+    if not judge.enable:
+        return
+    findings.run(lambda: load_question(judge.prompt_path))
+    if judge.model.path is not None:
+        findings.violations.extend(judge_violations(judge))
+        tokenizer = findings.run(lambda: load_tokenizer(judge.model.path, judge.model.trust_remote_code))
+        if tokenizer is not None:
+            findings.run(lambda: require_chat_template(tokenizer))
 
 
 def check_sft(cfg: SFTConfig) -> SFTInputs:

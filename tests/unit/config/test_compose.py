@@ -345,7 +345,11 @@ def test_flatten_gives_scalars_for_every_key():
     assert flat["custom_reward_function.reward_kwargs"] == "{}"
     assert flat["trainer.max_actor_ckpt_to_keep"] is None
     assert all(value is None or isinstance(value, str | int | float | bool) for value in flat.values())
-    assert set(KeyTable(PPOConfig).leaves) - set(flat) == {f"{ROLLOUT}.engine_kwargs"}
+    # Arguments by engine: each has a key of its own.
+    assert set(KeyTable(PPOConfig).leaves) - set(flat) == {
+        f"{ROLLOUT}.engine_kwargs",
+        "reward_model.judge.engine_kwargs",
+    }
 
 
 # The error

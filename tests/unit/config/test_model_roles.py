@@ -12,6 +12,9 @@ from scalerl.parallel.layout import Layout
 
 PPO = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=4"]
 GAE = "algorithm.adv_estimator=gae"
+JUDGE = "reward_model.judge"
+JUDGE_ON = [f"{JUDGE}.enable=true", f"{JUDGE}.model.path=j"]
+JUDGE_POOL = [f"{JUDGE}.resource_pool.nnodes=2", f"{JUDGE}.resource_pool.n_gpus_per_node=4"]
 THREE_DEVICES = ["critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=3"]
 RULES = [
     (
@@ -63,6 +66,25 @@ RULES = [
     (["trainer.critic_warmup=3"], "trainer.critic_warmup = 3: this run has no critic"),
     (["reward_model.enable=true"], "reward_model.model.path = null: needed when reward_model.enable = true"),
     (["reward_model.model.path=rm"], "reward_model.model.path = rm: has no effect when reward_model.enable = false"),
+    ([f"{JUDGE}.enable=true", *JUDGE_POOL], f"{JUDGE}.model.path = null: needed when {JUDGE}.enable = true"),
+    ([f"{JUDGE}.model.path=j"], f"{JUDGE}.model.path = j: has no effect when {JUDGE}.enable = false"),
+    (JUDGE_ON, f"{JUDGE}.resource_pool.nnodes = 0: needed when {JUDGE}.enable = true"),
+    (JUDGE_POOL, f"{JUDGE}.resource_pool.nnodes = 2: has no effect, this run has no judge"),
+    (
+        [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=5"],
+        f"{JUDGE}.tensor_model_parallel_size = 5: a replica lives on one node, so it must be at most "
+        f"{JUDGE}.resource_pool.n_gpus_per_node = 4",
+    ),
+    (
+        [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=3", f"{JUDGE}.num_replicas=3"],
+        f"{JUDGE}.num_replicas = 3: the pool of {JUDGE}.resource_pool.nnodes x {JUDGE}.resource_pool.n_gpus_per_node = "
+        "2 x 4 has room for 2 replicas",
+    ),
+    (
+        [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.max_score=0"],
+        f"{JUDGE}.min_score = 0: must be below {JUDGE}.max_score = 0, or every sample has the same score; set "
+        f"{JUDGE}.max_score=1 or more",
+    ),
 ]  # fmt: skip
 
 
@@ -74,6 +96,16 @@ def test_a_rule_that_is_broken_is_said_once(overrides: list[str], message: str) 
     assert len(starts) == 1, error.value.violations
     # Full recompute lacks two keys.
     assert len(error.value.violations) == (2 if "recompute" in message else 1)
+
+
+def test_all_that_is_wrong_with_a_judge_comes_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(
+            "ppo", [*PPO, f"{JUDGE}.enable=true", f"{JUDGE}.min_score=10", f"{JUDGE}.pattern=10", f"{JUDGE}.scale=0"]
+        )
+    assert [text.partition(" = ")[0] for text in error.value.violations] == [
+        f"{JUDGE}.{key}" for key in ("pattern", "scale", "model.path", "resource_pool.nnodes", "min_score")
+    ]
 
 
 def test_a_run_has_the_roles_that_its_keys_name() -> None:
@@ -97,6 +129,8 @@ def test_a_pool_of_its_own_counts() -> None:
     cfg = compose("ppo", [*PPO, GAE, *own, "critic.megatron.tensor_model_parallel_size=2"])
     (critic,) = model_roles(cfg)
     assert (critic.world_size(cfg), critic.dp_size(cfg), num_devices(cfg)) == (8, 4, 16)
+    judged = compose("ppo", [*PPO, *JUDGE_ON, *JUDGE_POOL])
+    assert num_devices(judged) == 8 + 8 and model_roles(judged) == []
     # A role that the run has not takes no devices.
     assert num_devices(compose("ppo", [*PPO, "trainer.n_gpus_per_node=4"])) == 4
 

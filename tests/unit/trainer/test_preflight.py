@@ -103,3 +103,34 @@ def test_other_models_and_engines_may_be_verified(
     directory: Path, family: str, rollout: str, verify_weights_every: int
 ) -> None:
     assert check_ppo(config(directory, family, rollout, verify_weights_every)) is not None
+
+
+def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -> None:
+    judge, question = "reward_model.judge", tmp_path / "question.txt"
+    question.write_text("How good is it?")
+    on = [
+        f"{judge}.enable=true",
+        f"{judge}.model.path={directory / 'qwen3'}",
+        f"{judge}.max_prompt_length=1000",
+        f"{judge}.resource_pool.nnodes=1",
+    ]
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, *on)) is not None
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(
+            config(
+                directory,
+                "qwen3",
+                "embedded",
+                0,
+                *on,
+                f"{judge}.prompt_path={question}",
+                f"{judge}.max_prompt_length=3000",
+            )
+        )
+    no_response, too_long = caught.value.violations
+    assert no_response.startswith(f"{judge}.prompt_path = {question}: does not hold {{response}}")
+    assert too_long.startswith(f"{judge}.max_prompt_length + {judge}.max_response_length = 4024 tokens exceed")
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.model.path={tmp_path}"))
+    assert caught.value.violations[0].startswith(f"{judge}.model.path = {tmp_path}: has no config.json")
+    assert "holds no tokenizer" in caught.value.violations[1] and len(caught.value.violations) == 2

@@ -1,0 +1,273 @@
+"""A judge on a real server: what it is asked, what counts, while others generate, and when its server is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+from safetensors.torch import load_file, save_file
+
+from scalerl.config.schema import (
+    CustomRewardFunctionConfig,
+    DataConfig,
+    JudgeConfig,
+    JudgeModelConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from scalerl.controller.groups import SampleGroup
+from scalerl.controller.judge import Judge, JudgeServers
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.rollout_worker import RolloutWorker
+from scalerl.data import RLHFDataset, load_tokenizer
+from scalerl.hybrid.replicas import Replica
+from scalerl.rewards import RewardError, ScoreRequest
+from scalerl.rewards.judge import fill
+from scalerl.rollout.client import RolloutClient, SamplingParams
+from scalerl.rollout.server import RolloutServer, start_on_free_port
+from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
+from tests.tiny_models import make_tiny_model
+
+TIMEOUT_S = 120.0
+QUESTION = "{prompt}|{response}|{ground_truth}"
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=1.0, ignore_eos=True)
+# More than one: the second can wait for the first.
+GROUPS = [SampleGroup(uid, step=1, position=uid) for uid in range(3)]
+ASKED = ScoreRequest("train prompt 0 sample 0", "chat", "hello", "goodbye", "sun")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A policy and a judge on servers, prompts for them, and what the judge must say."""
+
+    config: JudgeConfig
+    servers: JudgeServers
+    policy_path: Path
+    policy: RolloutServer
+    dataset: RLHFDataset
+    oracle: Model
+
+    def worker_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        reward = RewardModelConfig(judge=self.config)
+        custom = CustomRewardFunctionConfig()
+        kwargs = {"reward": reward, "custom_reward": custom, "trust_remote_code": False}
+        return ({"train": [ray.put(self.dataset)]}, str(self.policy_path)), kwargs
+
+    @property
+    def policy_arguments(self) -> tuple[list[Replica], RolloutConfig, int]:
+        # One sample at a time.
+        rollout = RolloutConfig(name="embedded", max_num_seqs=1, request_timeout_s=TIMEOUT_S)
+        return [Replica(self.policy.url, "embedded", 1)], rollout, MAX_MODEL_LEN
+
+    def text(self, request: ScoreRequest) -> str:
+        """The judge's, by transformers."""
+        tokenizer = load_tokenizer(self.oracle.path)
+        messages = [{"role": "user", "content": fill(QUESTION, request)}]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        return tokenizer.decode(self.oracle.greedy(ids, self.config.max_response_length), skip_special_tokens=True)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Two for the judge, then one for the rule of its data source."""
+    return [
+        {
+            "data_source": "openai/gsm8k" if style == "rule" else "chat",
+            "prompt": [{"role": "user", "content": content}],
+            "ability": "",
+            "reward_model": {"style": style, "ground_truth": truth},
+            "extra_info": {"index": index},
+        }
+        for index, (content, style, truth) in enumerate(
+            [("a?", "judge", "sun"), ("b?", "judge", None), ("1?", "rule", "1")]
+        )
+    ]
+
+
+def make_judge(path: Path) -> Model:
+    """A model that writes digits, whatever else it could write has logit 0, and that looks at what it is asked."""
+    make_tiny_model(path, "qwen3", seed=5, tied=False)
+    tokenizer = load_tokenizer(path)
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    kept = head[digits].clone()
+    head.zero_()
+    head[digits] = kept
+    for name, tensor in tensors.items():
+        if "v_proj" in name or "o_proj" in name:
+            tensor *= 10
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return Model.load(path)
+
+
+@pytest.fixture(scope="module")
+def bench(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    directory = tmp_path_factory.mktemp("judge")
+    make_tiny_model(directory / "policy", "qwen3", seed=0)
+    oracle = make_judge(directory / "judge")
+    (directory / "question.txt").write_text(QUESTION)
+    pq.write_table(pa.Table.from_pylist(rows()), directory / "rows.parquet")
+    data = DataConfig(str(directory / "rows.parquet"), str(directory / "rows.parquet"), max_prompt_length=64)
+    config = JudgeConfig(
+        enable=True,
+        model=JudgeModelConfig(str(directory / "judge")),
+        prompt_path=str(directory / "question.txt"),
+        pattern=r"^(\d)",
+        max_score=9,
+        scale=0.5,
+        max_prompt_length=200,
+        max_response_length=6,
+        keep_text=True,
+        name="embedded",
+        dtype="float32",
+        num_replicas=1,
+    )
+    pool = ResourcePool.create(nnodes=1, devices_per_node=1, device="cpu", timeout_s=TIMEOUT_S)
+    servers = JudgeServers(pool, config, log_dir=directory / "logs", timeout_s=TIMEOUT_S, single_node=True)
+    policy = start_on_free_port(
+        lambda port: make_server("embedded", directory / "policy", directory / "policy.log", port)
+    )
+    try:
+        servers.servers.wait_ready()
+        dataset = RLHFDataset(data.train_files, load_tokenizer(directory / "policy"), data)
+        yield Bench(config, servers, directory / "policy", policy, dataset, oracle)
+    finally:
+        policy.stop()
+        servers.stop()
+        pool.release()
+
+
+def check(bench: Bench, samples: dict[str, Any], responses: list[str]) -> None:
+    """The samples of GROUPS: the judge's numbers are those of its texts, which are those of transformers."""
+    assert samples["reward_style"].tolist() == ["judge", "judge", "rule"]
+    for index, response in enumerate(responses[:2]):
+        row = rows()[index]
+        request = replace(
+            ASKED,
+            prompt_str=row["prompt"][0]["content"],
+            solution_str=response,
+            ground_truth=row["reward_model"]["ground_truth"],
+        )
+        text = bench.text(request)
+        number = float(text[0])
+        extra = {"judge_score": number, "judge_length": 6, "judge_response": text}
+        assert samples["reward_extra"][index] == extra
+        assert samples["score"][index] == number * 0.5
+    assert samples["score"][2] == 0.0 and samples["reward_extra"][2] == {}
+    assert not samples["reward_failed"].any()
+
+
+def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> None:
+    """The policy's server stands still until the first sample has its score: no sample could come before that."""
+    args, kwargs = bench.worker_arguments()
+    policy = RolloutClient(bench.policy.url, "embedded", max_model_len=MAX_MODEL_LEN)
+    order: list[str] = []
+
+    async def run() -> tuple[dict[str, Any], list[str]]:
+        worker = RolloutWorker(*args, **kwargs)
+        worker.connect(*bench.policy_arguments)
+        await worker.connect_judge(bench.servers.servers.replicas)
+        score = worker._score
+
+        async def gated(dataset: str, prompt: Any, output: Any) -> Any:
+            order.append(f"generated {prompt.uid}")
+            if prompt.uid == 0:
+                policy.pause()
+            result = await score(dataset, prompt, output)
+            order.append(f"scored {prompt.uid}")
+            if prompt.uid == 0:
+                policy.continue_generation()
+            return result
+
+        worker._score = gated
+        generation = worker.generate("train", GROUPS, 1, SAMPLING, keep=True)
+        generated = await asyncio.wait_for(generation, TIMEOUT_S)
+        ids = worker.batches[generated.batch_id].tokens["input_ids"]
+        lengths = generated.samples["prompt_length"]
+        responses = [ids[row].tolist()[lengths[row] :] for row in range(3)]
+        return generated.samples, [worker.tokenizer.decode(part, skip_special_tokens=True) for part in responses]
+
+    samples, responses = asyncio.run(run())
+    assert order[:2] == ["generated 0", "scored 0"], order
+    check(bench, samples, responses)
+
+
+def test_a_lost_server_is_replaced_and_asked_again(bench: Bench) -> None:
+    args, kwargs = bench.worker_arguments()
+    worker = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=64).remote(*args, **kwargs)
+    try:
+        ray.get(worker.connect.remote(*bench.policy_arguments), timeout=TIMEOUT_S)
+        bench.servers.connect(worker)
+        ray.get(bench.servers.servers.hosts[0].end.remote(), timeout=TIMEOUT_S)
+        call = worker.generate.remote("train", GROUPS, 1, SAMPLING, keep=True)
+        ready, _ = ray.wait([call, bench.servers.lost], timeout=TIMEOUT_S)
+        assert ready == [bench.servers.lost]
+        bench.servers.replace_lost()
+        generated = ray.get(call, timeout=TIMEOUT_S)
+        tokenizer, lengths = load_tokenizer(bench.policy_path), generated.samples["prompt_length"]
+        shard = ray.get(worker.shard.remote(generated.batch_id, range(3)), timeout=TIMEOUT_S).tokens["input_ids"]
+        responses = [
+            tokenizer.decode(shard[row].tolist()[lengths[row] :], skip_special_tokens=True) for row in range(3)
+        ]
+        check(bench, generated.samples, responses)
+        assert bench.servers.num_restarts == 1
+    finally:
+        ray.kill(worker)
+
+
+def judged(bench: Bench, on_error: str, *requests: ScoreRequest, **changes: Any) -> list[Any]:
+    """All at the same time."""
+
+    async def run() -> list[Any]:
+        judge = Judge(replace(bench.config, **changes), on_error)
+        judge.connect(bench.servers.servers.replicas)
+        asked = asyncio.gather(*(judge.score(request, seed=7) for request in requests), return_exceptions=True)
+        found = await asyncio.wait_for(asked, TIMEOUT_S)
+        assert judge.num_running == [0]
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_sample_without_a_number_has_failed(bench: Bench) -> None:
+    text = bench.text(ASKED)
+    (shown,) = judged(bench, "stop", ASKED, pattern="Score: (.)")
+    assert isinstance(shown, RewardError)
+    assert re.search("cause: nothing in the judge's text matches .*max_response_length=6", str(shown))
+    assert f"judge's text: {text!r}" in str(shown) and "sample train prompt 0 sample 0" in str(shown)
+    (counted,) = judged(bench, "zero", ASKED, pattern="Score: (.)", keep_text=False)
+    assert (counted.score, counted.extra) == (0.0, {"judge_length": 6}) and "matches" in counted.error
+
+
+def test_a_sample_whose_question_is_too_long_fails_alone(bench: Bench) -> None:
+    long = replace(ASKED, solution_str="x" * 200)
+    fine, failed = judged(bench, "zero", ASKED, long)
+    assert fine.error is None and fine.score == float(bench.text(ASKED)[0]) * 0.5
+    assert failed.extra == {} and "more than reward_model.judge.max_prompt_length=200" in failed.error
+
+
+def test_a_server_that_is_well_and_late_is_no_reason_to_end_the_run(bench: Bench) -> None:
+    """The engine is busy for longer than the request may take."""
+    client = RolloutClient(bench.servers.servers.replicas[0].url, "embedded", max_model_len=206)
+    client.pause()
+    try:
+        (failed,) = judged(bench, "zero", ASKED, request_timeout_s=5.0)
+    finally:
+        client.continue_generation()
+    assert failed.score == 0.0 and "raise reward_model.judge.request_timeout_s" in failed.error
+
+
+def test_more_samples_than_the_server_takes_wait_for_their_turn(bench: Bench) -> None:
+    requests = [replace(ASKED, solution_str=f"{number}") for number in range(12)]
+    found = judged(bench, "stop", *requests, max_num_seqs=2)
+    assert [result.score for result in found] == [float(bench.text(request)[0]) * 0.5 for request in requests]
+    assert len({result.score for result in found}) > 1
