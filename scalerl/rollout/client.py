@@ -23,7 +23,7 @@ from scalerl.rollout.requests import (
     check_request,
 )
 from scalerl.rollout.weights import FLATTENED, EngineKind
-from scalerl.rollout.wire import Slot, generate_body, output_of, slots_of
+from scalerl.rollout.wire import Slot, generate_body, output_of, read_events, slots_of
 
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 
@@ -73,7 +73,7 @@ class RolloutClient:
                 await http.close()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        """All samples of all requests, as they come back.
+        """All samples of all requests, each as soon as it is finished.
 
         Raises ValueError for a request that cannot be sent and RolloutError for one that the server did not serve; the
         rest is given up then.
@@ -82,17 +82,31 @@ class RolloutClient:
             check_request(request, self.max_model_len)
         largest = max((request.n for request in requests), default=1)
         in_flight = asyncio.Semaphore(max(1, self.max_concurrency // largest))
+        # Samples, the errors of requests, and a None for each request that is through.
+        came: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue()
 
-        async def bounded(request: GenerateRequest) -> list[GenerateOutput]:
-            async with in_flight:
-                return await self._generate_one(request)
+        async def bounded(request: GenerateRequest) -> None:
+            try:
+                async with in_flight, contextlib.aclosing(self._generate_one(request)) as outputs:
+                    async for output in outputs:
+                        came.put_nowait(output)
+            except Exception as error:
+                came.put_nowait(error)
+            else:
+                came.put_nowait(None)
 
         async with self.connected():
             tasks = [asyncio.ensure_future(bounded(request)) for request in requests]
+            num_running = len(tasks)
             try:
-                for finished in asyncio.as_completed(tasks):
-                    for output in await finished:
-                        yield output
+                while num_running:
+                    item = await came.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        num_running -= 1
+                    else:
+                        yield item
             finally:
                 for task in tasks:
                     task.cancel()
@@ -106,20 +120,31 @@ class RolloutClient:
         async with self.connected():
             await self._call("POST", "/abort_request", {"abort_all": True}, "abort")
 
-    async def _generate_one(self, request: GenerateRequest) -> list[GenerateOutput]:
-        """One HTTP request for the samples that have room; the others are as long as they may be."""
+    async def _generate_one(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+        """One HTTP request for the samples that have room, each as soon as it is finished; the others are as long as
+        they may be."""
         who = f"request {request.request_id!r}"
         slots = slots_of(request, self.max_model_len)
+        for output in await self._full([slot for slot in slots if slot.room <= 0]):
+            yield output
         asked = [slot for slot in slots if slot.room > 0]
-        answers: list[Any] = []
-        if asked:
-            text = await self._call("POST", "/generate", generate_body(request, asked, self.kind), who)
-            parsed = json.loads(text)
-            answers = parsed if isinstance(parsed, list) else [parsed]
-        if len(answers) != len(asked):
-            raise RolloutError(f"{self.url}/generate gave {len(answers)} samples for {who}, asked for {len(asked)}")
-        outputs = [output_of(slot, answer, self.kind) for slot, answer in zip(asked, answers, strict=True)]
-        return outputs + await self._full([slot for slot in slots if slot.room <= 0])
+        if not asked:
+            return
+        missing = dict(enumerate(asked))
+        body = generate_body(request, asked, self.kind)
+        async with contextlib.aclosing(self._events("/generate", body, who)) as events:
+            async for event in events:
+                if event["meta_info"]["finish_reason"] is None:  # SGLang sends the first token too
+                    continue
+                # The only sample of a request has no index.
+                slot = missing.pop(event.get("index", 0), None)
+                if slot is None:
+                    raise RolloutError(f"{self.url}/generate gave a sample of {who} twice, or one not asked for")
+                yield output_of(slot, event, self.kind)
+        if missing:
+            raise RolloutError(
+                f"{self.url}/generate gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
+            )
 
     async def _full(self, slots: Sequence[Slot]) -> list[GenerateOutput]:
         if not slots:
@@ -128,15 +153,29 @@ class RolloutClient:
         version = int(info["weight_version"])
         return [slot.extended([], [], [(0, version)], "length") for slot in slots]
 
+    async def _events(self, path: str, body: dict[str, Any], who: str) -> AsyncIterator[dict[str, Any]]:
+        """The JSON of each event of the answer's stream; errors as `_call`."""
+        async with self._answer("POST", path, body, who) as response:
+            async for event in read_events(response.content.iter_any(), who):
+                if "error" in event:
+                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(json.dumps(event))}")
+                yield event
+
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, who: str) -> str:
         """-> the answer's text; RolloutError, naming the server and `who`, unless it is a success."""
+        async with self._answer(method, path, body, who) as response:
+            return await response.text()
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: dict[str, Any] | None, who: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._http is not None
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
-                text = await response.text()
                 if response.status != 200:
-                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(text)}")
-                return text
+                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(await response.text())}")
+                yield response
         except TimeoutError as error:
             raise RolloutError(
                 f"{self.url}{path} did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "

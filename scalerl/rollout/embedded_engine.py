@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import itertools
+import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ class RefusedError(ValueError):
 
 @dataclass
 class _Sequence:
-    """position: index of its first new token in the response."""
+    """index: in its request.  position: index of its first new token in the response."""
 
+    index: int
     input_ids: list[int]
     settings: SampleSettings
     position: int
@@ -47,11 +49,11 @@ class _Sequence:
 
 
 class _Request:
-    """Sequences that one caller waits for."""
+    """Sequences that one caller waits for. finished: gets each of them once."""
 
     def __init__(self) -> None:
         self.sequences: list[_Sequence] = []
-        self.done = threading.Event()
+        self.finished: queue.SimpleQueue[_Sequence] = queue.SimpleQueue()
         self.error: Exception | None = None
 
 
@@ -98,8 +100,14 @@ class EmbeddedEngine:
 
     # --- generation ---
 
-    def generate(self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """-> per prompt {"output_ids", "meta_info"} as SGLang answers. RefusedError on input the model cannot take."""
+    def generate(
+        self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """-> (index, {"output_ids", "meta_info"} as SGLang answers) of each prompt, as soon as it is finished.
+
+        RefusedError, before anything is returned, on input that the model cannot take. RuntimeError where the engine
+        fails.
+        """
         request = _Request()
         for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
             request.sequences.append(self._sequence(index, prompt, params, request))
@@ -112,10 +120,14 @@ class EmbeddedEngine:
                 raise RefusedError(f"cannot generate: {state}")
             self._waiting.extend(request.sequences)
             self._changed.notify_all()
-        request.done.wait()
-        if request.error is not None:
-            raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
-        return [self._answer(sequence) for sequence in request.sequences]
+        return self._answers(request)
+
+    def _answers(self, request: _Request) -> Iterator[tuple[int, dict[str, Any]]]:
+        for _ in request.sequences:
+            sequence = request.finished.get()
+            if request.error is not None:
+                raise RuntimeError(f"the engine failed: {request.error!r}") from request.error
+            yield sequence.index, self._answer(sequence)
 
     def abort_all(self) -> None:
         """End what runs or waits with what it has (finish reason abort)."""
@@ -166,7 +178,7 @@ class EmbeddedEngine:
             raise RefusedError(f"prompt {index}: stop {list(stop_strings)} needs a tokenizer in {self.model_path}")
         stop_ids = frozenset() if params["ignore_eos"] else self._eos_ids | set(params["stop_token_ids"])
         position = int(params["sampling_position"])
-        return _Sequence(list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, request)
+        return _Sequence(index, list(prompt), settings, position, max_new_tokens, stop_ids, stop_strings, request)
 
     # --- the computing thread ---
 
@@ -189,9 +201,8 @@ class EmbeddedEngine:
             del self._live[place]
             self._blocks[place // NUM_ROWS].clear(place % NUM_ROWS)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
-        for request in {id(s.request): s.request for s in finished}.values():
-            if all(s.finish_reason is not None for s in request.sequences):
-                request.done.set()
+        for sequence in finished:
+            sequence.request.finished.put(sequence)
         if not self._live and not self._waiting:
             self._changed.notify_all()
 

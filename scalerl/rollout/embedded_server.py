@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,6 +15,7 @@ from scalerl.rollout.embedded_engine import EmbeddedEngine, RefusedError
 from scalerl.rollout.server import address_family
 from scalerl.rollout.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack
 from scalerl.rollout.weights import FLATTENED
+from scalerl.rollout.wire import EVENT_END, LAST_EVENT
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
@@ -35,7 +36,7 @@ SUCCESS = {"success": True, "message": "Success"}
 
 
 class Endpoints:
-    """Path -> function of the request's JSON; raises RefusedError for a 400."""
+    """Path -> function of the request's JSON; raises RefusedError for a 400. An iterator is a stream of events."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
@@ -88,7 +89,10 @@ class Endpoints:
             for i in range(param["n"])
         ]
         answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
-        return answers[0] if single and len(answers) == 1 else answers
+        if body.get("stream"):
+            return (answer | {"index": index} for index, answer in answers)
+        in_order = [answer for _, answer in sorted(answers, key=lambda found: found[0])]
+        return in_order[0] if single and len(in_order) == 1 else in_order
 
     def _update_weights(self, body: dict[str, Any]) -> Any:
         blobs = body["serialized_named_tensors"]
@@ -171,7 +175,11 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, {"detail": "Not Found"})
             return
         try:
-            self._send(200, operation(json.loads(raw) if raw else {}))
+            answer = operation(json.loads(raw) if raw else {})
+            if isinstance(answer, Iterator):
+                self._send_events(answer)
+            else:
+                self._send(200, answer)
         except (RefusedError, KeyError, json.JSONDecodeError) as error:
             message = f"missing field {error}" if isinstance(error, KeyError) else str(error)
             self._send(400, {"success": False, "message": message, "error": {"message": message}})
@@ -189,6 +197,23 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def _send_events(self, events: Iterator[dict[str, Any]]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for event in events:
+                self._send_chunk(b"data: " + json.dumps(event).encode() + EVENT_END)
+        except RuntimeError as error:  # of the engine: too late for another status
+            traceback.print_exc()
+            self._send_chunk(b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + EVENT_END)
+        self._send_chunk(b"data: " + LAST_EVENT + EVENT_END)
+        self._send_chunk(b"")
+
+    def _send_chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass  # one line per request drowns the lines that matter

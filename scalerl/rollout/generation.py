@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from scalerl.rollout.client import RolloutClient
@@ -43,7 +43,7 @@ class Recovery(Protocol):
         the generation."""
 
     def resubmitted(self, request: GenerateRequest) -> None:
-        """The request is asked again: its server was lost, or cut the connection."""
+        """The request is asked again, for the samples that had not come: its server was lost, or cut the connection."""
 
 
 async def generate_samples(
@@ -59,7 +59,8 @@ async def generate_samples(
     """-> one output per sample, ordered as the requests, then by sample index.
 
     Requests are taken in order, each by the least loaded server; all samples of a prompt go to one server, which
-    computes the prompt once.
+    computes the prompt once. A sample's place is free for the next when it is finished, not when its prompt's others
+    are.
 
     on_output: sees each output as soon as it is there.
     stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers' running
@@ -88,14 +89,15 @@ async def generate_samples(
     return [run.outputs[key] for key in run.expected]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
-    """A request on its way. num_tokens: that the server owes for it at most."""
+    """A request on its way. owed: tokens, at most, of each sample that has not come.  aborted: to be continued."""
 
     server: int
     client: RolloutClient
     request: GenerateRequest
-    num_tokens: int
+    owed: dict[SampleKey, int]
+    aborted: list[GenerateOutput] = field(default_factory=list)
 
 
 class _Run:
@@ -129,6 +131,8 @@ class _Run:
         self.cut_connections: Counter[int | str] = Counter()
         self.health_checks = {client: asyncio.Lock() for client in clients}
         self.router = Router([client.max_concurrency for client in clients])
+        # An output came: a place is free, and `stop_when` may have another answer.
+        self.came = asyncio.Event()
         self.stopping = False
         self.last_error: RolloutError | None = None
 
@@ -153,9 +157,14 @@ class _Run:
         if not self.running and not (self.pending and self.recovering):
             return
         poll_s = STOP_POLL_S if self.stopping or self.stop_when is not None else None
-        waiting = [*self.running, *self.recovering]
-        done, _ = await asyncio.wait(waiting, timeout=poll_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        self.came.clear()
+        news = asyncio.ensure_future(self.came.wait())
+        waiting = [*self.running, *self.recovering, news]
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=poll_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+        for task in done - {news}:
             if task in self.running:
                 self._take_leave(self.running.pop(task), task)
             else:
@@ -164,12 +173,12 @@ class _Run:
     def _start_pending(self) -> None:
         while self.pending:
             request = self.pending[0]
-            num_tokens = _num_tokens_to_come(request)
-            server = self.router.take(tuple(request.input_ids), request.n, num_tokens)
+            owed = _tokens_to_come(request)
+            server = self.router.take(tuple(request.input_ids), request.n, sum(owed.values()))
             if server is None:
                 break
             self.pending.popleft()
-            job = _Job(server, self.clients[server], request, num_tokens)
+            job = _Job(server, self.clients[server], request, owed)
             self.running[asyncio.create_task(self._serve(job))] = job
         if self.pending and not self.router.num_alive and not self.recovering:
             # Only after an error that was not raised.
@@ -178,38 +187,45 @@ class _Run:
             self.pending.clear()
 
     async def _serve(self, job: _Job) -> None:
-        aborted: list[GenerateOutput] = []
         try:
             async for output in job.client.generate([job.request]):
+                self._give_back(job, output)
                 if output.finish_reason == ABORTED and self.continue_aborted and not self.stopping:
-                    aborted.append(output)
+                    job.aborted.append(output)
                 else:
                     self._collect(output)
+                self.came.set()
         except RolloutError as error:
             await self._failed(job, error)
-            return
-        self._continue(job.request, aborted)
+        self._continue(job)
+
+    def _give_back(self, job: _Job, output: GenerateOutput) -> None:
+        # One that was not asked for is an error, which _collect raises.
+        if output.key in job.owed:
+            self.router.give_back(job.server, 1, job.owed.pop(output.key))
 
     def _take_leave(self, job: _Job, task: asyncio.Task[None]) -> None:
-        self.router.give_back(job.server, job.request.n, job.num_tokens)
+        self.router.give_back(job.server, len(job.owed), sum(job.owed.values()))
         if task.cancelled():  # by _lose; it may not even have begun
-            self._resubmit(job.request)
+            self._resubmit(job)
+            self._continue(job)
         else:
             task.result()
 
     async def _failed(self, job: _Job, error: RolloutError) -> None:
-        """An error comes in place of all samples of its request."""
+        """An error comes in place of the samples of its request that have not come yet."""
         if self.recovery is not None and not await self._is_well(job):
             self._lose(job, error)
-            self._resubmit(job.request)
+            self._resubmit(job)
         elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job.request):
-            self._resubmit(job.request)
+            self._resubmit(job)
         elif self.raise_errors:
             raise error
         else:
             if isinstance(error, ServerLostError):
                 self.router.lose(job.server)
-            self._fail(job.request, error)
+            for request in _rest(job):
+                self._fail(request, error)
 
     async def _is_well(self, job: _Job) -> bool:
         # Requests that fail together ask once.
@@ -239,23 +255,24 @@ class _Run:
         self.health_checks[client] = asyncio.Lock()
         self.router.find(server)
 
-    def _resubmit(self, request: GenerateRequest) -> None:
+    def _resubmit(self, job: _Job) -> None:
         assert self.recovery is not None
-        self.recovery.resubmitted(request)
-        self.pending.appendleft(request)
+        for request in _rest(job):
+            self.recovery.resubmitted(request)
+            self.pending.appendleft(request)
 
-    def _continue(self, request: GenerateRequest, aborted: list[GenerateOutput]) -> None:
-        had = {output.key: len(output.output_ids) for output in request.progress}
-        for output in aborted:
+    def _continue(self, job: _Job) -> None:
+        had = {output.key: len(output.output_ids) for output in job.request.progress}
+        for output in job.aborted:
             got_tokens = len(output.output_ids) > had.get(output.key, 0)
             self.fruitless[output.key] = 0 if got_tokens else self.fruitless.get(output.key, 0) + 1
             if self.fruitless[output.key] > MAX_FRUITLESS_ABORTS:
                 raise RolloutError(
-                    f"request {request.request_id!r} sample {output.sample_index} was aborted "
+                    f"request {job.request.request_id!r} sample {output.sample_index} was aborted "
                     f"{MAX_FRUITLESS_ABORTS + 1} times without a new token; see the servers' logs"
                 )
         # First in line: its prompt may still be in the server's cache.
-        self.pending.extendleft(unfinished_requests([request], aborted))
+        self.pending.extendleft(unfinished_requests([job.request], job.aborted))
 
     def _collect(self, output: GenerateOutput) -> None:
         if output.key not in self.expected or output.key in self.outputs:
@@ -296,9 +313,17 @@ def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
     return [begun.get(key) or GenerateOutput(*key, [], [], ABORTED, NO_VERSION) for key in request.sample_keys()]
 
 
-def _num_tokens_to_come(request: GenerateRequest) -> int:
-    """At most; what a server owes for the request."""
-    return request.n * request.sampling.max_new_tokens - sum(len(output.output_ids) for output in request.progress)
+def _rest(job: _Job) -> list[GenerateRequest]:
+    """The samples of its request that have not come, as one request; [] when all have."""
+    if len(job.owed) == job.request.n:
+        return [job.request]
+    return unfinished_requests([job.request], [o for o in _as_it_was(job.request) if o.key in job.owed])
+
+
+def _tokens_to_come(request: GenerateRequest) -> dict[SampleKey, int]:
+    """Of each sample, at most."""
+    had = {output.key: len(output.output_ids) for output in request.progress}
+    return {key: request.sampling.max_new_tokens - had.get(key, 0) for key in request.sample_keys()}
 
 
 def _expected_samples(requests: Sequence[GenerateRequest], max_model_len: int) -> dict[SampleKey, None]:

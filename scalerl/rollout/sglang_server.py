@@ -54,6 +54,8 @@ def sglang_command(
         # A model's generation_config.json may ask for a repetition penalty; the policy is the model alone.
         "sampling_defaults": "openai",
         "trust_remote_code": trust_remote_code,
+        # Answers are streams, so that each sample comes when it is finished; of its tokens only the first comes before.
+        "stream_interval": 2**30,
     }
     # /health without a generated token: a probe must not wait behind a full batch.
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}

@@ -1,13 +1,24 @@
-"""The JSON of /generate: a request's body, and its samples out of the answer."""
+"""The JSON of /generate: a request's body, and its samples out of the answer, which is a stream of events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl.rollout.requests import ABORTED, FINISHED, GenerateOutput, GenerateRequest, RolloutError
+from scalerl.rollout.requests import (
+    ABORTED,
+    FINISHED,
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    ServerLostError,
+)
 from scalerl.rollout.weights import EngineKind
+
+EVENT_END = b"\n\n"
+LAST_EVENT = b"[DONE]"
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,26 @@ def generate_body(request: GenerateRequest, slots: Sequence[Slot], kind: EngineK
     """slots: those of the request that have room. SGLang computes the prompt of n equal samples once."""
     if kind == "sglang" and not request.progress:
         sampling = _sampling(request, slots[0], kind) | {"n": len(slots)}
-        return {"input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True}
+        return {"input_ids": request.input_ids, "sampling_params": sampling, "return_logprob": True, "stream": True}
     return {
         "input_ids": [request.input_ids + slot.output_ids for slot in slots],
         "sampling_params": [_sampling(request, slot, kind) for slot in slots],
         "return_logprob": True,
+        "stream": True,
     }
+
+
+async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of each event. chunks: bytes as they come in, cut anywhere. RolloutError for one that ends too early."""
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(EVENT_END)
+        for event in events:
+            data = event.removeprefix(b"data: ")
+            if data == LAST_EVENT:
+                return
+            yield json.loads(data)
+    raise ServerLostError(f"the answer to {who} ends before its last event")
 
 
 def _sampling(request: GenerateRequest, slot: Slot, kind: EngineKind) -> dict[str, Any]:
@@ -95,9 +120,12 @@ def output_of(slot: Slot, answer: dict[str, Any], kind: EngineKind) -> GenerateO
             f"{who}: the server's log-probs are of other tokens than its output ({len(triples)} log-probs, "
             f"{len(output_ids)} tokens)"
         )
-    finish_reason = (meta["finish_reason"] or {}).get("type")
+    finish_reason = meta["finish_reason"].get("type")
     if finish_reason not in (*FINISHED, ABORTED):
         raise RolloutError(f"{who}: unknown finish reason {meta['finish_reason']}")
+    if meta["finish_reason"].get("status_code"):
+        # Not ended by anybody's abort: SGLang reports its own errors so within a stream.
+        raise RolloutError(f"{who} was refused: {meta['finish_reason'].get('message')}")
     if finish_reason == ABORTED and kind == "sglang":
         # SGLang draws one more token after the abort and does not look whether it ends the sample. Whoever goes on
         # draws it again.

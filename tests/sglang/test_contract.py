@@ -272,6 +272,30 @@ def test_an_abort_by_somebody_else_is_continued_when_asked_for(engine: Engine, m
         assert_logprobs_match(model_a, prompt, output, 1.0)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_sample_comes_when_it_is_finished_and_the_others_of_its_prompt_run_on(engine: Engine, begun: bool) -> None:
+    """An abort that follows the first sample still finds others running. begun: samples that go on."""
+    # One of eight tokens ends a sample, so that their lengths differ.
+    sampling = SamplingParams(max_new_tokens=90, stop_token_ids=tuple(range(0, 512, 8)))
+    (request,) = requests_for([PROMPTS[0]], sampling, n=16)
+    if begun:
+        progress = tuple(GenerateOutput(*key, [9], [-1.0], "abort", 0) for key in request.sample_keys())
+        request = replace(request, progress=progress)
+
+    async def scenario() -> list[GenerateOutput]:
+        outputs = []
+        async for output in engine.client.generate([request]):
+            if not outputs:
+                await engine_like(engine).abort_all()
+            outputs.append(output)
+        return outputs
+
+    outputs = asyncio.run(scenario())
+    assert sorted(output.key for output in outputs) == request.sample_keys()
+    assert outputs[0].finish_reason == "stop"
+    assert any(output.finish_reason == "abort" for output in outputs)
+
+
 def test_a_call_that_ends_leaves_the_connections_of_another_alone(engine: Engine) -> None:
     async def scenario() -> list[list[GenerateOutput]]:
         first = asyncio.create_task(_all(engine.client, requests_for([[5]], ONE_TOKEN)))

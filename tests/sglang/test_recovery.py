@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.requests import ServerLostError
 from scalerl.rollout.server import ReservedPort
 from scalerl.rollout.supervise import descendants
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
@@ -177,6 +178,33 @@ def test_a_cut_connection_to_a_server_that_is_well_is_no_loss(
     else:
         with pytest.raises(RolloutError, match="went away during request"):
             asyncio.run(run())
+
+
+def test_samples_that_came_before_a_connection_is_cut_are_kept(
+    well: Engine, undisturbed: list[tuple[object, ...]]
+) -> None:
+    class Cut(RolloutClient):
+        """The first answer breaks off behind its first sample."""
+
+        num_cut = 0
+
+        async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
+            async with contextlib.aclosing(super().generate(requests)) as outputs:
+                async for output in outputs:
+                    yield output
+                    if not self.num_cut:
+                        self.num_cut += 1
+                        raise ServerLostError("cut off")
+
+    recovery = Restart(lambda: pytest.fail("it was restarted"))
+    client = Cut(well.server.url, "embedded", max_model_len=MAX_MODEL_LEN, max_concurrency=CONCURRENCY)
+    seen: list[object] = []
+    outputs = asyncio.run(
+        generate_samples([client], REQUESTS, lambda output: seen.append(output.key), recovery=recovery)
+    )
+    assert bits(outputs) == undisturbed
+    assert len(seen) == len(set(seen)) == len(outputs)
+    assert recovery.num_samples == 1
 
 
 def test_a_request_that_takes_too_long_on_a_server_that_is_well_says_so(well: Engine) -> None:

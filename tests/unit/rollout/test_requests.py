@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,10 +14,11 @@ from scalerl.rollout.requests import (
     GenerateRequest,
     RolloutError,
     SamplingParams,
+    ServerLostError,
     check_request,
     unfinished_requests,
 )
-from scalerl.rollout.wire import generate_body, output_of, slots_of
+from scalerl.rollout.wire import EVENT_END, LAST_EVENT, generate_body, output_of, read_events, slots_of
 
 REQUEST = GenerateRequest("p", [5, 6, 7], 3, SamplingParams(max_new_tokens=10), seeds=[70, 71, 72])
 
@@ -108,6 +112,38 @@ def test_an_answer_that_contradicts_itself_or_the_request_is_an_error() -> None:
         output_of(slot, bad, "sglang")
     with pytest.raises(RolloutError, match="'p' sample 0: 11 tokens came, at most 10"):
         output_of(slot, answer([1] * 11, "length", [(4, 0, 11)]), "sglang")
+
+
+def test_an_error_of_the_server_is_no_interruption() -> None:
+    slot = slots_of(REQUEST, 100)[0]
+    failed = answer([], "abort", [(4, 0, 0)])
+    failed["meta_info"]["finish_reason"] |= {"status_code": 400, "message": "top_p must be in (0, 1]"}
+    with pytest.raises(RolloutError, match=r"'p' sample 0 was refused: top_p must be in"):
+        output_of(slot, failed, "sglang")
+
+
+EVENTS = [{"index": 1, "text": "a\nb"}, {"index": 0, "text": "x" * 300}]
+STREAM = b"".join(b"data: " + json.dumps(event).encode() + EVENT_END for event in EVENTS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_events_are_read_wherever_the_stream_is_cut(size: int) -> None:
+    whole = STREAM + b"data: " + LAST_EVENT + EVENT_END
+    assert asyncio.run(_read([whole[at : at + size] for at in range(0, len(whole), size)])) == EVENTS
+
+
+@pytest.mark.parametrize("sent", [b"", STREAM, STREAM[:-1]])
+def test_a_stream_without_its_last_event_is_a_lost_server(sent: bytes) -> None:
+    with pytest.raises(ServerLostError, match="the answer to request 'p' ends before its last event"):
+        asyncio.run(_read([sent]))
+
+
+async def _read(chunks: list[bytes]) -> list[dict[str, Any]]:
+    async def stream() -> AsyncIterator[bytes]:
+        for chunk in chunks:
+            yield chunk
+
+    return [event async for event in read_events(stream(), "request 'p'")]
 
 
 @pytest.mark.parametrize(
