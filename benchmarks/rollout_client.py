@@ -99,9 +99,10 @@ def start_server(options: argparse.Namespace, model_path: str, max_model_len: in
 
 async def compare(options: argparse.Namespace, url: str, max_model_len: int) -> dict[str, Any]:
     from scalerl.rollout.client import RolloutClient
+    from scalerl.rollout.routing import max_in_flight
 
     # As in the trainer.
-    in_flight = options.in_flight or options.max_num_seqs
+    in_flight = options.in_flight or max_in_flight(options.max_num_seqs)
     client = RolloutClient(url, "sglang", max_model_len=max_model_len, timeout_s=TIMEOUT_S, max_concurrency=in_flight)
     generator = np.random.default_rng(options.seed)
     seconds: dict[str, list[float]] = {"ours": [], "sglang": []}

@@ -96,13 +96,14 @@ class RolloutWorker:
 
     def _client(self, replica: Replica) -> RolloutClient:
         from scalerl.rollout.client import RolloutClient
+        from scalerl.rollout.routing import max_in_flight
 
         return RolloutClient(
             replica.url,
             replica.kind,
             max_model_len=self.max_model_len,
             timeout_s=self.rollout.request_timeout_s,
-            max_concurrency=self.rollout.max_num_seqs,
+            max_concurrency=max_in_flight(self.rollout.max_num_seqs),
         )
 
     async def connect_judge(self, replicas: Sequence[Replica]) -> None:

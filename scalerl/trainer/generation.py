@@ -29,6 +29,7 @@ from scalerl.data.truncation import truncate
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.overrides import override_sampling
+from scalerl.rollout.routing import max_in_flight
 from scalerl.rollout.server import ServerStartError
 from scalerl.trainer.generation_parts import Parts
 
@@ -147,7 +148,7 @@ class Servers:
             replica.kind,
             max_model_len=self.max_model_len,
             timeout_s=self.cfg.rollout.request_timeout_s,
-            max_concurrency=self.cfg.rollout.max_num_seqs,
+            max_concurrency=max_in_flight(self.cfg.rollout.max_num_seqs),
         )
 
     async def in_service(self) -> list[RolloutClient]:
