@@ -1,4 +1,4 @@
-"""A run whose samples a generative judge scores, beside one that a rule scores. Embedded engine for both."""
+"""A run some of whose samples a generative judge scores, on a real SGLang server; the policy's engine is embedded."""
 
 from __future__ import annotations
 
@@ -93,8 +93,9 @@ def arguments(judge: Path, mixed: dict[str, Path], question: Path) -> list[str]:
         f"{JUDGE}.max_prompt_length=64",
         f"{JUDGE}.max_response_length=4",
         f"{JUDGE}.keep_text=true",
-        f"{JUDGE}.name=embedded",
+        f"{JUDGE}.name=sglang",
         f"{JUDGE}.dtype=float32",
+        f"{JUDGE}.max_num_seqs=16",
         f"{JUDGE}.resource_pool.nnodes=1",
         f"{JUDGE}.resource_pool.n_gpus_per_node=1",
     ]
