@@ -20,3 +20,8 @@ def values_of(what: str, refs: list[Any], timeout_s: float) -> list[Any]:
         raise WorkerError(f"{what}: the process died: {str(error).splitlines()[0]}") from None
     except GetTimeoutError:
         raise WorkerError(f"{what}: no answer within trainer.timeout_s={timeout_s:.0f} s") from None
+
+
+def answer_of(who: str, method: Any, *args: Any, timeout_s: float) -> Any:
+    """What a method of an actor returns; errors as `values_of`, with the names of both."""
+    return values_of(f"{who} {method._method_name}", [method.remote(*args)], timeout_s)[0]

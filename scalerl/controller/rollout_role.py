@@ -1,12 +1,10 @@
-"""Rollout (`scalerl.roles`) over replicas of a rollout server, on the trainer's devices or on their own."""
+"""Rollout (`scalerl.roles`): generations on the policy's servers, and the samples that come of them."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +12,22 @@ import numpy as np
 import ray
 
 from scalerl.balance import StepPlan
-from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
 from scalerl.controller.batch import BatchRef, PlacedBatch
-from scalerl.controller.calls import values_of
+from scalerl.controller.calls import answer_of, values_of
 from scalerl.controller.groups import Enough, SampleGroup
 from scalerl.controller.judge import JudgeServers
-from scalerl.controller.pools import ResourcePool
+from scalerl.controller.policy_servers import PolicyServers
 from scalerl.controller.replacements import LostServer
-from scalerl.controller.replica_set import ReplicaSet
 from scalerl.controller.rollout_dump import placed_fragments, update_columns
 from scalerl.controller.rollout_worker import Generated, RolloutWorker
 from scalerl.controller.trainer_roles import TOKENS
 from scalerl.controller.worker_group import WorkerGroup
-from scalerl.hybrid.handover import Handover, Point
-from scalerl.hybrid.order import Step, SyncOrder
-from scalerl.hybrid.replicas import plan_feeds
 from scalerl.metrics import Metric
-from scalerl.rollout.client import RolloutError, SamplingParams
+from scalerl.rollout.client import SamplingParams
 from scalerl.user_code import absolute
 
 Metrics = dict[str, Metric]
-# Syncs at the start of a run that are all verified.
-VERIFIED_FIRST = 3
-
-
-def verification_is_due(num_syncs: int, every: int) -> bool:
-    """num_syncs: before this one.  every: rollout.verify_weights_every."""
-    return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
 
 
 @dataclass(eq=False)
@@ -62,88 +48,43 @@ class Finished:
 
 
 class HybridRollout:
-    """Servers that hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have
-    a pool of their own."""
+    """What the servers are asked and what becomes of their samples; the samples stay with the rollout worker."""
 
     def __init__(
-        self,
-        config: PPOConfig,
-        pool: ResourcePool,
-        datasets: dict[str, Any],
-        *,
-        gpu_ids: Sequence[str] | None,
-        log_dir: Path,
-        single_node: bool | None = None,
-        judge: JudgeServers | None = None,
+        self, config: PPOConfig, servers: PolicyServers, datasets: dict[str, Any], *, judge: JudgeServers | None = None
     ) -> None:
-        """Starts servers and rollout worker; `wait_ready` returns when they answer.
+        """Starts the rollout worker; `wait_ready` returns when everybody answers.
 
-        datasets: name -> RLHFDataset.  gpu_ids: of each trainer rank's device on its node; None on the CPU,
-        and where `pool` is the servers' own.  single_node: as `ReplicaSet` has it.  judge: with reward_model.judge.
+        datasets: name -> RLHFDataset.  judge: with reward_model.judge.
         """
-        self.config, self.pool, self.judge = config, pool, judge
-        self.rollout = config.actor_rollout_ref.rollout
-        owns_devices = not config.actor_rollout_ref.hybrid_engine
-        if owns_devices:
-            # Nobody else needs what they would release.
-            self.rollout = replace(self.rollout, free_cache_engine=False)
-        self.model = config.actor_rollout_ref.model
-        self.max_model_len = config.data.max_prompt_length + config.data.max_response_length
-        self.timeout_s = config.trainer.timeout_s
-        self.num_syncs = 0
-        self.policy_version = 0
+        self.config, self.servers, self.judge = config, servers, judge
+        self.rollout, self.timeout_s = servers.rollout, config.trainer.timeout_s
         self.val_uids = list(range(len(datasets["val"])))
         self.running: list[Generation] = []
-        self.handover = Handover()
-        # Part of a phase -> seconds, until the next sync reports them.
-        self.parts_s: dict[str, float] = {}
-        # Since `faults` was asked.
-        self.num_restarts = self.num_resubmitted = self.num_judge_restarts = 0
-        self.servers = ReplicaSet(
-            pool,
-            self.model,
-            self.rollout,
-            gpu_ids=gpu_ids,
-            max_model_len=self.max_model_len,
-            log_dir=log_dir,
-            timeout_s=self.timeout_s,
-            owns_devices=owns_devices,
-            single_node=single_node,
-        )
+        # When `faults` was asked last.
+        self.num_restarts = self.num_judge_restarts = 0
+        # Since then.
+        self.num_resubmitted = 0
+        model = config.actor_rollout_ref.model
         self.worker = (
             ray.remote(RolloutWorker)
-            .options(**pool.place(0, num_devices=0), max_concurrency=64)
+            .options(**servers.pool.place(0, num_devices=0), max_concurrency=64)
             .remote(
                 {name: [ray.put(dataset)] for name, dataset in datasets.items()},
-                self.model.path,
+                model.path,
                 reward=config.reward_model,
                 custom_reward=config.custom_reward_function,
-                trust_remote_code=self.model.trust_remote_code,
+                trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
             )
         )
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
-        self.servers.wait_ready()
-        self.orders = {index: self._new_order(index) for index in range(len(self.servers.replicas))}
-        self._ask(self.worker.connect, self.servers.replicas, self.rollout, self.max_model_len)
+        self.servers.wait_ready(workers, self.worker)
         self.lost = self.worker.next_lost.remote()
         if self.judge is not None:
             self.judge.connect(self.worker)
-        self.workers = workers
-        workers.connect_rollout(
-            self.servers.replicas,
-            json.loads((Path(self.model.path) / "config.json").read_text()),
-            bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
-            max_model_len=self.max_model_len,
-            # Less than that of the collectives in which the other ranks wait for the one that asks a server.
-            timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
-            dtype=self.rollout.dtype,
-            transport=transport_of(self.config),
-            directory=self.rollout.weight_transport_dir,
-            model_path=self.model.path,
-        )
 
     def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
         """Starts n samples for each group of training prompts; `finish` waits for them.
@@ -184,7 +125,7 @@ class HybridRollout:
     def _begin(
         self, dataset: str, groups: Sequence[SampleGroup], n: int, sampling: SamplingParams, **kwargs: Any
     ) -> Generation:
-        self._take("continue", self._idle())
+        self.servers.generate()
         generation = Generation(self.worker.generate.remote(dataset, list(groups), n, sampling, **kwargs))
         self.running.append(generation)
         return generation
@@ -203,12 +144,12 @@ class HybridRollout:
         if generation.result is None:
             generation.result = self._attend(generation.call)
             self.running.remove(generation)
-            self._replace(generation.result.missing)
+            self.servers.replace(generation.result.missing, generating=bool(self.running))
             self.num_resubmitted += generation.result.num_resubmitted
             if not self.running:
                 # One that took the place of a lost server meanwhile is idle as it was made, or generates like the
                 # others.
-                self._take("drain", self._serving())
+                self.servers.rest()
         return generation.result
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
@@ -239,7 +180,7 @@ class HybridRollout:
                 return values_of("generation", [call], 0.0 if not ready else self.timeout_s)[0]
             lost = self._news()
             began = time.monotonic()
-            self._replace(lost)
+            self.servers.replace(lost, generating=bool(self.running))
             deadline += time.monotonic() - began
 
     def _news(self) -> list[LostServer]:
@@ -247,19 +188,6 @@ class HybridRollout:
         (lost,) = values_of("generation", [self.lost], self.timeout_s)
         self.lost = self.worker.next_lost.remote()
         return lost
-
-    def _replace(self, lost: Sequence[LostServer]) -> None:
-        """Ends what is left of these servers, starts others, gives them the weights that the generation began with."""
-        # The news of one that was replaced already may come late.
-        lost = [server for server in lost if self.servers.replicas[server.index].url == server.url]
-        for server in lost:
-            if server.index not in self.servers.down:
-                self.servers.end(server.index, server.why)
-        if lost:
-            self._serve(set())
-            self._take(
-                "continue", [index for index, order in self.orders.items() if self.running and not order.serving]
-            )
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cut by the first plan; ranks of the others put their rows together from these pieces."""
@@ -280,75 +208,20 @@ class HybridRollout:
     def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
         return self._ask(self.worker.texts, samples.batch_id, list(rows))
 
-    @property
-    def _hands_over(self) -> bool:
-        return self.rollout.free_cache_engine and self.pool.device == "cuda"
-
     def release_device(self) -> None:
-        """After generation: KV cache and weights leave the device, the trainer has it to itself.
-
-        A server that is lost now is restarted when the trainer has left the device. Raises HandoverError where the
-        trainer's parts have no room.
-        """
-        failed: dict[int, str] = {}
-        if self._hands_over:
-            self._see("before_release")
-            self._take("release_kv", self.orders)
-            with self._timed("gen/release_kv"):
-                failed |= self._ask(self.worker.release, "kv_cache")
-            self._see("after_release_kv")
-            self._take("release_weights", self.orders)
-            with self._timed("gen/release_weights"):
-                failed |= self._ask(self.worker.release, "weights", list(failed))
-            self._end_lost(failed)
-        self._see("after_release")
-
-    def _see(self, point: Point, indices: Iterable[int] | None = None) -> None:
-        """Measures free memory on the trainer's devices, which servers of a pool of their own do not share.
-
-        indices: of the replicas that take back next what they released; None: all.
-        """
-        if self.config.actor_rollout_ref.hybrid_engine:
-            feeds = plan_feeds(self.servers.replicas, self.workers.layout.world_size)
-            servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
-            self.handover.see(point, self.workers.device_memory(), servers=servers)
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.parts_s[name] = self.parts_s.get(name, 0.0) + time.monotonic() - began
+        """After generation, as `PolicyServers.release_device`."""
+        self.servers.release_device()
 
     def sync_weights(self, policy_version: int) -> Metrics:
-        """Running samples are interrupted, or waited for (`rollout.partial_rollout`); then weights back on the device
-        -> sync -> KV cache back, and what was interrupted goes on."""
+        """Running samples are interrupted, or waited for (`rollout.partial_rollout`); then the servers get the
+        trainer's weights, and what was interrupted goes on."""
         began = time.monotonic()
         interrupted = self._interrupt()
         wait_s = time.monotonic() - began
-        self.policy_version = policy_version
-        rounds = self._serve(set(range(len(self.servers.replicas))))
+        metrics = self.servers.sync(policy_version)
         if interrupted:
-            self._end_lost(self._ask(self.worker.go_on))
-            if self.servers.down:
-                self._serve(set())
-            self._take("continue", self._idle())
-        self.num_syncs += 1
-        parts_s, self.parts_s = self.parts_s, {}
-        slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
-        send_s, num_bytes = (sum(part[name] for part in slowest) for name in ("sync_s", "num_bytes"))
-        return {
-            "timing_s/update_weights/wait": Metric(wait_s, "max"),
-            "timing_s/update_weights/send": Metric(send_s, "max"),
-            "timing_s/update_weights/verify": Metric(
-                sum(max(part["verify_s"] for part in parts) for parts in rounds), "max"
-            ),
-            "perf/update_weights_gb": Metric(max(part["num_bytes"] for part in slowest) / 1e9, "max"),
-            "perf/update_weights_gb_per_s": Metric(num_bytes / 1e9 / send_s, "max"),
-            "perf/update_weights_buckets": Metric(max(part["num_buckets"] for part in slowest), "max"),
-            "perf/update_weights_bucket_mb": Metric(min(part["bucket_bytes"] for part in slowest) / 2**20, "min"),
-            **{f"timing_s/{name}": Metric(seconds, "max") for name, seconds in parts_s.items()},
-            **self.handover.metrics(),
-        }
+            self.servers.go_on(self._ask(self.worker.go_on))
+        return {"timing_s/update_weights/wait": Metric(wait_s, "max"), **metrics}
 
     def _interrupt(self) -> bool:
         """No sample runs then. -> whether some wait to go on."""
@@ -359,23 +232,17 @@ class HybridRollout:
             return False
         failed = self._ask(self.worker.pause)
         if ray.wait([self.lost], timeout=0)[0]:
-            failed |= {server.index: server.why for server in self._news() if server.index not in self.servers.down}
-        self._take("drain", self._serving())
-        self._end_lost(failed)
+            down = self.servers.replica_set.down
+            failed |= {server.index: server.why for server in self._news() if server.index not in down}
+        self.servers.rest(failed)
         return True
-
-    def _serving(self) -> list[int]:
-        return [index for index, order in self.orders.items() if order.serving]
-
-    def _idle(self) -> list[int]:
-        return [index for index, order in self.orders.items() if not order.serving]
 
     def faults(self) -> Metrics:
         """Servers restarted, the judge's apart, and samples asked again, since the last call."""
-        restarts, self.num_restarts = self.num_restarts, 0
+        before, self.num_restarts = self.num_restarts, self.servers.num_restarts
         resubmitted, self.num_resubmitted = self.num_resubmitted, 0
         found = {
-            "rollout/num_restarts": Metric(float(restarts), "sum"),
+            "rollout/num_restarts": Metric(float(self.num_restarts - before), "sum"),
             "rollout/num_resubmitted": Metric(float(resubmitted), "sum"),
         }
         if self.judge is not None:
@@ -383,77 +250,9 @@ class HybridRollout:
             found["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
         return found
 
-    def _serve(self, indices: set[int]) -> list[list[dict[str, Any]]]:
-        """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.
-
-        One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
-        """
-        is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
-        rounds = []
-        while indices or self.servers.down:
-            restarted = self._restart_down()
-            # Those were not there before, or what they served is not known.
-            verify = is_due or (bool(restarted) and self.rollout.verify_weights_every > 0)
-            running = indices - set(restarted)
-            self._see("before_sync", running)
-            failed = self._resume("weights", running) if running else {}
-            synced = sorted(running.union(restarted) - failed.keys())
-            self._take("begin", synced)
-            rounds.append(
-                self.workers.sync_weights(self.policy_version, verify=verify, only=synced, raise_errors=False)
-            )
-            failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
-            synced = sorted(set(synced) - failed.keys())
-            for step in ("bucket", "end", *(["check"] if verify else [])):
-                self._take(step, synced)
-            self._see("after_sync", running.intersection(synced))
-            failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
-            self._end_lost(failed)
-            self._ask(self.worker.in_service, sorted(running.union(restarted) - failed.keys()))
-            indices = set()
-        return rounds
-
-    def _resume(self, tag: str, indices: set[int]) -> dict[int, str]:
-        if not (self._hands_over and self.num_syncs):
-            return {}
-        step: Step = "resume_weights" if tag == "weights" else "resume_kv"
-        self._take(step, indices)
-        with self._timed(f"update_weights/{step}"):
-            failed = self._ask(self.worker.resume, [tag])
-        self._see(f"after_{step}")
-        return failed
-
-    def _take(self, step: Step, indices: Iterable[int]) -> None:
-        """Raises WrongOrderError, before a server is asked, where one of these may not take this step."""
-        for index in indices:
-            self.orders[index].take(step)
-
-    def _new_order(self, index: int) -> SyncOrder:
-        return SyncOrder(self.servers.replicas[index].url, serving=False)
-
-    def _restart_down(self) -> list[int]:
-        before = sum(self.servers.num_restarts.values())
-        restarted = self.servers.restart_down()
-        self.num_restarts += sum(self.servers.num_restarts.values()) - before
-        if restarted:
-            successors = {index: self.servers.replicas[index] for index in restarted}
-            self.orders |= {index: self._new_order(index) for index in restarted}
-            self.workers.reconnect_rollout(successors)
-            self._ask(self.worker.replace, successors)
-        return restarted
-
-    def _end_lost(self, failed: Mapping[int, str]) -> None:
-        """Raises RolloutError for a server that failed and is well: it refused, and would again."""
-        indices = sorted(failed)
-        for index, is_well in zip(indices, self._ask(self.worker.are_well, indices), strict=True):
-            if is_well:
-                raise RolloutError(failed[index])
-            self.servers.end(index, failed[index])
-
     def stop(self) -> None:
-        self.servers.stop()
+        """The rollout worker; the servers are stopped by whoever started them."""
         ray.kill(self.worker)
 
     def _ask(self, method: Any, *args: Any) -> Any:
-        """Of the rollout worker."""
-        return values_of(f"rollout worker {method._method_name}", [method.remote(*args)], self.timeout_s)[0]
+        return answer_of("rollout worker", method, *args, timeout_s=self.timeout_s)

@@ -18,6 +18,7 @@ from scalerl.config.schema import (
     TrainerConfig,
 )
 from scalerl.controller.judge import JudgeServers
+from scalerl.controller.policy_servers import PolicyServers
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
@@ -57,18 +58,18 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         groups = start_groups(stack, cfg, pool, inputs.device)
         workers = groups["actor"]
         hybrid = cfg.actor_rollout_ref.hybrid_engine
-        servers = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
+        servers_pool = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
         log_dir = Path(trainer.default_local_dir) / "logs"
-        judge = start_judge(stack, cfg, servers, inputs.device, log_dir / "judge")
-        rollout = HybridRollout(
+        judge = start_judge(stack, cfg, servers_pool, inputs.device, log_dir / "judge")
+        servers = PolicyServers(
             cfg,
-            servers,
-            {"train": inputs.train, "val": inputs.val},
+            servers_pool,
             gpu_ids=workers.gpu_ids() if hybrid and inputs.device == "cuda" else None,
             log_dir=log_dir,
-            single_node=len(pool.node_ids() | servers.node_ids()) == 1,
-            judge=judge,
+            single_node=len(pool.node_ids() | servers_pool.node_ids()) == 1,
         )
+        stack.callback(servers.stop)
+        rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, judge=judge)
         stack.callback(rollout.stop)
         model = cfg.actor_rollout_ref.model
         workers.build_engine(

@@ -17,6 +17,7 @@ from scalerl.balance import plan_step
 from scalerl.config import PPOConfig, compose
 from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.controller.groups import SampleGroup
+from scalerl.controller.policy_servers import PolicyServers
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor
@@ -66,7 +67,7 @@ class RecordedOrder(SyncOrder):
         self.taken.append(step)
 
 
-class HandingOver(HybridRollout):
+class HandingOver(PolicyServers):
     """Hands over as on a GPU: the servers hold no memory that would leave a CPU, but are bound to the same order."""
 
     _hands_over = True
@@ -90,8 +91,9 @@ class Run:
         policy = config.actor_rollout_ref
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
-        self.rollout = HandingOver(config, pool, {"train": dataset, "val": dataset}, gpu_ids=None, log_dir=log_dir)
-        self.rollout.at = {}
+        self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir)
+        self.servers.at = {}
+        self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset})
         workers.build_engine("actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
         self.rollout.wait_ready(workers)
         self.actor = MegatronActor(workers, policy.actor, policy.rollout.temperature)
@@ -106,7 +108,7 @@ class Run:
         columns = finished.samples.samples
         keys = list(zip(columns["uid"].tolist(), columns["sample_index"].tolist(), strict=True))
         assert keys == [(group.uid, sample) for group in groups for sample in range(SAMPLES)]
-        assert set(columns["policy_version"].tolist()) == {self.rollout.policy_version}
+        assert set(columns["policy_version"].tolist()) == {self.servers.policy_version}
         assert set(columns["response_length"].tolist()) == {self.config.data.max_response_length}
         assert not finished.unfinished
         return finished.samples
@@ -127,15 +129,15 @@ class Run:
         advantages = np.where(np.arange(len(samples)) % 2, 1.0, -0.5).astype(np.float32)
         metrics = self.actor.update(batch.with_samples(advantages=advantages))
         assert metrics["actor/grad_norm"].value > 0
-        self.rollout.sync_weights(self.rollout.policy_version + 1)
+        self.rollout.sync_weights(self.servers.policy_version + 1)
         self.rollout.drop(samples)
 
     @property
     def urls(self) -> list[str]:
-        return [replica.url for replica in self.rollout.servers.replicas]
+        return [replica.url for replica in self.servers.replicas]
 
     def client(self, index: int) -> RolloutClient:
-        return RolloutClient(self.urls[index], "embedded", max_model_len=self.rollout.max_model_len)
+        return RolloutClient(self.urls[index], "embedded", max_model_len=self.servers.max_model_len)
 
     def checksums(self) -> list[list[dict[str, str]]]:
         """Of each server."""
@@ -199,6 +201,7 @@ def run(start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPa
     run = Run(config, pool, workers, directory / "logs")
     yield run
     run.rollout.stop()
+    run.servers.stop()
     pool.release()
 
 
@@ -224,12 +227,12 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
             refusals.append(str(refused.value))
 
     before, urls = run.checksums(), run.urls
-    for order in run.rollout.orders.values():
+    for order in run.servers.orders.values():
         order.taken.clear()
-    run.rollout.at = {"after_release": ask_released}
+    run.servers.at = {"after_release": ask_released}
     run.step()
     assert len(refusals) == 2 and all("['kv_cache', 'weights'] is released" in refusal for refusal in refusals)
-    assert [order.taken for order in run.rollout.orders.values()] == [HANDED_OVER, HANDED_OVER]
+    assert [order.taken for order in run.servers.orders.values()] == [HANDED_OVER, HANDED_OVER]
     assert_in_step(run, before)
     assert run.urls == urls
     assert {name: metric.value for name, metric in run.rollout.faults().items()} == {
@@ -248,18 +251,18 @@ def generate_one(client: RolloutClient) -> None:
 
 @pytest.mark.parametrize(("point", "index"), [(point, at % 2) for at, point in enumerate(STRIKES)])
 def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
-    before, urls, orders = run.checksums(), run.urls, dict(run.rollout.orders)
+    before, urls, orders = run.checksums(), run.urls, dict(run.servers.orders)
     for order in orders.values():
         order.taken.clear()
-    run.rollout.at = {point: lambda: run.kill(index)}
+    run.servers.at = {point: lambda: run.kill(index)}
     run.step()
-    assert not run.rollout.at, f"{point} did not come"
+    assert not run.servers.at, f"{point} did not come"
     # The one that is well goes through all of it; the lost one up to what it was asked last, and its successor has
     # released nothing.
     other = 1 - index
-    assert run.rollout.orders[other] is orders[other] and orders[other].taken == HANDED_OVER
+    assert run.servers.orders[other] is orders[other] and orders[other].taken == HANDED_OVER
     assert orders[index].taken == HANDED_OVER[: HANDED_OVER.index(STRIKES[point]) + 1]
-    assert run.rollout.orders[index].taken == SYNCED
+    assert run.servers.orders[index].taken == SYNCED
     assert run.urls[other] == urls[other] and run.urls[index] != urls[index]
     assert_in_step(run, before)
     assert {name: metric.value for name, metric in run.rollout.faults().items()} == {

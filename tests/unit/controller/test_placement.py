@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.config.schema import RolloutConfig
+from scalerl.controller.policy_servers import verification_is_due
 from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replica import in_device_order
 from scalerl.controller.replica_set import ReplicaPlan, plan_replicas
-from scalerl.controller.rollout_role import verification_is_due
 from scalerl.controller.rollout_worker import sample_seed
 from scalerl.hybrid.replicas import Replica, plan_feeds
 
