@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scalerl.config.rollout_rules import replicas_fit_pool
 from scalerl.config.rules import Rule
 from scalerl.config.schema import PPOConfig
 
@@ -42,22 +43,8 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
 
 def _replicas_fit(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
-    pool, tp_size, count = judge.resource_pool, judge.tensor_model_parallel_size, judge.num_replicas
-    if not judge.enable or not pool.nnodes:
-        return
-    per_node = pool.n_gpus_per_node // tp_size
-    if not per_node:
-        yield (
-            f"{TP_SIZE} = {tp_size}: a replica lives on one node, so it must be at most {POOL}.n_gpus_per_node = "
-            f"{pool.n_gpus_per_node}; set {TP_SIZE}={pool.n_gpus_per_node} or less, or "
-            f"{POOL}.n_gpus_per_node={tp_size} or more"
-        )
-    elif count is not None and count > per_node * pool.nnodes:
-        yield (
-            f"{JUDGE}.num_replicas = {count}: the pool of {POOL}.nnodes x {POOL}.n_gpus_per_node = {pool.nnodes} x "
-            f"{pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {TP_SIZE} = {tp_size}; set "
-            f"{JUDGE}.num_replicas={per_node * pool.nnodes} or less, or null"
-        )
+    if judge.enable and judge.resource_pool.nnodes:
+        yield from replicas_fit_pool(JUDGE, judge)
 
 
 def _range(cfg: PPOConfig) -> Iterator[str]:

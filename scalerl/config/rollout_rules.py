@@ -7,7 +7,7 @@ from typing import Any
 
 from scalerl.config.layout_rules import ROLLOUT, divisors, world_size
 from scalerl.config.rules import Rule, nearest
-from scalerl.config.schema import PPOConfig
+from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 
 HYBRID = "actor_rollout_ref.hybrid_engine"
 POOL = f"{ROLLOUT}.resource_pool"
@@ -30,24 +30,29 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def _replicas_fit_their_pool(cfg: PPOConfig) -> Iterator[str]:
-    rollout = cfg.actor_rollout_ref.rollout
-    pool, tp_size, count = rollout.resource_pool, rollout.tensor_model_parallel_size, rollout.num_replicas
-    if cfg.actor_rollout_ref.hybrid_engine or not pool.nnodes:
-        return
+def replicas_fit_pool(section: str, servers: RolloutConfig | JudgeConfig) -> Iterator[str]:
+    """section: of the servers, which have {section}.resource_pool for themselves."""
+    pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
+    tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
     per_node = pool.n_gpus_per_node // tp_size
     if not per_node:
         yield (
-            f"{TP_SIZE} = {tp_size}: a replica lives on one node, so it must be at most {POOL}.n_gpus_per_node = "
-            f"{pool.n_gpus_per_node}; set {TP_SIZE}={pool.n_gpus_per_node} or less, or "
-            f"{POOL}.n_gpus_per_node={tp_size} or more"
+            f"{tp_key} = {tp_size}: a replica lives on one node, so it must be at most {pool_key}.n_gpus_per_node = "
+            f"{pool.n_gpus_per_node}; set {tp_key}={pool.n_gpus_per_node} or less, or "
+            f"{pool_key}.n_gpus_per_node={tp_size} or more"
         )
     elif count is not None and count > per_node * pool.nnodes:
         yield (
-            f"{ROLLOUT}.num_replicas = {count}: the pool of {POOL}.nnodes x {POOL}.n_gpus_per_node = {pool.nnodes} x "
-            f"{pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {TP_SIZE} = {tp_size}; set "
-            f"{ROLLOUT}.num_replicas={per_node * pool.nnodes} or less, or null"
+            f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
+            f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {tp_key} = "
+            f"{tp_size}; set {section}.num_replicas={per_node * pool.nnodes} or less, or null"
         )
+
+
+def _replicas_fit_their_pool(cfg: PPOConfig) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    if not cfg.actor_rollout_ref.hybrid_engine and rollout.resource_pool.nnodes:
+        yield from replicas_fit_pool(ROLLOUT, rollout)
 
 
 def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -81,10 +82,28 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
             lambda: create_rl_dataset(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
         )
         val = findings.run(lambda: create_rl_dataset(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples))
+    if train is not None and val is not None:
+        findings.violations.extend(_scorers_without_prompts(cfg, train, val))
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
     resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
     findings.raise_if_any()
     return PPOInputs(shapes, train, val, device, resumed)
+
+
+def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
+    scorers = {"model": ("reward_model", cfg.reward_model.enable)}
+    scorers["judge"] = ("reward_model.judge", cfg.reward_model.judge.enable)
+    wanted = {style: section for style, (section, is_enabled) in scorers.items() if is_enabled}
+    if not wanted:
+        return
+    found = {dataset[uid].reward_style for dataset in datasets for uid in range(len(dataset))}
+    for style, section in wanted.items():
+        if style not in found:
+            yield (
+                f"{section}.enable = true: no prompt of data.train_files and data.val_files has reward_model.style "
+                f"{style!r}, so it would score nothing (their styles: {', '.join(sorted(found))}); set "
+                f"{section}.enable=false, or the style of the prompts that it is for"
+            )
 
 
 def _check_estimator(cfg: PPOConfig) -> None:

@@ -37,6 +37,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def rows_of(path: Path, *styles: str) -> list[str]:
+    """-> overrides for a file with a row of each of these styles."""
+    rows = [ROW | {"reward_model": {"style": style, "ground_truth": "2"}} for style in styles]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return [f"data.train_files={path}", f"data.val_files={path}"]
+
+
 def config(directory: Path, family: str, rollout: str, verify_weights_every: int, *more: str) -> PPOConfig:
     rollout_keys = "actor_rollout_ref.rollout"
     return compose(
@@ -113,6 +120,7 @@ def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -
         f"{judge}.model.path={directory / 'qwen3'}",
         f"{judge}.max_prompt_length=1000",
         f"{judge}.resource_pool.nnodes=1",
+        *rows_of(tmp_path / "rows.parquet", "rule", "judge", "rule", "judge"),
     ]
     assert check_ppo(config(directory, "qwen3", "embedded", 0, *on)) is not None
     with pytest.raises(ConfigError) as caught:
@@ -134,3 +142,17 @@ def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -
         check_ppo(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.model.path={tmp_path}"))
     assert caught.value.violations[0].startswith(f"{judge}.model.path = {tmp_path}: has no config.json")
     assert "holds no tokenizer" in caught.value.violations[1] and len(caught.value.violations) == 2
+
+
+def test_a_judge_or_reward_model_without_a_prompt_to_score_is_refused(directory: Path, tmp_path: Path) -> None:
+    judge, model = "reward_model.judge", "reward_model"
+    on = [f"{judge}.enable=true", f"{judge}.model.path={directory / 'qwen3'}", f"{judge}.resource_pool.nnodes=1"]
+    found = violation(directory, "qwen3", "embedded", 0, *on, f"{judge}.max_prompt_length=1000")
+    assert found.startswith(f"{judge}.enable = true: no prompt of data.train_files and data.val_files has reward_model")
+    assert "'judge'" in found and "(their styles: rule)" in found
+    on = [f"{model}.enable=true", f"{model}.model.path={directory / 'qwen3'}"]
+    rows = rows_of(tmp_path / "rows.parquet", "rule", "judge", "other", "rule")
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(config(directory, "qwen3", "embedded", 0, *on, *rows))
+    (found,) = [one for one in caught.value.violations if one.startswith(f"{model}.enable = true")]
+    assert "'model'" in found and "(their styles: judge, other, rule)" in found
