@@ -366,7 +366,8 @@ class FilterGroupsConfig:
     enable: bool = False
     # score, or a number that the reward function returns beside it.
     metric: str = "score"
-    # Rounds of up to data.gen_batch_size prompts in which a batch must be full, else the run ends.
+    # Rounds of up to data.gen_batch_size prompts that fill a batch. Groups whose samples are alike fill what is
+    # missing then; a step without any other ends the run.
     max_num_gen_batches: int = 10
 
 

@@ -21,7 +21,7 @@ from scalerl.trainer.ledger import Ledger
 
 
 class NoContrastError(UserError, RuntimeError):
-    """A step found too few groups whose samples differ."""
+    """A step found no group whose samples differ."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class SampleStream:
     def take(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
         """train_batch_size groups of n samples, and where they came from.
 
-        Raises NoContrastError after max_num_gen_batches rounds without enough groups whose samples differ.
+        After max_num_gen_batches rounds groups without contrast fill the batch. Raises NoContrastError where these
+        rounds brought no other.
         """
         while len(self.asked) <= self.steps_ahead and (coming := step + len(self.asked)) <= max(step, self.total_steps):
             self.asked.append(self._ask(coming, self._first_groups(coming)))
@@ -70,16 +71,17 @@ class SampleStream:
         assert asked.step == step
         rounds = [self._finish(asked)]
         kept = [kept_uids(rounds[0].samples.samples, self.keep)]
-        while (missing := self.batch_size - sum(map(len, kept))) > 0:
-            if len(rounds) >= self.max_rounds:
-                raise NoContrastError(self._too_few(len(rounds), sum(map(len, kept))))
+        while (missing := self.batch_size - sum(map(len, kept))) > 0 and len(rounds) < self.max_rounds:
             more = self._new_groups(step, self._size_of_round(rounds, kept))
             rounds.append(self._finish(self._ask(step, more, missing=missing)))
             kept.append(kept_uids(rounds[-1].samples.samples, self.keep))
+        num_filled = max(0, missing)
+        if num_filled:
+            kept = self._filled(rounds, kept, missing)
         samples = self._select(rounds, kept)
         self._check()
         metrics = merge_metrics(finished.metrics for finished in rounds)
-        return samples, metrics | self._metrics(samples, step, len(rounds))
+        return samples, metrics | self._metrics(samples, step, len(rounds), num_filled)
 
     def trained(self) -> None:
         """The batch that `take` gave last."""
@@ -126,6 +128,18 @@ class SampleStream:
             self.ledger.drop("unfinished", len(finished.unfinished))
         return finished
 
+    def _filled(self, rounds: Sequence[Finished], kept: Sequence[list[int]], missing: int) -> list[list[int]]:
+        """kept, and the first `missing` groups that are not: the samples of each are alike, so they teach nothing and
+        harm nothing, and the run goes on where a policy has become too good for its prompts."""
+        if not any(kept):
+            raise NoContrastError(self._none_differs(len(rounds)))
+        filled = []
+        for finished, uids in zip(rounds, kept, strict=True):
+            others = [uid for uid in dict.fromkeys(finished.samples.samples["uid"].tolist()) if uid not in set(uids)]
+            filled.append([*uids, *others[:missing]])
+            missing -= len(others[:missing])
+        return filled
+
     def _select(self, rounds: Sequence[Finished], kept: Sequence[list[int]]) -> BatchRef:
         """The rows of the first batch_size groups that were kept."""
         parts, left = [], self.batch_size
@@ -153,26 +167,27 @@ class SampleStream:
     def _num_waiting(self) -> int:
         return sum(len(asked.groups) for asked in self.asked) + len(self.carried) + sum(map(len, self.again.values()))
 
-    def _metrics(self, samples: BatchRef, step: int, num_rounds: int) -> dict[str, Metric]:
+    def _metrics(self, samples: BatchRef, step: int, num_rounds: int, num_filled: int) -> dict[str, Metric]:
         # The policy that trains on them has learned from the steps before this one.
         staleness = step - 1 - samples.samples["policy_version"]
         found = {
             "training/staleness/mean": Metric(float(staleness.mean()), "mean"),
             "training/staleness/max": Metric(float(staleness.max()), "max"),
             "training/gen_rounds": Metric(float(num_rounds), "max"),
+            "training/filled_groups": Metric(float(num_filled), "max"),
         }
         totals = {
             f"training/groups/{name}": Metric(float(count), "max") for name, count in self.ledger.totals().items()
         }
         return found | totals
 
-    def _too_few(self, num_rounds: int, num_kept: int) -> str:
+    def _none_differs(self, num_rounds: int) -> str:
         assert self.keep is not None
         return (
             f"after {num_rounds} rounds (algorithm.filter_groups.max_num_gen_batches) of up to {self.gen_batch_size} "
-            f"prompts only {num_kept} groups have samples that differ in {self.keep.metric}; data.train_batch_size = "
-            f"{self.batch_size} are needed. The prompts are too easy or too hard for this policy: change the data, "
-            "raise max_num_gen_batches or data.gen_batch_size, or set algorithm.filter_groups.enable=false"
+            f"prompts no group has samples that differ in {self.keep.metric}: there is nothing to learn. The prompts "
+            "are too easy or too hard for this policy, or the reward function gives everything the same: change the "
+            "data, raise max_num_gen_batches, or set algorithm.filter_groups.enable=false"
         )
 
     # --- checkpoints ---

@@ -188,10 +188,29 @@ def test_prompts_that_teach_nothing_end_the_run_with_the_keys_to_change() -> Non
     cfg = replace(config(filter=True))
     cfg.algorithm.filter_groups.max_num_gen_batches = 3
     stream = stream_of(cfg, Servers(random.Random(0), share_alike=1.1))
-    with pytest.raises(
-        NoContrastError, match=r"after 3 rounds .*max_num_gen_batches.* only 0 groups .* = 4 are needed"
-    ):
+    with pytest.raises(NoContrastError, match=r"after 3 rounds .*max_num_gen_batches.* no group .* differ in score"):
         stream.take(1)
+
+
+def test_few_groups_that_differ_are_filled_up_and_the_run_goes_on() -> None:
+    cfg = replace(config(filter=True))
+    cfg.algorithm.filter_groups.max_num_gen_batches = 2
+    stream = stream_of(cfg, Servers(random.Random(1), share_alike=0.6))
+    num_filled = 0
+    for step in range(1, TOTAL + 1):
+        samples, metrics = stream.take(step)
+        uids = list(dict.fromkeys(samples.samples["uid"].tolist()))
+        differ = kept_uids(samples.samples, stream.keep)
+        assert len(uids) == 4 and metrics["training/filled_groups"].value == 4 - len(differ)
+        # Nobody who differs is left out for one who does not.
+        asked = [group.uid for groups in stream.rollout.begun for group in groups if group.step == step]
+        found = [batch for batch in stream.rollout.batches.values() if set(batch["uid"].tolist()) <= set(asked)]
+        assert sum(len(kept_uids(batch, stream.keep)) for batch in found) == len(differ)
+        stream.trained()
+        num_filled += 4 - len(differ)
+    totals = stream.ledger.totals()
+    assert num_filled > 0 and totals["trained"] == 4 * TOTAL
+    assert totals["submitted"] == totals["trained"] + totals["dropped/no_contrast"]
 
 
 def test_a_lost_group_is_noticed() -> None:
