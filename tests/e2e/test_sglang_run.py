@@ -32,7 +32,7 @@ CORRECTION = [
 # Documented, but not of a GRPO run in float32 of a dense model with a reference, a reward function that returns a
 # number, one validation sample and a checkpoint after its last step.
 ABSENT = re.compile(
-    r"train/|val/loss|reward_extra/|.*(best|std|worst|maj|pass)@|val-aux/.*mean@|critic/baseline_score"
+    r"train/|val/loss|reward_extra/|reward/num_judge_restarts|.*(best|std|worst|maj|pass)@|val-aux/.*mean@|critic/baseline_score"
     r"|actor/(loss_scale|moe_|cov_selected_frac|reward_kl_penalty)"
     r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
