@@ -109,8 +109,8 @@ def judge_violations(judge: JudgeConfig) -> Iterator[str]:
     if not (path / "config.json").is_file():
         yield f"{JUDGE}.model.path = {path}: has no config.json; give the directory of a language model"
         return
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        yield f"{JUDGE}.model.path = {path}: has no weights (*.safetensors); give the directory of a language model"
+    if not any(path.glob("*.safetensors")):
+        yield f"{JUDGE}.model.path = {path}: has no *.safetensors file; give the directory of a language model"
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     heads = [name for name in config.get("architectures") or [] if name.endswith("ForSequenceClassification")]
     if heads:

@@ -129,8 +129,8 @@ class SampleStream:
         return finished
 
     def _filled(self, rounds: Sequence[Finished], kept: Sequence[list[int]], missing: int) -> list[list[int]]:
-        """kept, and the first `missing` groups that are not: the samples of each are alike, so they teach nothing and
-        harm nothing, and the run goes on where a policy has become too good for its prompts."""
+        """kept, and the first `missing` groups that are not, so that a run goes on whose policy has become too good for
+        its prompts. Samples that are alike have no advantage over each other; their tokens count in the loss's mean."""
         if not any(kept):
             raise NoContrastError(self._none_differs(len(rounds)))
         filled = []

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.rollout.routing import Router
+from scalerl.rollout.routing import Router, max_in_flight
 
 
 def test_the_server_that_owes_the_fewest_tokens_is_next_and_ties_go_to_the_lowest_index() -> None:
@@ -74,3 +74,7 @@ def test_loads_are_what_was_taken_and_not_given_back(
         (sum(h[2] for h in held if h[0] == i), sum(h[1] for h in held if h[0] == i)) for i in range(len(limits))
     ]
     assert router.loads() == expected
+
+
+def test_a_fifth_of_what_a_server_has_may_wait_there() -> None:
+    assert [max_in_flight(count) for count in (1, 3, 4, 32, 256)] == [1, 3, 5, 40, 320]
