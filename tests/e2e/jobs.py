@@ -208,6 +208,18 @@ class Inputs:
     def data_source(self) -> str:
         return pq.read_table(self.val, columns=["data_source"])["data_source"][0].as_py()
 
+    def with_every_other_prompt_for(self, style: str, directory: Path) -> dict[str, Path]:
+        """train, val -> copies in which every other prompt has this reward_model.style."""
+        files = {}
+        for split, source in (("train", self.train), ("val", self.val)):
+            table = pq.read_table(source)
+            rows = table.to_pylist()
+            for row in rows[::2]:
+                row["reward_model"] = row["reward_model"] | {"style": style}
+            files[split] = directory / f"{split}.parquet"
+            pq.write_table(type(table).from_pylist(rows, schema=table.schema), files[split])
+        return files
+
     def overrides(self, run_dir: Path, *more: str) -> list[str]:
         """Arguments of a short GRPO run on the embedded engine; `more` comes last and wins."""
         policy = "actor_rollout_ref"

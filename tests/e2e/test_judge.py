@@ -45,17 +45,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The example's prompts: every other one is for the judge."""
-    directory = tmp_path_factory.mktemp("mixed")
-    files = {}
-    for split, source in (("train", inputs.train), ("val", inputs.val)):
-        table = pq.read_table(source)
-        rows = table.to_pylist()
-        for row in rows[::2]:
-            row["reward_model"] = {"style": "judge", "ground_truth": row["reward_model"]["ground_truth"]}
-        files[split] = directory / f"{split}.parquet"
-        pq.write_table(type(table).from_pylist(rows, schema=table.schema), files[split])
-    return files
+    return inputs.with_every_other_prompt_for("judge", tmp_path_factory.mktemp("mixed"))
 
 
 def verdict(text: str) -> float | None:

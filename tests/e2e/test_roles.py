@@ -155,17 +155,7 @@ def reward_model(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def mixed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The example's prompts: every other one is for a reward model, which needs no ground truth."""
-    directory = tmp_path_factory.mktemp("mixed")
-    files = {}
-    for split, source in (("train", inputs.train), ("val", inputs.val)):
-        rows = pq.read_table(source).to_pylist()
-        for row in rows[::2]:
-            row["reward_model"] = {"style": "model", "ground_truth": row["reward_model"]["ground_truth"]}
-        table = pq.read_table(source)
-        files[split] = directory / f"{split}.parquet"
-        pq.write_table(type(table).from_pylist(rows, schema=table.schema), files[split])
-    return files
+    return inputs.with_every_other_prompt_for("model", tmp_path_factory.mktemp("mixed"))
 
 
 def transformers_scores(model_dir: Path, sequences: Sequence[list[int]]) -> list[float]:
