@@ -133,9 +133,8 @@ def test_servers_on_devices_of_their_own(
 
 
 def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
-    inputs: Inputs, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs, start_job: StartJob, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     run_dir = tmp_path / "run"
     strikes = [Strike(step, 0, signal.SIGABRT) for step in (1, 2)]
     limit = ["actor_rollout_ref.rollout.max_restarts=1", "trainer.val_before_train=false"]
@@ -143,11 +142,11 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
     assert job.finish() == EXIT_USER_ERROR, job.tail()
     job.assert_gone()
     assert sorted(Record.read(run_dir).final) == [1]
-    error = job.stderr.rpartition("error: ")[2]
+    # At the start of a line: the log's own lines are indented.
+    error = job.stderr.rpartition("\nerror: ")[2]
     assert error.startswith("rollout server 0 was lost: "), job.tail()
     assert "It ended with exit code 134." in error
     log = run_dir / "logs" / "rollout-0.restart-1.log"
-    assert "Fatal Python error: Aborted" in log.read_text()
     last_line = [line.rstrip() for line in log.read_text().splitlines() if line.strip()][-1]
     assert f"Last lines of its log {log}:" in error and f"  | {last_line}" in error
     assert "It was restarted 1 times in this run, actor_rollout_ref.rollout.max_restarts=1" in error
