@@ -129,9 +129,10 @@ class ReplicaSet:
         return restarted
 
     def stop(self) -> None:
-        for host in self.hosts:
+        stopping = [host.stop.remote() for host in self.hosts]
+        for host, call in zip(self.hosts, stopping, strict=True):
             try:
-                ray.get(host.stop.remote(), timeout=20)
+                ray.get(call, timeout=20)
             except Exception as error:
                 logger.warning("rollout server did not stop by itself: %s", error)
             ray.kill(host)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -26,6 +26,9 @@ from scalerl.controller.worker_group import WorkerGroup
 from scalerl.metrics import Metric
 from scalerl.rollout.client import SamplingParams
 from scalerl.user_code import absolute
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Metrics = dict[str, Metric]
 
@@ -51,11 +54,17 @@ class HybridRollout:
     """What the servers are asked and what becomes of their samples; the samples stay with the rollout worker."""
 
     def __init__(
-        self, config: PPOConfig, servers: PolicyServers, datasets: dict[str, Any], *, judge: JudgeServers | None = None
+        self,
+        config: PPOConfig,
+        servers: PolicyServers,
+        datasets: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        judge: JudgeServers | None = None,
     ) -> None:
         """Starts the rollout worker; `wait_ready` returns when everybody answers.
 
-        datasets: name -> RLHFDataset.  judge: with reward_model.judge.
+        datasets: name -> RLHFDataset.  tokenizer: the policy's.  judge: with reward_model.judge.
         """
         self.config, self.servers, self.judge = config, servers, judge
         self.rollout, self.timeout_s = servers.rollout, config.trainer.timeout_s
@@ -71,7 +80,8 @@ class HybridRollout:
             .options(**servers.pool.place(0, num_devices=0), max_concurrency=64)
             .remote(
                 {name: [ray.put(dataset)] for name, dataset in datasets.items()},
-                model.path,
+                # Code of its own cannot be sent: it is imported from its directory.
+                model.path if model.trust_remote_code else [ray.put(tokenizer)],
                 reward=config.reward_model,
                 custom_reward=config.custom_reward_function,
                 trust_remote_code=model.trust_remote_code,

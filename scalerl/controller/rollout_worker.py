@@ -59,7 +59,7 @@ class RolloutWorker:
     def __init__(
         self,
         datasets: dict[str, Any],
-        tokenizer_path: str,
+        tokenizer: str | list[Any],
         *,
         reward: RewardModelConfig,
         custom_reward: CustomRewardFunctionConfig,
@@ -67,6 +67,8 @@ class RolloutWorker:
         user_files: Sequence[str] = (),
     ) -> None:
         """datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
+
+        tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
 
         user_files: register what the configuration names.
         """
@@ -77,7 +79,10 @@ class RolloutWorker:
         from scalerl.rewards import build_reward_manager
 
         self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
-        self.tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
+        if isinstance(tokenizer, str):
+            self.tokenizer = load_tokenizer(tokenizer, trust_remote_code)
+        else:
+            self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.model_scores = reward.enable

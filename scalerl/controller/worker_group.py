@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,20 +25,26 @@ class WorkerError(UserError, RuntimeError):
 
 
 class WorkerGroup:
-    """Every registered method of `cls` is a method of the group."""
+    """Every registered method of `cls` is a method of the group, once `join` has brought its ranks together."""
 
     def __init__(self, pool: ResourcePool, cls: type, layout: Layout, *, timeout_s: float, **init: Any) -> None:
         self.layout, self.timeout_s = layout, timeout_s
         remote = ray.remote(cls)
         self.ranks: list[ActorHandle] = []
-        # Rank 0's node hosts the rendezvous, so its address is asked for before the others start.
         for rank in range(layout.world_size):
             options = pool.place(rank // pool.devices_per_node, num_devices=1)
             self.ranks.append(remote.options(**options, max_restarts=0, max_concurrency=1).remote(rank, layout, **init))
-        address = ray.get(self.ranks[0].rendezvous.remote(), timeout=timeout_s)
-        self._wait("start", [rank.join.remote(address) for rank in self.ranks])
+        # Rank 0's node hosts the rendezvous.
+        self.rendezvous = self.ranks[0].rendezvous.remote()
         for name, mode in registered_methods(cls).items():
             setattr(self, name, partial(_CALLS[mode], self, name))
+
+    def begin_join(self) -> list[Any]:
+        (address,) = self._wait("start", [self.rendezvous])
+        return [rank.join.remote(address) for rank in self.ranks]
+
+    def end_join(self, joining: list[Any]) -> None:
+        self._wait("start", joining)
 
     def stop(self) -> None:
         for rank in self.ranks:
@@ -94,6 +100,13 @@ class WorkerGroup:
             remote_trace = str(error).split("\n", 1)[-1]
             return WorkerError(f"{name} failed on rank {rank} ({at}): {error.cause}\n{remote_trace}")
         return WorkerError(f"{name}: the process of rank {rank} ({at}) died: {str(error).splitlines()[0]}")
+
+
+def join(groups: Iterable[WorkerGroup]) -> None:
+    """The ranks of each group import what they need and join torch.distributed; the groups do so side by side."""
+    joining = [(group, group.begin_join()) for group in groups]
+    for group, calls in joining:
+        group.end_join(calls)
 
 
 _CALLS: dict[Dispatch, Callable] = {

@@ -70,6 +70,20 @@ def install(device: str) -> None:
     # Ranks that share an expert exchange as many tokens as each happens to have; gloo wants equal parts.
     torch.distributed.all_gather = _all_gather_uneven(torch.distributed.all_gather)
     torch.distributed.reduce_scatter = _reduce_scatter_uneven(torch.distributed.reduce_scatter)
+    _import_megatron_without_compiler()
+
+
+def _import_megatron_without_compiler() -> None:
+    """megatron-core fuses small functions with torch.compile, whose import alone is half of its own, and which would
+    call a C++ compiler at the first use. On a CPU they run as they are written."""
+    compile, torch.compile = torch.compile, lambda function: function
+    try:
+        from megatron.core import jit
+
+        # Of the modules that are imported later.
+        jit.disable_jit_fuser()
+    finally:
+        torch.compile = compile
 
 
 class _Stream:

@@ -22,7 +22,7 @@ from scalerl.controller.policy_servers import PolicyServers
 from scalerl.controller.pools import ResourcePool, ray_cluster
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
-from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.worker_group import WorkerGroup, join
 from scalerl.controller.workers import MegatronWorker
 from scalerl.data import PromptCursor
 from scalerl.families import ModelShape
@@ -69,8 +69,10 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             single_node=len(pool.node_ids() | servers_pool.node_ids()) == 1,
         )
         stack.callback(servers.stop)
-        rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, judge=judge)
+        rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         stack.callback(rollout.stop)
+        # Last: the ranks import what they need while the servers start.
+        join(unique(groups))
         model = cfg.actor_rollout_ref.model
         workers.build_engine(
             "actor",
@@ -100,7 +102,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
             kl=KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None,
-            worker_groups=list({id(group): group for group in groups.values()}.values()),
+            worker_groups=unique(groups),
             planners=planners(cfg, inputs),
             yardsticks=yardsticks(cfg, inputs, groups),
             tracker=tracker,
@@ -189,7 +191,7 @@ def start_judge(
 
 
 def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
-    """Role -> the ranks that have its model: the actor's, or those of a pool of its own."""
+    """Role -> the ranks that have its model: the actor's, or those of a pool of its own. They have not joined yet."""
     actor, files = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.import_files
     layout = Layout.of(actor, pool.world_size)
     groups = {"actor": start_workers(stack, pool, layout, cfg.trainer, device, actor.seed, files)}
@@ -201,6 +203,10 @@ def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: s
         layout = Layout.of(role.megatron, own.world_size)
         groups[role.name] = start_workers(stack, own, layout, cfg.trainer, device, role.megatron.seed, files)
     return groups
+
+
+def unique(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
+    return list({id(group): group for group in groups.values()}.values())
 
 
 def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
@@ -242,7 +248,7 @@ def start_workers(
     seed: int,
     user_files: Sequence[str] = (),
 ) -> WorkerGroup:
-    """user_files: what the ranks import before anything else (`user_code.import_files`)."""
+    """They have not joined yet.  user_files: what the ranks import before anything else (`user_code.import_files`)."""
     workers = WorkerGroup(
         pool,
         MegatronWorker,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 class PPOInputs:
     # Role -> its model's.
     shapes: dict[str, ModelShape]
+    tokenizer: PreTrainedTokenizerBase
     train: RLHFDataset | PromptTable
     val: RLHFDataset | PromptTable
     device: str
@@ -87,7 +88,7 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
     resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
     findings.raise_if_any()
-    return PPOInputs(shapes, train, val, device, resumed)
+    return PPOInputs(shapes, tokenizer, train, val, device, resumed)
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:

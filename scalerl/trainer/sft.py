@@ -15,7 +15,7 @@ from scalerl.balance import packing_metrics, plan_step
 from scalerl.config import SFTConfig, world_size
 from scalerl.controller.batch import ShardedBatch
 from scalerl.controller.pools import ray_cluster
-from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.worker_group import WorkerGroup, join
 from scalerl.data import PromptCursor, SFTDataset
 from scalerl.metrics import Timers, Tracking, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
@@ -132,6 +132,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
         pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(stack, pool, layout, trainer, inputs.device, cfg.megatron.seed)
+        join([workers])
         workers.build_engine(
             "actor", cfg.model.path, cfg.megatron, cfg.optim, trust_remote_code=cfg.model.trust_remote_code
         )

@@ -239,7 +239,7 @@ class Inputs:
             f"{policy}.rollout.n={SAMPLES}",
             f"custom_reward_function.path={REWARD}",
             "reward_model.timeout_s=300",
-            "trainer.logger=[console,file,mlflow]",
+            "trainer.logger=[console,file]",
             f"trainer.default_local_dir={run_dir}",
             f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
             *more,

@@ -57,6 +57,7 @@ def command(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = No
             "trainer.save_freq=2",
             "trainer.test_freq=2",
             "trainer.resume_mode=auto",
+            "trainer.logger=[console,file,mlflow]",
             *kwargs,
         )
     )

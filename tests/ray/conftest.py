@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scalerl.controller.pools import ResourcePool, ray_cluster
-from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.worker_group import WorkerGroup, join
 from scalerl.parallel.layout import Layout
 
 # Places for all groups of one test file together; a place is a number to Ray, no core.
@@ -32,6 +32,7 @@ def start_group(cluster: None) -> Iterator[Callable[..., WorkerGroup]]:
         )
         group = WorkerGroup(pool, cls, layout, timeout_s=START_TIMEOUT_S, **init)
         started.append((pool, group))
+        join([group])
         return group
 
     def stop(group: WorkerGroup) -> None:

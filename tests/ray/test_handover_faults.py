@@ -93,7 +93,7 @@ class Run:
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir)
         self.servers.at = {}
-        self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset})
+        self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.build_engine("actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
         self.rollout.wait_ready(workers)
         self.actor = MegatronActor(workers, policy.actor, policy.rollout.temperature)
