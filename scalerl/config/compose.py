@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from scalerl.config.domains import domain_violations
-from scalerl.config.draft import Draft
+from scalerl.config.draft import Draft, defaults_of
 from scalerl.config.errors import ConfigError
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
@@ -262,6 +262,6 @@ def _hydra_config(request: _Request, groups: list[str]) -> DictConfig:
     values = ["++" + (override.input_line or "").lstrip("+") for override in request.values]
     try:
         config = hydra_compose(request.config_name, [*_search_path(request), *groups, *values])
-        return OmegaConf.merge(OmegaConf.structured(SCHEMAS[request.kind]), config)
+        return OmegaConf.merge(defaults_of(SCHEMAS[request.kind]), config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error)]) from error
