@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from scalerl.controller.worker_group import WorkerGroup
 from scalerl.hybrid.handover import Handover, Point
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.replicas import Replica, plan_feeds
+from scalerl.hybrid.transports.disk import directory_of_run
 from scalerl.metrics import Metric
 from scalerl.rollout.client import RolloutError
 
@@ -98,9 +100,13 @@ class PolicyServers:
             timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
             dtype=self.rollout.dtype,
             transport=transport_of(self.config),
-            directory=self.rollout.weight_transport_dir,
+            directory=self._weights_directory(),
             model_path=self.model.path,
         )
+
+    def _weights_directory(self) -> str | None:
+        shared = self.rollout.weight_transport_dir
+        return None if shared is None else str(directory_of_run(shared, self.config.trainer.default_local_dir))
 
     @property
     def replicas(self) -> list[Replica]:
@@ -114,6 +120,8 @@ class PolicyServers:
 
     def stop(self) -> None:
         self.replica_set.stop()
+        if (directory := self._weights_directory()) is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
     # --- generating, or not ---
 

@@ -29,6 +29,7 @@ from scalerl.families import ModelShape
 from scalerl.metrics import FlopsShape, Timers, Tracking
 from scalerl.parallel.layout import Layout
 from scalerl.trainer import checkpoints
+from scalerl.trainer.directory_lock import directory_lock
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
@@ -51,7 +52,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
     stop.listen()
     total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
-        tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
+        run_dir = take_directory(stack, cfg)
+        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, total_steps))
         tracker.phase("start")
         stack.enter_context(ray_cluster(num_workers=num_devices(cfg), device=inputs.device))
         pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
@@ -59,7 +61,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         workers = groups["actor"]
         hybrid = cfg.actor_rollout_ref.hybrid_engine
         servers_pool = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
-        log_dir = Path(trainer.default_local_dir) / "logs"
+        log_dir = run_dir / "logs"
         judge = start_judge(stack, cfg, servers_pool, inputs.device, log_dir / "judge")
         servers = PolicyServers(
             cfg,
@@ -125,15 +127,23 @@ def num_steps(trainer: TrainerConfig | SFTTrainerConfig, num_rows: int, batch_si
     return math.ceil(num_rows * trainer.total_epochs / batch_size)
 
 
-def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total_steps: int) -> Tracking:
+def take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
+    """trainer.default_local_dir, which no other run may write until the stack ends."""
+    run_dir = Path(cfg.trainer.default_local_dir)
+    if _is_val_only(cfg):
+        # The training's own record stays as it is, and may still be growing.
+        run_dir = run_dir / VAL_ONLY
+    stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
+    return run_dir
+
+
+def _is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
+    return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
+
+
+def open_tracker(cfg: PPOConfig | SFTConfig, run_dir: Path, resumed: checkpoints.Resumed, total_steps: int) -> Tracking:
     """The trackers, with the resolved configuration saved beside the run and logged."""
     trainer = cfg.trainer
-    run_dir = Path(trainer.default_local_dir)
-    # The training's own record stays as it is.
-    val_only = isinstance(cfg, PPOConfig) and cfg.trainer.val_only
-    if val_only:
-        run_dir = run_dir / VAL_ONLY
-    run_dir.mkdir(parents=True, exist_ok=True)
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
         trainer.project_name,
@@ -142,7 +152,7 @@ def open_tracker(cfg: PPOConfig | SFTConfig, resumed: checkpoints.Resumed, total
         dataclasses.asdict(cfg),
         run_dir=run_dir,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        run_id=None if val_only else resumed.state.get("mlflow_run_id"),
+        run_id=None if _is_val_only(cfg) else resumed.state.get("mlflow_run_id"),
         total_steps=total_steps,
         resumed_from=resumed.step,
         wait=False,

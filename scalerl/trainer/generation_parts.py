@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from scalerl.config import GenerationConfig, flatten
 from scalerl.data.files import DataFile
 from scalerl.data.tables import with_columns, write_table
 from scalerl.errors import UserError
+from scalerl.trainer.directory_lock import directory_lock
 
 # Under this key the schema of the output keeps the fingerprint.
 METADATA_KEY = b"scalerl.generate"
 FINGERPRINT = "fingerprint.json"
-LOCK = "lock"
 # Settings that change no response: where it runs, how fast, and what the fingerprint has the contents of.
 NOT_IN_FINGERPRINT = (
     "trainer.",
@@ -101,32 +101,21 @@ class Parts:
     """
 
     def __init__(self, output: Path, wanted: Fingerprint, num_rows: int, batch_size: int) -> None:
-        """Raises GenerationError when another run has the directory, or left something of other settings there."""
+        """Raises DirectoryInUseError when another run has the directory, GenerationError when other settings left
+        something there."""
         self.output, self.wanted = output, wanted
         self.num_rows, self.batch_size = num_rows, batch_size
         self.directory = parts_directory(output)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            self._take_lock()
+        with ExitStack() as stack:
+            stack.enter_context(directory_lock(self.directory, f"data.output_path = {output}"))
             self._check()
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._held = stack.pop_all()
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise GenerationError(
-                f"data.output_path = {self.output}: another run is writing it; wait for that one, or give another file"
-            ) from None
+        self._held.close()
 
     def _check(self) -> None:
         path = self.directory / FINGERPRINT

@@ -20,7 +20,7 @@ from scalerl.data import PromptCursor, SFTDataset
 from scalerl.metrics import Timers, Tracking, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
 from scalerl.trainer import checkpoints
-from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers
+from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers, take_directory
 from scalerl.trainer.packing_rules import packing_rules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import Yardstick
@@ -126,7 +126,8 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
     stop.listen()
     total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
-        tracker = stack.enter_context(open_tracker(cfg, resumed, total_steps))
+        run_dir = take_directory(stack, cfg)
+        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, total_steps))
         tracker.phase("start")
         stack.enter_context(ray_cluster(num_workers=world_size(cfg), device=inputs.device))
         pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)

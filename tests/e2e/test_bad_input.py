@@ -6,6 +6,7 @@ Checkpoints that are half written or another model's: test_kill_and_resume, whic
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scalerl.trainer.directory_lock import directory_lock
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, main_ppo, numbered, only, refused, scalerl
 
@@ -232,3 +234,12 @@ def test_sglang_server_that_dies_at_start(inputs: Inputs, start_job: StartJob, t
     assert "nonsense" in last and f"  | {last}" in message
     assert "--attention-backend nonsense" in message.splitlines()[-1], "the command to try by hand"
     job.assert_gone()
+
+
+def test_a_directory_that_another_run_writes(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with directory_lock(run_dir, "the test's"):
+        message = refused(start_job(main_ppo(inputs.overrides(run_dir, *ONE_RANK)), tmp_path))
+    assert f"trainer.default_local_dir = {run_dir}: another run is writing there" in message
+    assert f"process {os.getpid()}," in message
+    assert [path.name for path in run_dir.iterdir()] == ["lock"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -30,6 +31,12 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPARE_BYTES = 64 * 2**20
 
 
+def directory_of_run(shared: str | Path, run_dir: str | Path) -> Path:
+    """In the directory that may serve many runs, that of the run which writes run_dir; the same when it is resumed."""
+    run = Path(run_dir).absolute()
+    return Path(shared).expanduser().absolute() / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
+
+
 class WeightFilesError(UserError, RuntimeError):
     """The weights could not be written. No server has been asked to load anything."""
 
@@ -37,7 +44,7 @@ class WeightFilesError(UserError, RuntimeError):
 class DiskTransport:
     """A whole Hugging Face model for each sync: it appears under its name once it is complete, then servers load it.
 
-    Buckets are dealt over the ranks, each writes its own. The directory is for one run alone; it keeps the newest.
+    Buckets are dealt over the ranks, each writes its own. The directory (`directory_of_run`) keeps the newest.
     """
 
     has_session = False
@@ -128,13 +135,13 @@ class DiskTransport:
         try:
             work()
         except OSError as error:
-            what = f"{DIRECTORY_KEY} = {self.directory}: the weights of {num_bytes:,} bytes cannot be written there"
+            what = f"{DIRECTORY_KEY}: the weights of {num_bytes:,} bytes cannot be written to {self.directory}"
             if error.errno not in NO_ROOM:
                 return f"{what}: {error}"
             existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
             return (
                 f"{what}: {os.strerror(error.errno)}. {num_bytes + SPARE_BYTES:,} bytes are needed beside what is "
-                f"there, {shutil.disk_usage(existing).free:,} are free. Free some, or set it to a directory with room"
+                f"there, {shutil.disk_usage(existing).free:,} are free. Free some, or give a directory with room"
             )
         return None
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.replicas import Feed, Replica
-from scalerl.hybrid.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError
+from scalerl.hybrid.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError, directory_of_run
 
 # Of other strides, of several dtypes, and buckets of one tensor and of two.
 BUCKETS = [
@@ -113,7 +113,7 @@ def test_a_parameter_can_still_leave_its_device_after_it_was_written(tmp_path: P
 def test_where_nothing_can_be_written_the_error_says_where(tmp_path: Path, model_path: Path) -> None:
     file = tmp_path / "a file"
     file.touch()
-    with pytest.raises(WeightFilesError, match=r"weight_transport_dir = .*a file/out.*: .*Not a directory"):
+    with pytest.raises(WeightFilesError, match=r"weight_transport_dir: .* to .*a file/out: .*Not a directory"):
         deliver(transport_to(file / "out", model_path), 1, Client())
 
 
@@ -153,8 +153,15 @@ def test_a_full_disk_is_said_before_a_server_loads_anything(tmp_path: Path, mode
     refused, full, too_large = done.stdout.splitlines()[::2]
     needed = 4 * (1000 + 10**6 + 10)
     for message in (refused, full):
-        assert f"weight_transport_dir = {mount}: the weights of {needed:,} bytes" in message
+        assert f"weight_transport_dir: the weights of {needed:,} bytes cannot be written to {mount}: " in message
         assert "No space left on device" in message and "are free. Free some" in message
     assert f"{needed + SPARE_BYTES:,} bytes are needed" in refused and "1,048,576 are free" in refused
     assert "File too large" in too_large
     assert done.stdout.splitlines()[1::2] == ["[] []"] * 3, "nothing half written stays, and no server was asked"
+
+
+def test_runs_do_not_share_a_directory_and_a_resumed_one_finds_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    same = [directory_of_run("shared", run) for run in ("outputs/p/a", tmp_path / "outputs" / "p" / "a")]
+    assert same[0] == same[1] and same[0].parent == tmp_path / "shared" and same[0].name.startswith("a-")
+    assert directory_of_run("shared", "outputs/q/a") != same[0]

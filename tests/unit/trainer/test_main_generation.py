@@ -13,6 +13,7 @@ import pytest
 from scalerl.config import ConfigError, GenerationConfig, compose
 from scalerl.rollout.requests import ServerLostError
 from scalerl.trainer import main_generation
+from scalerl.trainer.directory_lock import DirectoryInUseError
 from scalerl.trainer.generation import keys_of_generation, server_config
 from scalerl.trainer.generation_parts import GenerationError, Parts, fingerprint, is_complete
 from scalerl.trainer.main_generation import check_generation
@@ -215,7 +216,7 @@ def test_a_file_that_is_no_output_is_not_replaced(here):
 
 
 def test_two_runs_do_not_write_one_output(here):
-    with parts_of(config()), pytest.raises(GenerationError, match="another run is writing it"):
+    with parts_of(config()), pytest.raises(DirectoryInUseError, match=r"data.output_path = out\.parquet: another run"):
         parts_of(config())
     with parts_of(config()):
         pass
