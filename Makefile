@@ -7,8 +7,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per process: tests and the quickstart run several processes on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-TESTS ?= tests/unit tests/dist tests/ray tests/sglang tests/slurm tests/e2e
 PYTEST_ARGS ?=
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25 $(PYTEST_ARGS)
+# Each test of these starts processes of its own, so they run one by one; those of tests/unit side by side.
+ONE_BY_ONE := tests/dist tests/ray tests/sglang tests/slurm tests/e2e
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint format clean
@@ -48,7 +50,11 @@ quickstart: setup ## train the arithmetic example on the CPU and merge the model
 	$(ONE_THREAD) $(BIN)/python examples/arithmetic/quickstart.py
 
 test: setup ## all tests but tests/gpu (TESTS=path, PYTEST_ARGS=... narrow it)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(TESTS) --durations=25 $(PYTEST_ARGS)
+ifdef TESTS
+	$(PYTEST) $(TESTS)
+else
+	@status=0; $(PYTEST) -n logical --maxprocesses 8 tests/unit || status=1; $(PYTEST) $(ONE_BY_ONE) || status=1; exit $$status
+endif
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .

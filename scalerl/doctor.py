@@ -48,9 +48,10 @@ REQUIRED = (
     Package(
         "sglang",
         # As the server process does: its environment has to be there before the interpreter starts.
-        "import os, sys; from scalerl.rollout.sglang_launch import sglang_environment; "
+        "import os, sys, torch; from scalerl.rollout.cpu_shim import shim_environment; "
+        "env = {} if torch.cuda.is_available() else shim_environment(); "
         "os.execve(sys.executable, [sys.executable, '-c', 'import sglang.srt.entrypoints.engine'], "
-        "{**os.environ, **sglang_environment()})",
+        "{**os.environ, **env})",
         "only actor_rollout_ref.rollout.name=embedded (small models)",
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.context_length import check_context_length
+from scalerl.rollout.cpu_shim import shim_environment
 
 # Of the machine's memory, an upper bound for weights and KV cache; in practice max_total_tokens limits the cache.
 CPU_MEM_FRACTION_STATIC = 0.5
@@ -72,7 +73,7 @@ def sglang_command(
     if device == "cpu":
         # Ours as well as the user's.
         arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
-    return [sys.executable, "-m", "scalerl.rollout.sglang_launch", *_flags(arguments)], env
+    return [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)], env
 
 
 def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]
 
 def _cpu_environment(tp_size: int) -> dict[str, str]:
     # A machine may have a GPU and be told not to use it.
-    env = {"CUDA_VISIBLE_DEVICES": ""}
+    env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
     if tp_size > 1:
         # One core per rank; without it SGLang wants a NUMA node for each.
         cores = sorted(os.sched_getaffinity(0))

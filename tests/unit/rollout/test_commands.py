@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,11 +79,12 @@ def test_the_supervisor_imports_the_standard_library_only() -> None:
     assert heavy.strip() == "[]"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU there is no shim")
-def test_the_cpu_shim_is_only_where_the_server_is() -> None:
-    assert importlib.util.find_spec("sgl_kernel") is None
-    program = (
-        "import os, sys; from scalerl.rollout.sglang_launch import sglang_environment as e; env = e()\n"
-        "print(env['SGLANG_USE_CPU_ENGINE'], os.path.exists(env['PYTHONPATH'].split(os.pathsep)[0] + '/sgl_kernel'))\n"
-    )
-    assert run_python(program).split() == ["1", "True"]
+def test_the_cpu_shim_is_only_where_a_server_without_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        assert importlib.util.find_spec("sgl_kernel") is None
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    _, env = sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cpu")
+    shim, *others = env["PYTHONPATH"].split(os.pathsep)
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and Path(shim, "sgl_kernel").exists() and others == ["mine"]
+    _, env = sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cuda")
+    assert not {"SGLANG_USE_CPU_ENGINE", "PYTHONPATH"} & env.keys()
