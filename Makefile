@@ -1,22 +1,35 @@
-# make quickstart | test | lint | format | clean        (make help says what each does)
+# make quickstart | check | test | test-all | lint | types | format | clean        (make help says what each does)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.scalerl-installed
-TORCH := torch==2.13.0
+# PyTorch calls its CPU builds +cpu. On Linux the version without it is a CUDA build, with gigabytes of libraries.
+TORCH_VERSION := 2.13.0
+TORCH ?= torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),+cpu)
+# Where else to look for it.
+TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The requirements are complete: nothing to resolve. pip compiles on one core, a third of the time that it takes; here all do it, and
+# what runs rarely import is compiled when they do.
+PIP = $(BIN)/python -m pip install -qq --no-compile
+RARE := /tests?/|/transformers/models/|/matplotlib/|/networkx/|/databricks/|/rllib/
 # One thread per process: tests and the quickstart run several processes on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 PYTEST_ARGS ?=
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25 $(PYTEST_ARGS)
-# Each test of these starts processes of its own, so they run one by one; those of tests/unit side by side.
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
+# Side by side, one process, no services.
+UNIT = -n logical --maxprocesses 8 tests/unit
+# These start processes of their own, so they run one by one.
 ONE_BY_ONE := tests/dist tests/ray tests/sglang tests/slurm tests/e2e
+# What only `make test-all` runs (docs/testing.md): tests with this mark, and hypothesis' whole budget.
+MAIN := -m "not full"
+QUICK := --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format clean
+.PHONY: help torch setup quickstart check test test-all lint types format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 # Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
 STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml Makefile | cksum) $(CURDIR)
@@ -37,28 +50,45 @@ $(STAMP):
 	  echo "setup: $$($$python --version) ($$(command -v $$python)) -> $(VENV)"; \
 	  $$python -m venv --clear $(VENV); \
 	fi
-	$(BIN)/python -m pip install -qq $(TORCH) -c requirements/cpu.txt
-	$(BIN)/python -m pip install -qq -r requirements/cpu.txt
-	$(BIN)/python -m pip install -qq --no-deps -r requirements/cpu-nodeps.txt
-	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e .
+	@$(MAKE) --no-print-directory torch
+	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/cpu-nodeps.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@printf '%s\n' '$(STATE)' > $(STAMP)
 	@echo "setup: done. Activate with: . $(BIN)/activate"
+
+torch:
+	@$(PIP) $(if $(findstring +cpu,$(TORCH)),--no-deps,-c requirements/cpu.txt) $(addprefix --extra-index-url ,$(TORCH_INDEX)) '$(TORCH)' || { \
+	  echo "setup: no $(TORCH) (pip says why above). If your package index has no CPU builds, take PyTorch's own:"; \
+	  echo "  make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
+	  echo "or what the index has, which on Linux is a CUDA build of some gigabytes:"; \
+	  echo "  make setup TORCH=torch==$(TORCH_VERSION)"; exit 2; } >&2
 
 setup: $(STAMP) ## make .venv with the pinned versions (again: nothing to do)
 
 quickstart: setup ## train the arithmetic example on the CPU and merge the model
 	$(ONE_THREAD) $(BIN)/python examples/arithmetic/quickstart.py
 
-test: setup ## all tests but tests/gpu (TESTS=path, PYTEST_ARGS=... narrow it)
+check: lint types ## lint, types and unit tests
+	$(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT)
+
+test: setup ## all that README promises (TESTS=path: those alone, and all of them; PYTEST_ARGS=...)
 ifdef TESTS
-	$(PYTEST) $(TESTS)
+	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else
-	@status=0; $(PYTEST) -n logical --maxprocesses 8 tests/unit || status=1; $(PYTEST) $(ONE_BY_ONE) || status=1; exit $$status
+	@status=0; $(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT) || status=1; \
+	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(ONE_BY_ONE) || status=1; exit $$status
 endif
+
+test-all: setup ## every test but tests/gpu, on every layout
+	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(ONE_BY_ONE) || status=1; exit $$status
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup ## pyright over scalerl/
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: setup ## ruff: fix and format
 	$(BIN)/ruff check --fix .

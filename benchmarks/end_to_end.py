@@ -109,7 +109,7 @@ def trainer_overrides(options: argparse.Namespace, device: str, directory: Path)
         f"trainer.n_gpus_per_node={options.world}",
         f"trainer.total_training_steps={options.warmup + options.steps}",
         # Phases of their own that are not in every step.
-        *("trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.val_before_train=false"),
+        *("trainer.test_freq=-1", "trainer.save_freq=0", "trainer.val_before_train=false"),
         *("trainer.log_val_generations=0", "trainer.logger=[file]", "trainer.resume_mode=disable"),
         f"trainer.default_local_dir={directory}/run",
         *options.overrides,

@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         make_model(directory, sizes, options.dtype, max_model_len, "cpu", options.seed)
         server = start_server(options, directory, max_model_len, Path(directory) / "server.log")
         try:
-            result = asyncio.run(compare(options, server.url, max_model_len))
+            result = asyncio.run(compare(options, server.url, server.key, max_model_len))
         finally:
             server.stop()
     print(report(result))
@@ -97,13 +97,15 @@ def start_server(options: argparse.Namespace, model_path: str, max_model_len: in
     return start_on_free_port(make)
 
 
-async def compare(options: argparse.Namespace, url: str, max_model_len: int) -> dict[str, Any]:
+async def compare(options: argparse.Namespace, url: str, key: str, max_model_len: int) -> dict[str, Any]:
     from scalerl.rollout.client import RolloutClient
     from scalerl.rollout.routing import max_in_flight
 
     # As in the trainer.
     in_flight = options.in_flight or max_in_flight(options.max_num_seqs)
-    client = RolloutClient(url, "sglang", max_model_len=max_model_len, timeout_s=TIMEOUT_S, max_concurrency=in_flight)
+    client = RolloutClient(
+        url, "sglang", key=key, max_model_len=max_model_len, timeout_s=TIMEOUT_S, max_concurrency=in_flight
+    )
     generator = np.random.default_rng(options.seed)
     seconds: dict[str, list[float]] = {"ours": [], "sglang": []}
     cpu_s: dict[str, list[float]] = {"ours": [], "sglang": []}
@@ -114,7 +116,9 @@ async def compare(options: argparse.Namespace, url: str, max_model_len: int) -> 
         for side in sides:
             prompts = generator.integers(3, options.vocab, (options.prompts, options.prompt_len)).tolist()
             began, began_cpu, began_server = time.perf_counter(), time.process_time(), children_cpu_s()
-            lengths = await (ours(client, prompts, options) if side == "ours" else batch_call(url, prompts, options))
+            lengths = await (
+                ours(client, prompts, options) if side == "ours" else batch_call(url, key, prompts, options)
+            )
             took_s, took_cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
             if lengths != [options.response_len] * options.prompts * options.n:
                 raise RuntimeError(f"{side}: {len(lengths)} samples of {sorted(set(lengths))} tokens came")
@@ -159,7 +163,7 @@ async def ours(client: RolloutClient, prompts: Sequence[list[int]], options: arg
     return [len(output.output_ids) for output in await generate_samples([client], requests)]
 
 
-async def batch_call(url: str, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[int]:
+async def batch_call(url: str, key: str, prompts: Sequence[list[int]], options: argparse.Namespace) -> list[int]:
     sampling = {
         "max_new_tokens": options.response_len,
         "temperature": 1.0,
@@ -167,9 +171,11 @@ async def batch_call(url: str, prompts: Sequence[list[int]], options: argparse.N
         "n": options.n,
         "skip_special_tokens": False,
     }
+    from scalerl.rollout.access import authorization
+
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as http,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), headers=authorization(key)) as http,
         http.post(f"{url}/generate", json=body) as response,
     ):
         text = await response.text()

@@ -40,6 +40,7 @@ class SyncJob:
 
     model_path: str
     url: str
+    key: str
     kind: str
     server_tp: int
     layout: tuple[int, int, int]
@@ -139,6 +140,7 @@ def measure_server(options: argparse.Namespace, model_path: str, server_tp: int)
                 job = SyncJob(
                     model_path=model_path,
                     url=server.url,
+                    key=server.key,
                     kind=options.rollout,
                     server_tp=server_tp,
                     layout=LAYOUTS[layout],
@@ -230,7 +232,7 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
 
     sync = WeightSync(
         engine,
-        [Replica(job.url, job.kind, job.server_tp if job.kind == "sglang" else 1)],
+        [Replica(job.url, job.kind, job.server_tp if job.kind == "sglang" else 1, job.key)],
         json.loads((Path(job.model_path) / "config.json").read_text()),
         bucket_bytes=bucket_mb * 2**20,
         max_model_len=MAX_MODEL_LEN,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import scalerl
 from scalerl.config import help_text
+from scalerl.config.reference import Kind
 from scalerl.errors import EXIT_USER_ERROR, run_main
 
 USAGE = """\
@@ -97,7 +98,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "doctor": _doctor,
 }
 # Commands that take the keys of a config schema.
-SCHEMA_OF = {"train": "ppo", "sft": "sft", "generate": "generation", "eval": "eval"}
+SCHEMA_OF: dict[str, Kind] = {"train": "ppo", "sft": "sft", "generate": "generation", "eval": "eval"}
 
 
 def main(argv: list[str] | None = None) -> int:

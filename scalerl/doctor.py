@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import scalerl
+from scalerl import nvidia
+from scalerl.nvidia import NvidiaDevice, find_nvidia_device
 
 GIB = 1 << 30
 IMPORT_TIMEOUT_S = 180.0
@@ -130,6 +132,18 @@ def describe_devices(gpus: Sequence[tuple[str, int]]) -> list[str]:
     return [*(lines or ["no GPU"]), f"CPU: {cores} cores, {memory / GIB:.0f} GiB memory"]
 
 
+def describe_platform(gpus: Sequence[object], cuda: str | None, device: NvidiaDevice | None) -> str:
+    """cuda: that torch is built for.  device: as the file system shows it."""
+    if gpus:
+        return f"off: CUDA {cuda} is used"
+    if device is not None:
+        return (
+            f"WARNING: there is an NVIDIA device (driver {device.driver or 'unknown'}; {', '.join(device.signs)}), and "
+            f"torch, built for {f'CUDA {cuda}' if cuda else 'the CPU alone'}, sees none: trainer.device=auto is refused"
+        )
+    return "on: no GPU, so Megatron runs on the CPU with gloo and a device is a process"
+
+
 def describe_space() -> list[str]:
     """Free space where Ray, checkpoints and the object store write, with a warning where it is little."""
     lines = []
@@ -172,12 +186,9 @@ def run_doctor(required: Sequence[Package] = REQUIRED, optional: Sequence[Packag
     out, error = run_python(DEVICES_PROBE)
     found = json.loads(out) if error is None else {"gpus": [], "cuda": None}
     _section("devices", describe_devices(found["gpus"]))
-    if error is not None:
-        on_cpu = "unknown: torch does not import"
-    elif found["gpus"]:
-        on_cpu = f"off: CUDA {found['cuda']} is used"
-    else:
-        on_cpu = "on: no GPU, so Megatron runs on the CPU with gloo and a device is a process"
+    on_cpu = "unknown: torch does not import"
+    if error is None:
+        on_cpu = describe_platform(found["gpus"], found["cuda"], None if nvidia.are_hidden() else find_nvidia_device())
     _section("CPU platform", [on_cpu])
 
     with ThreadPoolExecutor(max_workers=PROBES_AT_A_TIME) as pool:

@@ -1,4 +1,4 @@
-"""Errors that a user caused and can mend, and the wrapper that prints them without a stack."""
+"""Errors whose message is enough: a user's, and a failure of what a run is made of; the wrapper that prints them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
+# sysexits.h EX_SOFTWARE: the same command may well succeed when it is started again.
+EXIT_FAILED = 70
 EXIT_INTERRUPTED = 130
 # Set to 1 to see the stack of an error that is printed as one message.
 TRACEBACK_ENV = "SCALERL_TRACEBACK"
@@ -17,10 +19,17 @@ class UserError(ValueError):
     """Base of every error whose message alone tells the user what to change: input, config, environment."""
 
 
-def run_main(fn: Callable[..., int | None], *args: object) -> int:
-    """Run an entry point and return its exit code; a user's error becomes one message on stderr.
+class RunError(RuntimeError):
+    """Base of every error of what a run is made of: a rank, a server or a machine failed, or is not there.
 
-    Returns: fn's code (None is 0), 2 for a `UserError` or a missing file, 130 when interrupted.
+    The message says which, and what it said last; nothing in the input or the configuration explains it.
+    """
+
+
+def run_main(fn: Callable[..., int | None], *args: object) -> int:
+    """Run an entry point and return its exit code; an error that has a message of its own is that message on stderr.
+
+    Returns: fn's code (None is 0), 2 for a `UserError` or a missing file, 70 for a `RunError`, 130 when interrupted.
     Raises: anything else, with its stack: that is a defect of scalerl, not of the input.
     """
     try:
@@ -29,20 +38,20 @@ def run_main(fn: Callable[..., int | None], *args: object) -> int:
         print("Interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        cause = _user_cause(error)
+        cause = _known_cause(error)
         if cause is None:
             raise
         if os.environ.get(TRACEBACK_ENV) == "1":
             traceback.print_exception(error)
         print(f"{_message(cause)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return EXIT_FAILED if isinstance(cause, RunError) else EXIT_USER_ERROR
 
 
-def _user_cause(error: BaseException) -> BaseException | None:
-    """The error that a user can mend: `error` itself, or what a remote worker raised (Ray keeps it in `.cause`)."""
+def _known_cause(error: BaseException) -> BaseException | None:
+    """The error that has a message: `error` itself, or what a remote worker raised (Ray keeps it in `.cause`)."""
     remote = getattr(error, "cause", None)
     for candidate in (remote, error):
-        if isinstance(candidate, UserError | FileNotFoundError):
+        if isinstance(candidate, UserError | FileNotFoundError | RunError):
             return candidate
     return None
 

@@ -55,7 +55,7 @@ class Jagged:
             object.__setattr__(self, name, torch.from_numpy(array.copy()))
 
 
-def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
+def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
     """[S] lengths -> [S + 1] int64 starting at 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)])
 

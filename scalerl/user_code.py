@@ -21,6 +21,8 @@ _PREFIX = "scalerl_user_"
 _imported: list[str] = []
 # Module name -> digest of the text that was run.
 _digests: dict[str, str] = {}
+# What takes back what the files registered.
+_undo: list[Callable[[], object]] = []
 
 
 class UserCodeError(UserError):
@@ -62,6 +64,7 @@ def import_file(path: str | Path, key: str) -> ModuleType:
     if name in sys.modules and _digests.get(name) == digest:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickle look a class's module up by name.
     sys.modules[name] = module
@@ -72,6 +75,22 @@ def import_file(path: str | Path, key: str) -> ModuleType:
         raise UserCodeError(f"{key}={path} does not import: {cause_of(error, str(path))}; correct the file") from error
     _digests[name] = digest
     return module
+
+
+def on_forget(definition: Any, undo: Callable[[], object]) -> None:
+    """undo: called when the files are forgotten, if `definition` is of one of them."""
+    if is_users_own(definition):
+        _undo.append(undo)
+
+
+def forget_files() -> None:
+    """This process is as if it had imported none of the user's files: for the next run, which may name others."""
+    while _undo:
+        _undo.pop()()
+    for name in _digests:
+        sys.modules.pop(name, None)
+    _digests.clear()
+    _imported.clear()
 
 
 def defined_in(module: ModuleType) -> dict[str, Any]:

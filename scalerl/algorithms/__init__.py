@@ -18,6 +18,7 @@ from scalerl.algorithms.kl_control import KLController
 from scalerl.algorithms.losses import (
     LOSS_AGG_MODES,
     LossSequences,
+    aggregated,
     get_policy_loss,
     loss_weights,
     policy_loss_names,
@@ -25,7 +26,7 @@ from scalerl.algorithms.losses import (
     register_policy_loss,
     weighted_sum,
 )
-from scalerl.algorithms.masked import logprobs_from_logits, masked_mean, masked_var, masked_whiten
+from scalerl.algorithms.masked import masked_mean, masked_var, whiten_selected
 from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
 from scalerl.algorithms.value_objective import ValueObjective
 
@@ -43,17 +44,16 @@ __all__ = [
     "SFTObjective",
     "ValueObjective",
     "adv_estimator_names",
+    "aggregated",
     "correct",
     "gae",
     "get_adv_estimator",
     "get_policy_loss",
     "kl_penalty",
     "kl_penalty_forward",
-    "logprobs_from_logits",
     "loss_weights",
     "masked_mean",
     "masked_var",
-    "masked_whiten",
     "policy_loss_names",
     "policy_loss_needs",
     "register_adv_est",
@@ -64,4 +64,5 @@ __all__ = [
     "select_tokens",
     "token_keys",
     "weighted_sum",
+    "whiten_selected",
 ]

@@ -14,15 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scalerl.algorithms.masked import WHITEN_EPS
 from scalerl.algorithms.registry import Registry, check_result
+from scalerl.config.registered_names import CRITIC_ESTIMATORS, ESTIMATORS
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.user_code import UserCodeError, called, place_of
+from scalerl.user_code import UserCodeError, called, on_forget, place_of
 
-_REGISTRY: Registry[Callable[..., Any]] = Registry("advantage estimator", "algorithm.adv_estimator")
+_REGISTRY: Registry[Callable[..., Any]] = Registry(ESTIMATORS)
 adv_estimator_names = _REGISTRY.names
 
+# Column of tokens that a critic gives: a run has one if its estimator needs it.
+VALUES = "values"
 GRPO_EPS = 1e-6
-WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,16 @@ class AdvantageEstimator:
 
 
 def register_adv_est(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Decorator of fn(scores_S, uids_S, config, **columns) -> advantages_S; see `AdvantageEstimator`."""
-    return _REGISTRY.register(name, arguments=("scores_S", "uids_S", "config"), needs=needs, per_token=False)
+    """Decorator of fn(scores_S, uids_S, config, **columns) -> advantages_S; see `AdvantageEstimator`.
+
+    Raises ValueError for a `needs` with values, which are of tokens.
+    """
+    if VALUES in needs:
+        raise ValueError(
+            f"register_adv_est({name!r}): needs={needs}: an estimator of samples gets no {VALUES} of tokens; register "
+            "it with register_token_adv_est"
+        )
+    return _register(name, arguments=("scores_S", "uids_S", "config"), needs=needs, per_token=False)
 
 
 def register_token_adv_est(
@@ -63,7 +74,20 @@ def register_token_adv_est(
 ) -> Callable[[Callable], Callable]:
     """Decorator of fn(rewards_T, response_mask_T, cu_seqlens, config, **columns) -> (advantages_T, returns_T)."""
     arguments = ("rewards_T", "response_mask_T", "cu_seqlens", "config")
-    return _REGISTRY.register(name, arguments=arguments, needs=needs, per_token=True, whiten=whiten)
+    return _register(name, arguments=arguments, needs=needs, per_token=True, whiten=whiten)
+
+
+def _register(name: str, *, needs: tuple[str, ...], **traits: Any) -> Callable[[Callable], Callable]:
+    add = _REGISTRY.register(name, needs=needs, **traits)
+
+    def added(function: Callable) -> Callable:
+        estimator = add(function)
+        if VALUES in needs:
+            CRITIC_ESTIMATORS.add(name)
+            on_forget(function, lambda: CRITIC_ESTIMATORS.discard(name))
+        return estimator
+
+    return added
 
 
 def get_adv_estimator(name: str) -> AdvantageEstimator:
@@ -157,7 +181,7 @@ def reinforce_plus_plus_baseline(
 
 
 def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:
-    """[S] as `masked_whiten` would give on every token of its sample. Fewer than two tokens have variance 0."""
+    """[S] as `whiten_selected` would give on every token of its sample. Fewer than two tokens have variance 0."""
     total = num_tokens_S.sum()
     mean = (values_S * num_tokens_S).sum() / total.clamp(min=1)
     squares = ((values_S - mean).square() * num_tokens_S).sum()

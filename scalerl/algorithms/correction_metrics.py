@@ -104,9 +104,10 @@ def _masked_fractions(prefix: str, reject_N: Tensor, sequences: Sequences) -> di
 def _mean_and_extremes(prefix: str, values: Tensor) -> dict[str, Metric]:
     if not len(values):
         return {}
-    extremes = {"max": values.max(), "min": values.min()}
-    return _mean(f"{prefix}_mean", values) | {
-        f"{prefix}_{name}": Metric(float(value), name) for name, value in extremes.items()
+    return {
+        **_mean(f"{prefix}_mean", values),
+        f"{prefix}_max": Metric(float(values.max()), "max"),
+        f"{prefix}_min": Metric(float(values.min()), "min"),
     }
 
 

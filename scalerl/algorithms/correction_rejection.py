@@ -46,11 +46,13 @@ def rejection_statistic(log_ratio_N: Tensor, sequences: Sequences, option: str) 
 def outside_bounds(statistic: Tensor, option: str, bounds: Bounds) -> tuple[Tensor, Tensor]:
     """(too low, too high), bool in the shape of `statistic`; NaN is neither.
 
-    k1: the ratio exp(-statistic) is below the lower or above the upper bound.  k2, k3: never too low.
+    k1: the ratio exp(-statistic) = p_trainer / p_sampler is below the lower or above the upper bound (verl bounds the
+    inverse).  k2, k3: never too low.
     seq_sum_k1 is the test by sequence ratio, seq_mean_k1 the one by geometric mean.
     Source: https://richardli.xyz/rl-collapse
     """
     lower, upper = bounds
     if option.endswith("k1"):
+        assert lower is not None
         return -statistic < math.log(lower), -statistic > math.log(upper)
     return torch.zeros_like(statistic, dtype=torch.bool), statistic > upper

@@ -27,7 +27,7 @@ def gae(
     rewards_T, values_T: [T] float; values_T as `MegatronEngine.values`, of the state in which token t was chosen.
     response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers from 0 to T.  gamma, lam: in [0, 1].
     Returns (advantages [T], returns [T]) float32, 0 at other tokens, computed in float64, without gradient. Advantages
-    are not whitened: `masked_whiten` does that, over a process group too.
+    are not whitened: `whiten_selected` does that, over a process group too.
     Raises ValueError for shapes that do not match, gamma or lam outside [0, 1], and a reward or value of a response
     token that is not finite.
     Source: GAE (arXiv 1506.02438) eq. 16; the mask: the same on the sequence without its other tokens.

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from scalerl.algorithms.registry import Registry
-from scalerl.config.schema import ActorConfig
+from scalerl.config.registered_names import POLICY_LOSSES
+from scalerl.config.schema import LOSS_AGG_MODES, ActorConfig
+from scalerl.metrics.metric import Metric
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
-_REGISTRY: Registry[PolicyLoss] = Registry("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
+_REGISTRY: Registry[PolicyLoss] = Registry(POLICY_LOSSES)
 get_policy_loss = _REGISTRY.get
 policy_loss_names = _REGISTRY.names
 
@@ -27,7 +30,6 @@ SEQUENCES, SELECTED = "sequences", "selected"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.
 LOG_RATIO_BOUND = 20.0
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
 def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -122,28 +124,47 @@ def vanilla(
     }
 
 
-def check_loss_counts(loss_agg_mode: str, num_loss_tokens: int, num_sequences: int, *, section: str = "actor") -> None:
-    """Raises ValueError for a mode that does not exist or a count below 1. section: whose loss_agg_mode it is."""
+def check_loss_counts(
+    loss_agg_mode: str,
+    num_loss_tokens: int,
+    num_sequences: int,
+    loss_scale_factor: float | None = None,
+    *,
+    section: str = "actor",
+) -> None:
+    """Raises ValueError as `loss_weights` does. section: whose loss_agg_mode it is."""
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"{section}.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
+    if loss_agg_mode == "seq-mean-token-sum-norm" and not (
+        isinstance(loss_scale_factor, int | float) and loss_scale_factor > 0
+    ):
+        raise ValueError(
+            f"{section}.loss_scale_factor={loss_scale_factor!r}: {loss_agg_mode} divides by it; set a number over 0"
+        )
     for name, count in (("num_loss_tokens", num_loss_tokens), ("num_sequences", num_sequences)):
         if count < 1:
             raise ValueError(f"{name}={count}: the mini-batch has no token to learn from, all its masks are empty")
 
 
 def loss_weights(
-    response_mask_T: Tensor, cu_seqlens: Tensor, loss_agg_mode: str, num_loss_tokens: int, num_sequences: int
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    loss_agg_mode: str,
+    num_loss_tokens: int,
+    num_sequences: int,
+    loss_scale_factor: float | None = None,
 ) -> Tensor:
     """[T] float32 weights; 0 where the mask is 0 and past cu_seqlens[-1] (alignment padding).
 
     response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers.  Both of one micro-batch of whole sequences.
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
-    token-mean: 1 / num_loss_tokens.  seq-mean-token-sum: 1 / num_sequences.
+    token-mean: 1 / num_loss_tokens.  token-sum: 1.  seq-mean-token-sum: 1 / num_sequences.
     seq-mean-token-mean: 1 / (loss tokens of the sequence * num_sequences).
-    Raises ValueError for another mode or a count below 1.
+    seq-mean-token-sum-norm: 1 / (loss_scale_factor * num_sequences), which alone reads loss_scale_factor.
+    Raises ValueError for another mode, a count below 1 and a loss_scale_factor that is missing or not over 0.
     """
-    check_loss_counts(loss_agg_mode, num_loss_tokens, num_sequences)
-    divisor = num_loss_tokens if loss_agg_mode == "token-mean" else num_sequences
+    check_loss_counts(loss_agg_mode, num_loss_tokens, num_sequences, loss_scale_factor)
+    divisor = {"token-mean": num_loss_tokens, "token-sum": 1}.get(loss_agg_mode, num_sequences)
     sequence_T = sequence_of_token(cu_seqlens, len(response_mask_T))
     num_local = len(cu_seqlens) - 1
     mask_T = (response_mask_T != 0) & (sequence_T < num_local)
@@ -152,12 +173,34 @@ def loss_weights(
         counts_S = torch.zeros(num_local + 1, dtype=torch.float64, device=mask_T.device)
         counts_S.index_add_(0, sequence_T, mask_T.double())
         divisor_T = divisor_T * counts_S.clamp(min=1.0)[sequence_T]
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        assert loss_scale_factor is not None
+        divisor_T = divisor_T * loss_scale_factor
     return torch.where(mask_T, 1.0 / divisor_T, 0.0).float()
 
 
 def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:
     """Scalar sum_t weights_t * values_t; a token of weight 0 counts as 0 even where its value is NaN or infinite."""
     return (torch.where(weights_T != 0, values_T, 0.0) * weights_T).sum()
+
+
+def aggregated(
+    values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None
+) -> Metric:
+    """One rank's part of values aggregated as a loss is; `merge_metrics` over ranks gives what one rank with all would.
+
+    Arguments as `loss_weights`. What a masked token holds does not count. Without a token: a mean of weight 0, a sum 0.
+    """
+    starts, mask = cu_seqlens.tolist(), mask_T != 0
+    num_loss_tokens = int(mask[: starts[-1]].sum())
+    num_sequences = sum(bool(mask[at:end].any()) for at, end in pairwise(starts))
+    if not num_loss_tokens:
+        return Metric(0.0, "sum") if loss_agg_mode == "token-sum" else Metric(0.0, "mean", 0.0)
+    weights_T = loss_weights(mask, cu_seqlens, loss_agg_mode, num_loss_tokens, num_sequences, loss_scale_factor)
+    value = float(weighted_sum(values_T.detach().double(), weights_T))
+    if loss_agg_mode == "token-sum":
+        return Metric(value, "sum")
+    return Metric(value, "mean", float(num_loss_tokens if loss_agg_mode == "token-mean" else num_sequences))
 
 
 def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

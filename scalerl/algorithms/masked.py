@@ -1,17 +1,18 @@
-"""Statistics over the elements that a mask selects, and log-probabilities of labels.
+"""Statistics over the elements that a mask selects.
 
 A masked element never matters: its value may be NaN, and its gradient is 0.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-# Elements of one float32 working copy of the logits: 256 MiB.
-_CHUNK_ELEMENTS = 1 << 26
+# Added to a variance before its root.
+WHITEN_EPS = 1e-8
 
 
 def masked_mean(
@@ -49,71 +50,16 @@ def masked_var(
     return torch.where(divisor > 0, total / torch.where(divisor > 0, divisor, 1.0), 0.0)
 
 
-def masked_whiten(
-    values: Tensor, mask: Tensor, shift_mean: bool = True, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def whiten_selected(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """(values - mean) / sqrt(var + 1e-8) with mean and unbiased var over the mask; 0 outside the mask.
 
-    shift_mean False: the mean is added again after scaling.  group: as `masked_mean`.  Returns the shape of `values`.
+    group: as `masked_mean`.  Returns the shape of `values`.
     """
     _same_shape(values, mask)
     selected, _ = _select(values, mask)
     mean = masked_mean(selected, mask, group=group)
-    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, mask, group=group) + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
+    whitened = (selected - mean) * torch.rsqrt(masked_var(selected, mask, group=group) + WHITEN_EPS)
     return torch.where(mask != 0, whitened, 0.0)
-
-
-def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = False) -> Tensor:
-    """log softmax(logits)[label] for every position.
-
-    logits: [..., V] float.  labels: [...] int64 in [0, V).  Returns [...] float32 (float64 for float64 logits).
-    Works on float32 copies of a few rows at a time: no second [..., V] tensor in the forward pass.
-    inplace_backward: the gradient overwrites `logits`, which saves one [..., V] tensor; autograd raises when another
-    operation still needs them.
-    Raises ValueError when the shapes do not match.
-    """
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} less the last dim"
-        )
-    return _LabelLogprobs.apply(logits, labels, inplace_backward)
-
-
-class _LabelLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, labels: Tensor, inplace_backward: bool) -> Tensor:
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        flat_labels = labels.reshape(-1, 1)
-        logsumexp = torch.empty(labels.numel(), dtype=dtype, device=logits.device)
-        logprobs = torch.empty_like(logsumexp)
-        rows = logits.reshape(-1, logits.shape[-1])
-        for part in _row_chunks(rows):
-            chunk = rows[part].to(dtype)
-            logsumexp[part] = torch.logsumexp(chunk, dim=-1)
-            logprobs[part] = chunk.gather(1, flat_labels[part]).squeeze(1) - logsumexp[part]
-        ctx.save_for_backward(logits, labels, logsumexp)
-        ctx.inplace_backward = inplace_backward
-        return logprobs.view(labels.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels, logsumexp = ctx.saved_tensors
-        rows, flat_labels, flat_grad = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1, 1), grad.reshape(-1, 1)
-        out = rows if ctx.inplace_backward else torch.empty_like(rows)
-        for part in _row_chunks(rows):
-            # d logprob / d logits = onehot(label) - softmax(logits)
-            chunk = (rows[part].to(logsumexp.dtype) - logsumexp[part, None]).exp_().mul_(-flat_grad[part])
-            chunk.scatter_add_(1, flat_labels[part], flat_grad[part])
-            out[part] = chunk.to(out.dtype)
-        return out.view(logits.shape), None, None
-
-
-def _row_chunks(rows: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // max(1, rows.shape[1]))
-    return [slice(start, start + size) for start in range(0, rows.shape[0], size)]
 
 
 def _select(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,13 +76,13 @@ def _sums(
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = local.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

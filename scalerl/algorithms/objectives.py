@@ -55,7 +55,7 @@ class PolicyObjective:
         get_policy_loss(config.policy_loss.loss_mode)
         if config.use_kl_loss and config.kl_loss_type not in KL_KINDS:
             raise ValueError(f"actor.kl_loss_type={config.kl_loss_type!r}: known are {sorted(KL_KINDS)}")
-        check_loss_counts(config.loss_agg_mode, self.num_loss_tokens, self.num_sequences)
+        check_loss_counts(config.loss_agg_mode, self.num_loss_tokens, self.num_sequences, config.loss_scale_factor)
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -91,7 +91,12 @@ class PolicyObjective:
         if self.needs_entropy and entropy_T is None:
             raise ValueError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of every token: got none")
         weights_T = loss_weights(
-            columns[self._mask], columns["cu_seqlens"], config.loss_agg_mode, self.num_loss_tokens, self.num_sequences
+            columns[self._mask],
+            columns["cu_seqlens"],
+            config.loss_agg_mode,
+            self.num_loss_tokens,
+            self.num_sequences,
+            config.loss_scale_factor,
         )
         # Weights keep NaN at masked tokens out of the sum; only a cut before the loss also keeps the gradient clean.
         keep_T = weights_T != 0
@@ -100,7 +105,8 @@ class PolicyObjective:
         )
         loss_T, token_metrics = self._policy_loss(logprobs_T, old_logprobs_T, advantages_T, columns, keep_T)
         if self.corrected:
-            loss_T = loss_T * columns["rollout_is_weights"]
+            # Losses of a sequence share a ratio: 0 * NaN of one token would be the gradient of all its tokens.
+            loss_T = loss_T * torch.where(keep_T, columns["rollout_is_weights"], 0.0)
         loss = weighted_sum(loss_T, weights_T)
         metrics = {"actor/pg_loss": snapshot(loss)}
         metrics |= token_means(token_metrics, keep_T, self.num_loss_tokens)

@@ -86,6 +86,21 @@ def gpg(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config
     return -advantages_T * logprobs_T, _metrics(bounded_log_ratio(logprobs_T, old_logprobs_T))
 
 
+@register("dro")
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
+    """l = -A logprobs + policy_loss.dro_beta / 2 (logprobs - old_logprobs)^2: a square in place of a clip.
+
+    The log-ratio is not bounded, so that a token however far off is pulled back.
+    Raises ValueError when dro_beta is not over 0.
+    Source: DRO (arXiv 2405.19107), with advantages in place of reward - value.
+    """
+    beta = config.policy_loss.dro_beta
+    if beta is None or not beta > 0:
+        raise ValueError(f"actor.policy_loss.dro_beta={beta}: loss_mode=dro needs a number over 0")
+    square_T = (logprobs_T - old_logprobs_T).square()
+    return -advantages_T * logprobs_T + 0.5 * beta * square_T, _metrics(bounded_log_ratio(logprobs_T, old_logprobs_T))
+
+
 @register("clip_cov", needs=(SELECTED,))
 def clip_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from scalerl.user_code import IMPORT_FILES, UserCodeError, check_arguments, is_same_definition, place_of
+from scalerl.config.registered_names import RegisteredNames
+from scalerl.user_code import UserCodeError, check_arguments, is_same_definition, on_forget, place_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """name -> function. `kind` and `config_key` are what errors call it."""
+    """name -> function. names: what the configuration knows of it."""
 
-    def __init__(self, kind: str, config_key: str) -> None:
-        self.kind = kind
-        self.config_key = config_key
+    def __init__(self, names: RegisteredNames) -> None:
+        self.known_names = names
         self._functions: dict[str, F] = {}
         self._traits: dict[str, dict[str, Any]] = {}
 
@@ -32,29 +31,31 @@ class Registry(Generic[F]):
         """
 
         def add(function: F) -> F:
-            check_arguments(function, arguments, needs, f"{self.kind} {name!r}")
+            check_arguments(function, arguments, needs, f"{self.known_names.kind} {name!r}")
             known = self._functions.get(name)
             if known is not None and not is_same_definition(known, function):
                 raise ValueError(
-                    f"{self.kind} {name!r} is already {place_of(known)}: register {place_of(function)} under another "
-                    "name"
+                    f"{self.known_names.kind} {name!r} is already {place_of(known)}: register {place_of(function)} "
+                    "under another name"
                 )
             self._functions[name] = function
+            self.known_names.add(name)
             self._traits[name] = {"needs": tuple(needs), **traits}
+            on_forget(function, lambda: self._forget(name))
             return function
 
         return add
+
+    def _forget(self, name: str) -> None:
+        self._functions.pop(name, None)
+        self._traits.pop(name, None)
+        self.known_names.forget(name)
 
     def get(self, name: str) -> F:
         """Raises ValueError naming the known ones."""
         if name in self._functions:
             return self._functions[name]
-        near = difflib.get_close_matches(str(name), self._functions, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"{self.config_key}={name!r}: no such {self.kind}; known are {self.names()}.{hint} One of your own: "
-            f"name the file that registers it in {IMPORT_FILES}"
-        )
+        raise ValueError(self.known_names.unknown(name))
 
     def traits(self, name: str) -> dict[str, Any]:
         """As given to `register`."""

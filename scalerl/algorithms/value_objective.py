@@ -34,7 +34,13 @@ class ValueObjective:
 
     def __post_init__(self) -> None:
         config = self.critic_config
-        check_loss_counts(config.loss_agg_mode, self.num_loss_tokens, self.num_sequences, section="critic")
+        check_loss_counts(
+            config.loss_agg_mode,
+            self.num_loss_tokens,
+            self.num_sequences,
+            config.loss_scale_factor,
+            section="critic",
+        )
         if not config.cliprange_value > 0:
             raise ValueError(f"critic.cliprange_value={config.cliprange_value} must be over 0 (0.5 is usual)")
 
@@ -56,6 +62,7 @@ class ValueObjective:
             config.loss_agg_mode,
             self.num_loss_tokens,
             self.num_sequences,
+            config.loss_scale_factor,
         )
         # The square's gradient is its input: a zero weight alone would leave 0 * NaN in it.
         keep_T = weights_T != 0

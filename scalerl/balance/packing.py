@@ -26,7 +26,7 @@ def lower_bound(sizes: np.ndarray, cap: int) -> int:
     return max(1, -(-int(sizes.sum()) // cap), int(by_count.max(initial=1)))
 
 
-def bin_sums(bins: Bins, values: np.ndarray) -> np.ndarray:
+def bin_sums(bins: Sequence[Sequence[int]], values: np.ndarray) -> np.ndarray:
     """[bins] sum of the items' values in each bin; no bin may be empty."""
     counts = np.fromiter(map(len, bins), dtype=np.int64, count=len(bins))
     items = np.fromiter(chain.from_iterable(bins), dtype=np.int64, count=int(counts.sum()))
@@ -113,6 +113,8 @@ def split_to(bins: Bins, workload: np.ndarray, num_bins: int) -> Bins:
         _, index = heapq.heappop(heap)
         items = bins[index]
         halves = least_loaded(np.zeros(len(items)), np.maximum(workload[items], 1e-30), 2, np.inf)
+        # Two items or more fit into two bins without a limit.
+        assert halves is not None
         bins[index], new = ([items[i] for i in half] for half in halves)
         bins.append(new)
         for at in (index, len(bins) - 1):

@@ -31,6 +31,17 @@ _MANY = 65536
 
 
 @dataclass(frozen=True)
+class SizeKeys:
+    """Configuration keys, for errors: of the tokens of a micro-batch on one device, and of a mini-batch's samples."""
+
+    budget: str = "max_tokens_per_micro_batch"
+    mini_batch: str = "the samples of a mini-batch"
+
+
+DEFAULT_KEYS = SizeKeys()
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """micro_batches[dp_rank][mini_batch][micro_batch] = row indices of the step's batch, ascending.
 
@@ -85,6 +96,7 @@ def plan_step(
     micro_batch_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
     devices_per_sequence: int = 1,
+    keys: SizeKeys = DEFAULT_KEYS,
 ) -> StepPlan:
     """Packs each mini-batch into as few micro-batches as found, none over the cap, and balances the ranks' workload.
 
@@ -93,6 +105,7 @@ def plan_step(
     micro_batch_multiple: micro-batches of a rank in a mini-batch are a multiple of it (virtual pipeline).
     alignment: what the layout adds to sequences and micro-batches; it counts towards the cap.
     devices_per_sequence: context parallelism, for errors: the configured budget is that of one device.
+    keys: what sets the cap and the samples of a mini-batch, for errors.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
@@ -106,15 +119,15 @@ def plan_step(
     _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
     cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
     sizes_S = alignment.of_sequences(num_tokens_S)
-    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, devices_per_sequence)
+    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, devices_per_sequence, keys)
     _check_partition(minis, len(num_tokens_S), names)
     multiple = dp_size * micro_batch_multiple
     plans, lower_bounds, num_computed = [], [], 0
     for number, rows in enumerate(minis):
         if len(rows) < multiple:
-            raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple))
+            raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple, keys))
         sizes = sizes_S[rows]
-        ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number)
+        ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number, keys)
         plans.append([_ordered(bins, rows, workload_S) for bins in ranks])
         lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
         num_computed += sum(int(alignment.of_micro_batch(bin_sums(bins, sizes)).sum()) for bins in ranks)
@@ -126,12 +139,14 @@ def plan_step(
 
 
 def _plan_mini_batch(
-    sizes: np.ndarray, workload: np.ndarray, dp_size: int, multiple: int, cap: int, number: int
+    sizes: np.ndarray, workload: np.ndarray, dp_size: int, multiple: int, cap: int, number: int, keys: SizeKeys
 ) -> list[Bins]:
     """[rank][micro-batch] = items."""
     step = dp_size * multiple
     total, smallest = int(sizes.sum()), int(sizes.min())
     by_rank = least_loaded(np.zeros(len(sizes)), workload, dp_size, np.inf)
+    # Nothing is too large for a bin without a limit.
+    assert by_rank is not None
 
     def balanced(count: int) -> list[Bins] | None:
         if count > len(sizes):
@@ -148,9 +163,8 @@ def _plan_mini_batch(
     if count > len(sizes):
         raise ValueError(
             f"mini-batch {number} of {len(sizes)} samples needs {count} micro-batches of {cap} tokens (a multiple of "
-            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise "
-            "actor.ppo_max_token_len_per_gpu (SFT: data.max_token_len_per_gpu), or make the samples of a mini-batch a "
-            f"multiple of {step}"
+            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise {keys.budget}, or "
+            f"make {keys.mini_batch} a multiple of {step}"
         )
     if ranks is None:
         ranks = _deal(bins, workload, count, dp_size)
@@ -252,6 +266,7 @@ def _check_samples(
     names: _Names,
     alignment: Alignment,
     devices_per_sequence: int,
+    keys: SizeKeys,
 ) -> None:
     if workload_S.shape != num_tokens_S.shape:
         raise ValueError(f"plan_step: {len(workload_S)} workloads for {len(num_tokens_S)} samples")
@@ -260,8 +275,8 @@ def _check_samples(
         (num_tokens_S < 1, "has {tokens} tokens: a sample needs at least one"),
         (
             sizes_S > cap,
-            f"has {size}, over the {{cap}} of one micro-batch: set actor.ppo_max_token_len_per_gpu (SFT: "
-            "data.max_token_len_per_gpu) to at least {needed}, or shorten the data",
+            f"has {size}, over the {{cap}} of one micro-batch: set {keys.budget} to at least {{needed}}, or shorten "
+            "the data",
         ),
         (~(np.isfinite(workload_S) & (workload_S > 0)), "has workload {work}: must be positive and finite"),
     ):
@@ -282,10 +297,9 @@ def _check_partition(minis: list[np.ndarray], num_samples: int, names: _Names) -
         raise ValueError(f"mini_batches must hold every row once: {names[row]} is there {times[row]} times")
 
 
-def _too_few_rows(number: int, num_rows: int, dp_size: int, multiple: int) -> str:
+def _too_few_rows(number: int, num_rows: int, dp_size: int, multiple: int, keys: SizeKeys) -> str:
     each = "one micro-batch" if multiple == 1 else f"{multiple} micro-batches (virtual pipeline)"
     return (
         f"mini-batch {number} has {num_rows} samples, too few to give each of {dp_size} data-parallel ranks {each}: "
-        "make actor.ppo_mini_batch_size x rollout.n (SFT: data.train_batch_size) at least "
-        f"{dp_size * multiple}, or use fewer data-parallel ranks"
+        f"make {keys.mini_batch} at least {dp_size * multiple}, or use fewer data-parallel ranks"
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import load_tensors_metadata
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from scalerl.errors import UserError
@@ -59,7 +59,7 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     engine.require_on_device(*_STATE, work="loading a checkpoint")
     _check_model(engine, directory / DIST_CKPT)
     state = _sharded_state(engine, is_loading=True)
-    loaded = dist_checkpointing.load(state, str(directory / DIST_CKPT))
+    loaded: Any = dist_checkpointing.load(state, str(directory / DIST_CKPT))
     for index, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(loaded["model"][_chunk(index)], strict=False)
     _keep_adam_step(engine.optimizer)
@@ -80,8 +80,10 @@ def _chunk(index: int) -> str:
 def _sharded_state(engine: MegatronEngine, *, is_loading: bool) -> dict[str, Any]:
     _keep_bucket_padding(engine.optimizer)
     _give_empty_parts_a_step(engine)
-    model = {_chunk(i): chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(engine.chunks)}
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
+    # A copy: megatron adds this layout's process group to it.
+    metadata = dict(_METADATA)
+    model = {_chunk(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(engine.chunks)}
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "num_updates": engine.num_updates}
 
 
@@ -183,16 +185,20 @@ def _joined_shapes(param: Param, shape: ModelShape) -> list[tuple[int, ...]]:
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    state = {f"tracker.{name}": value for name, value in get_cuda_rng_tracker().get_states().items()}
+    state = {f"tracker.{name}": value for name, value in _rng_tracker().get_states().items()}
     state["torch"] = torch.get_rng_state()
     state["device"] = torch.cuda.get_rng_state()
     return {name: value.clone().contiguous() for name, value in state.items()}
 
 
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "the ranks have not joined"
+    return tracker
+
+
 def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
     prefix = "tracker."
-    get_cuda_rng_tracker().set_states(
-        {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
-    )
+    _rng_tracker().set_states({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])

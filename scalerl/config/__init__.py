@@ -12,13 +12,16 @@ from scalerl.config.layout_rules import (
     expert_tp_size,
     layout_violations,
     micro_batch_multiple,
+    server_violations,
     world_size,
 )
 from scalerl.config.model_roles import ModelRole, model_roles, num_devices, uses_critic
+from scalerl.config.pipeline_sizes import PipelineSizes
 from scalerl.config.recompute_rules import recompute_violations
 from scalerl.config.reference import help_text
 from scalerl.config.resolved import flatten, save_resolved
 from scalerl.config.rollout_rules import transport_of
+from scalerl.config.run_length import too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
 
@@ -29,6 +32,7 @@ __all__ = [
     "ModelRole",
     "ModelSizes",
     "PPOConfig",
+    "PipelineSizes",
     "SFTConfig",
     "alignment",
     "batch_table",
@@ -43,6 +47,10 @@ __all__ = [
     "num_devices",
     "recompute_violations",
     "save_resolved",
+    "server_violations",
+    "too_few_conversations",
+    "too_few_prompts",
+    "total_steps",
     "transport_of",
     "uses_critic",
     "validate_eval",

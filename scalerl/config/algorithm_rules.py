@@ -1,16 +1,17 @@
-"""Rules of the algorithm's keys: KL in the reward, and tokens chosen by covariance."""
+"""Rules of the algorithm's keys: KL in the reward, and what a policy loss needs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from scalerl.config.domains import show
 from scalerl.config.layout_rules import ACTOR
 from scalerl.config.rules import Rule
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig, PPOConfig
 
-_COVARIANCE = f"{ACTOR}.policy_loss"
+_POLICY_LOSS = f"{ACTOR}.policy_loss"
 _CONTROL = tuple(f"kl_ctrl.{field.name}" for field in dataclasses.fields(KLControlConfig))
 
 
@@ -25,7 +26,7 @@ def _kl_control(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def _flat(config: AlgorithmConfig) -> dict[str, object]:
+def _flat(config: AlgorithmConfig) -> dict[str, Any]:
     control = dataclasses.asdict(config.kl_ctrl)
     return {"kl_penalty": config.kl_penalty} | {f"kl_ctrl.{name}": value for name, value in control.items()}
 
@@ -34,8 +35,17 @@ def _covariance_band(cfg: PPOConfig) -> Iterator[str]:
     loss = cfg.actor_rollout_ref.actor.policy_loss
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
-            f"{_COVARIANCE}.clip_cov_lb = {loss.clip_cov_lb:g}: must be below {_COVARIANCE}.clip_cov_ub = "
-            f"{loss.clip_cov_ub:g}; set {_COVARIANCE}.clip_cov_ub={loss.clip_cov_lb + 1:g} or more"
+            f"{_POLICY_LOSS}.clip_cov_lb = {loss.clip_cov_lb:g}: must be below {_POLICY_LOSS}.clip_cov_ub = "
+            f"{loss.clip_cov_ub:g}; set {_POLICY_LOSS}.clip_cov_ub={loss.clip_cov_lb + 1:g} or more"
+        )
+
+
+def _dro_weight(cfg: PPOConfig) -> Iterator[str]:
+    loss = cfg.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        yield (
+            f"{_POLICY_LOSS}.dro_beta = null: loss_mode = dro needs the weight of its squared log-ratio; set "
+            f"{_POLICY_LOSS}.dro_beta=0.1, or another number above 0"
         )
 
 
@@ -50,5 +60,6 @@ def _greedy_baseline(cfg: PPOConfig) -> Iterator[str]:
 ALGORITHM_RULES = [
     Rule(("algorithm.adv_estimator",), _greedy_baseline),
     Rule(tuple(f"algorithm.{key}" for key in ("kl_penalty", *_CONTROL)), _kl_control),
-    Rule((f"{_COVARIANCE}.clip_cov_lb", f"{_COVARIANCE}.clip_cov_ub"), _covariance_band),
+    Rule((f"{_POLICY_LOSS}.loss_mode", f"{_POLICY_LOSS}.dro_beta"), _dro_weight),
+    Rule((f"{_POLICY_LOSS}.clip_cov_lb", f"{_POLICY_LOSS}.clip_cov_ub"), _covariance_band),
 ]

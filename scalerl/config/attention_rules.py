@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from scalerl.config.domains import show
-from scalerl.config.layout_rules import divisors
+from scalerl.config.rules import divisors
 from scalerl.config.schema import MegatronConfig
 
 # The first version that takes packed sequences, those of latent attention too, with each exchange: older ones raise an

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from scalerl.config.layout_rules import dp_size, world_size
+from scalerl.config.run_length import total_steps
 from scalerl.config.schema import PPOConfig
 
 
@@ -68,13 +69,17 @@ def _micro_batches(samples: int, longest: int, budget: int) -> str:
 
 
 def _step_rows(cfg: PPOConfig, num_prompts: int) -> list[tuple[str, str, str]]:
-    per_epoch = num_prompts // cfg.data.train_batch_size
-    wanted = cfg.trainer.total_training_steps
-    total = per_epoch * cfg.trainer.total_epochs if wanted is None else wanted
-    source = "trainer.total_epochs" if wanted is None else "trainer.total_training_steps"
+    batch_size = cfg.data.train_batch_size
+    is_given = cfg.trainer.total_training_steps is not None
+    # Not a whole number: a step may take the last prompts of one epoch and the first of the next.
+    per_epoch = f"{num_prompts} / {batch_size} = {num_prompts / batch_size:.4g}"
     return [
-        ("steps per epoch", f"{num_prompts} / {cfg.data.train_batch_size} -> {per_epoch}", "prompts of the data"),
-        ("steps of the run", f"{total}", source),
+        ("steps per epoch", per_epoch, "prompts of the data / data.train_batch_size"),
+        (
+            "steps of the run",
+            f"{total_steps(cfg.trainer, num_prompts, batch_size)}",
+            "trainer.total_training_steps" if is_given else "trainer.total_epochs, the last step whole",
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
@@ -49,32 +49,34 @@ for _kind, _schema in SCHEMAS.items():
 
 
 @overload
-def compose(kind: Literal["ppo"], overrides: Sequence[str]) -> PPOConfig: ...
+def compose(kind: Literal["ppo"], overrides: Sequence[str], *, rules: bool = True) -> PPOConfig: ...
 @overload
-def compose(kind: Literal["sft"], overrides: Sequence[str]) -> SFTConfig: ...
+def compose(kind: Literal["sft"], overrides: Sequence[str], *, rules: bool = True) -> SFTConfig: ...
 @overload
 def compose(kind: Literal["generation"], overrides: Sequence[str]) -> GenerationConfig: ...
 @overload
 def compose(kind: Literal["eval"], overrides: Sequence[str]) -> EvalConfig: ...
 def compose(
-    kind: Literal["ppo", "sft", "generation", "eval"], overrides: Sequence[str]
+    kind: Literal["ppo", "sft", "generation", "eval"], overrides: Sequence[str], *, rules: bool = True
 ) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig:
     """Compose and check a configuration. Interpolations are resolved; relative paths stay as they are.
 
     Args:
         overrides: a command line: `key=value`, `+group=option`, `--config-dir DIR`, `--config-name NAME`. NAME is a
             YAML file in DIR; it needs no defaults list, and its own groups in DIR are found too.
+        rules: False for a caller who validates it together with what the configuration names (files, models): broken
+            rules between keys are then no error here, unless something else is wrong.
     Raises: ConfigError with every unknown key, wrong type, missing value and broken rule. Rules between keys are
         left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
     """
     request = _parse(kind, overrides)
     with _hydra(request):
         groups = _group_overrides(request)
-        _check(request, groups)
-        return OmegaConf.to_object(_hydra_config(request, groups))
+        _check(request, groups, rules)
+        return cast("Any", OmegaConf.to_object(_hydra_config(request, groups)))
 
 
-def _check(request: _Request, groups: list[str]) -> None:
+def _check(request: _Request, groups: list[str], with_rules: bool) -> None:
     draft = Draft(SCHEMAS[request.kind])
     for origin, package, content in _files(request, groups):
         draft.put_tree(package, content, f" in {origin}")
@@ -82,8 +84,10 @@ def _check(request: _Request, groups: list[str]) -> None:
         draft.put_override(override)
     misfits = request.violations + draft.violations
     missing, config = draft.finish()
-    rules = said_once(config, dict(domain_violations(config))) if misfits else VALIDATORS[request.kind](config)
-    if violations := [*misfits, *missing, *rules]:
+    values = said_once(config, dict(domain_violations(config)))
+    if not (with_rules or misfits or missing or values):
+        return
+    if violations := [*misfits, *missing, *(values if misfits else VALIDATORS[request.kind](config))]:
         raise ConfigError(violations)
 
 
@@ -262,6 +266,6 @@ def _hydra_config(request: _Request, groups: list[str]) -> DictConfig:
     values = ["++" + (override.input_line or "").lstrip("+") for override in request.values]
     try:
         config = hydra_compose(request.config_name, [*_search_path(request), *groups, *values])
-        return OmegaConf.merge(defaults_of(SCHEMAS[request.kind]), config)
+        return cast("DictConfig", OmegaConf.merge(defaults_of(SCHEMAS[request.kind]), config))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([str(error)]) from error

@@ -85,10 +85,16 @@ def _is_files(value: Any) -> bool:
     return len(paths) > 0 and all(isinstance(path, str) and path.strip() != "" for path in paths)
 
 
+def _are_server_args(value: Any) -> bool:
+    return isinstance(value, dict) and not any(
+        str(name).replace("-", "_") in ("api_key", "admin_api_key") for name in value
+    )
+
+
 FILES = Domain(_is_files, "a path or a list of paths", "data.parquet")
 SERVER_ARGS = Domain(
-    lambda v: isinstance(v, dict) and all(k in schema.ROLLOUT_NAMES and isinstance(v[k], dict) for k in v),
-    f"arguments by engine ({', '.join(schema.ROLLOUT_NAMES)})",
+    lambda v: isinstance(v, dict) and all(k in schema.ROLLOUT_NAMES and _are_server_args(v[k]) for k in v),
+    f"arguments by engine ({', '.join(schema.ROLLOUT_NAMES)}) without api_key, which is a new one in each run",
     "{sglang: {attention_backend: fa3}}",
 )
 PARQUET = Domain(
@@ -132,6 +138,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "
 # Tracking backends that are scalerl's own.
 LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
 
+SAVE_FREQ = Domain(lambda v: _number(v) and v >= -1, "-1 (the last step), 0 (none) or at least 1", "-1")
 _SAMPLING = {
     "n": at_least(1),
     "temperature": above(0, 1),
@@ -161,13 +168,14 @@ _RUN = {
     "n_gpus_per_node": at_least(1),
     "total_epochs": at_least(1),
     "total_training_steps": or_null(at_least(1)),
-    "save_freq": all_or_at_least(1),
+    "save_freq": SAVE_FREQ,
     "test_freq": all_or_at_least(1),
     "default_local_dir": TEXT,
     "resume_mode": one_of("auto", "disable", "resume_path"),
     "resume_from_path": or_null(TEXT),
     "max_actor_ckpt_to_keep": or_null(at_least(1)),
     "timeout_s": above(0, 1800),
+    "save_timeout_s": above(0, 3600),
     "import_files": TEXTS,
 }
 
@@ -234,6 +242,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "clip_cov_ub": FINITE,
         "kl_cov_ratio": FRACTION,
         "ppo_kl_coef": at_least(0),
+        "dro_beta": or_null(above(0, 0.1)),
     },
     schema.ActorConfig: {
         "ppo_mini_batch_size": at_least(1),
@@ -243,7 +252,8 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "clip_ratio_low": or_null(above(0, 0.2, below=1)),
         "clip_ratio_high": or_null(above(0, 0.28)),
         "clip_ratio_c": above(1, 3),
-        "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+        "loss_agg_mode": one_of(*schema.LOSS_AGG_MODES),
+        "loss_scale_factor": above(0, 1024),
         "entropy_coeff": FINITE,
         "kl_loss_coef": at_least(0),
         "kl_loss_type": KL_KIND,
@@ -256,6 +266,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "name": one_of(*schema.ROLLOUT_NAMES),
         "seed": at_least(0),
         **_SERVER,
+        "generation_timeout_s": above(0, 7200),
         "update_weights_bucket_megabytes": at_least(1),
         "weight_transport": one_of("auto", "shared", "broadcast", "disk"),
         "weight_transport_dir": or_null(TEXT),
@@ -270,7 +281,8 @@ DOMAINS: dict[type, dict[str, Domain]] = {
         "ppo_max_token_len_per_gpu": at_least(1),
         "ppo_epochs": at_least(1),
         "cliprange_value": above(0, 0.5),
-        "loss_agg_mode": one_of("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+        "loss_agg_mode": one_of(*schema.LOSS_AGG_MODES),
+        "loss_scale_factor": above(0, 1024),
     },
     schema.RolloutCorrectionConfig: {
         "rollout_is": or_null(one_of(*IS_LEVELS)),
@@ -287,6 +299,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     },
     schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT, "kl_penalty": KL_KIND},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
+    schema.CustomFitConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
     schema.JudgeModelConfig: {"path": or_null(TEXT)},
     schema.JudgePoolConfig: {"nnodes": at_least(0), "n_gpus_per_node": at_least(1)},
@@ -312,6 +325,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     schema.FilterGroupsConfig: {"metric": TEXT, "max_num_gen_batches": at_least(1)},
     schema.TrainerConfig: {
         **_RUN,
+        "max_critic_ckpt_to_keep": or_null(at_least(1)),
         "max_staleness": at_least(0),
         "critic_warmup": at_least(0),
         "log_val_generations": at_least(0),

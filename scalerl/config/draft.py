@@ -120,7 +120,7 @@ class Draft:
 
 def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
     """The values as written: interpolations and ??? stay."""
-    container = OmegaConf.to_container(config, resolve=False)
+    container: Any = OmegaConf.to_container(config, resolve=False)
     return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
 
 

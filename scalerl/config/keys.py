@@ -44,7 +44,7 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         annotation = hints[field.name]
-        if dataclasses.is_dataclass(annotation):
+        if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
             yield from leaves(annotation, f"{prefix}{field.name}.")
         else:
             yield Leaf(prefix + field.name, schema, field.name, annotation)
@@ -53,7 +53,7 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
 @functools.cache
 def inherited_keys(schema: type) -> dict[str, str]:
     """Keys whose default is the value of another one, and that one."""
-    raw = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
+    raw: Any = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
     found = {}
     for leaf in leaves(schema):
         value = functools.reduce(lambda node, part: node[part], leaf.key.split("."), raw)
@@ -150,8 +150,10 @@ VERL_KEYS: list[tuple[str, str]] = [
     (r"^data\.val_batch_size$", "all validation prompts go to the servers at once; remove it"),
     (r"partial_pretrain$", "set model.path"),
     (r"remove_previous_ckpt", "set trainer.max_actor_ckpt_to_keep"),
-    (r"max_critic_ckpt_to_keep$", "a checkpoint holds actor and critic: set trainer.max_actor_ckpt_to_keep"),
-    (r"^critic\.enable$", "a critic is there with algorithm.adv_estimator=gae; remove it"),
+    (
+        r"^critic\.enable$",
+        "a critic is there with an estimator that needs values, as algorithm.adv_estimator=gae; remove it",
+    ),
     (r"^reward_model\.enable_resource_pool$", "set reward_model.resource_pool.nnodes"),
     (r"^reward_model\.(nnodes|n_gpus_per_node)$", "set reward_model.resource_pool.nnodes and n_gpus_per_node of it"),
     (r"^hydra(\.|/|$)", "scalerl makes no Hydra run directory; set trainer.default_local_dir"),

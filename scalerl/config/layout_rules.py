@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scalerl.config.pipeline_sizes import PipelineSizes
+from scalerl.config.rules import divisors_text
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -117,18 +119,23 @@ def layout_violations(
     found = list(_indivisible(f"{prefix}.tensor_model_parallel_size", tp_size, widths))
     found += world_violations(megatron, world_size, prefix)
     found += _context(sizes, megatron, prefix)
-    found += _pipeline(sizes.num_layers, megatron, prefix)
+    found += PipelineSizes.of(megatron).violations(sizes.num_layers, prefix)
     found += _experts(sizes, megatron, prefix)
     if rollout_tp is not None:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
-        # The server repeats key/value heads when there are fewer than devices.
         split = {name: size for name, size in widths.items() if name != "key/value heads"}
-        found += _indivisible(key, rollout_tp, split)
-        if sizes.num_kv_heads % rollout_tp and rollout_tp % sizes.num_kv_heads:
-            found.append(
-                f"{key} = {rollout_tp}: must divide the model's {sizes.num_kv_heads} key/value heads or be a multiple "
-                f"of them; set one of {divisors_text(sizes.num_kv_heads)}"
-            )
+        found += server_violations(f"{ROLLOUT}.tensor_model_parallel_size", rollout_tp, split, sizes.num_kv_heads)
+    return found
+
+
+def server_violations(key: str, tp_size: int, widths: dict[str, int], num_kv_heads: int) -> list[str]:
+    """What of a model a rollout server cannot cut over tp_size devices. widths: name -> size, to be cut evenly."""
+    found = list(_indivisible(key, tp_size, widths))
+    # The server repeats key/value heads when there are fewer than devices.
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        found.append(
+            f"{key} = {tp_size}: must divide the model's {num_kv_heads} key/value heads or be a multiple of them; set "
+            f"one of {divisors_text(num_kv_heads)}"
+        )
     return found
 
 
@@ -185,41 +192,6 @@ def _context(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterat
         )
 
 
-def _pipeline(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    pp_size, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    key = f"{prefix}.pipeline_model_parallel_size"
-    first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
-    fixed = [size for size in (first, last) if size is not None]
-    if pp_size == 1:
-        yield from (
-            f"{prefix}.{name} = {value}: needs {key} above 1; set {prefix}.{name}=null"
-            for name, value in (
-                ("num_layers_in_first_pipeline_stage", first),
-                ("num_layers_in_last_pipeline_stage", last),
-                ("virtual_pipeline_model_parallel_size", chunks if chunks > 1 else None),
-            )
-            if value is not None
-        )
-        return
-    left, stages = num_layers - sum(fixed), pp_size - len(fixed)
-    if not fixed:
-        yield from _indivisible(key, pp_size, {"layers": num_layers})
-    elif left < 0 or (left and not stages) or (stages and (left % stages or not left)):
-        yield (
-            f"{prefix}.num_layers_in_first_pipeline_stage = {first}, num_layers_in_last_pipeline_stage = {last}: leave "
-            f"{left} of the model's {num_layers} layers to {stages} stages; the rest must be the same number for each"
-        )
-        return
-    per_stage = {*fixed, *([left // stages] if stages else [])}
-    wrong = sorted(size for size in per_stage if size % chunks)
-    if wrong and not (not fixed and num_layers % pp_size):
-        common = functools.reduce(math.gcd, per_stage)
-        yield (
-            f"{prefix}.virtual_pipeline_model_parallel_size = {chunks}: must divide the {', '.join(map(str, wrong))} "
-            f"layers of a stage; set one of {divisors_text(common)} (1 is null)"
-        )
-
-
 def _experts(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
     ep_size, etp_size = megatron.expert_model_parallel_size, expert_tp_size(megatron)
     if not sizes.num_experts:
@@ -243,12 +215,3 @@ def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
     wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
     if wrong:
         yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {divisors_text(allowed)}"
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def divisors_text(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalerl.config.layout_rules import ACTOR, devices_per_model
+from scalerl.config.registered_names import CRITIC_ESTIMATORS
 from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
 
 RoleName = Literal["ref", "critic", "reward_model"]
@@ -59,7 +60,8 @@ class ModelRole:
 
 
 def uses_critic(cfg: PPOConfig) -> bool:
-    return cfg.algorithm.adv_estimator == "gae"
+    """Whether the estimator reads values. Of an estimator of the user's own: once its file is imported."""
+    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
 
 def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:

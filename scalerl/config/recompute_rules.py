@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from scalerl.config.layout_rules import ModelSizes, divisors_text
+from scalerl.config.layout_rules import ModelSizes
+from scalerl.config.pipeline_sizes import PipelineSizes
+from scalerl.config.rules import divisors_text
 from scalerl.config.schema import MegatronConfig
 
 
@@ -34,7 +36,8 @@ def _modules(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterat
 
 
 def _layers(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    per_chunk, wanted = _layers_per_chunk(num_layers, megatron), megatron.recompute_num_layers
+    per_chunk, wanted = set(PipelineSizes.of(megatron).chunks(num_layers)), megatron.recompute_num_layers
+    assert wanted is not None, "a method needs it"
     key = f"{prefix}.recompute_num_layers = {wanted}"
     # megatron walks a chunk in steps of this size and would look for layers after its last.
     wrong = sorted(size for size in per_chunk if size % wanted)
@@ -48,12 +51,3 @@ def _layers(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[
             f"{key}: a model chunk has at most {max(per_chunk)} layers; set {prefix}.recompute_num_layers="
             f"{max(per_chunk)} or less"
         )
-
-
-def _layers_per_chunk(num_layers: int, megatron: MegatronConfig) -> set[int]:
-    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    ends = (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage)
-    fixed = [size for size in ends if size is not None]
-    between = stages - len(fixed)
-    rest = [(num_layers - sum(fixed)) // between] if between else []
-    return {size // chunks for size in [*fixed, *rest]}

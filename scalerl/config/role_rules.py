@@ -12,18 +12,23 @@ from scalerl.config.layout_rules import (
     aligning_keys,
     devices_per_model,
     dividing_sizes,
-    divisors,
     micro_batch_multiple,
     tokens_per_device,
 )
 from scalerl.config.model_roles import LAYOUT_FIELDS, ModelRole, RoleName, all_model_roles, different_sizes
-from scalerl.config.rules import Rule, nearest, nearest_multiples
+from scalerl.config.registered_names import ESTIMATORS
+from scalerl.config.rules import Rule, divisors, nearest, nearest_multiples
 from scalerl.config.schema import PPOConfig
 from scalerl.config.section_rules import lr_rules, megatron_rules
 
 
 def _role(cfg: PPOConfig, name: RoleName) -> ModelRole:
     return next(role for role in all_model_roles(cfg) if role.name == name)
+
+
+def _may_have_critic(cfg: PPOConfig, name: RoleName) -> bool:
+    """An estimator of the user's own may ask for one; whether it does is known once its file is imported."""
+    return name == "critic" and cfg.algorithm.adv_estimator not in ESTIMATORS
 
 
 def role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
@@ -45,7 +50,7 @@ def role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
 
     def pool_of_its_own(cfg: PPOConfig) -> Iterator[str]:
         role = _role(cfg, name)
-        if role.has_own_pool and not role.active:
+        if role.has_own_pool and not role.active and not _may_have_critic(cfg, name):
             yield (
                 f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {section}; set {role.switch}, or "
                 f"{pool}.nnodes=0"
@@ -119,10 +124,20 @@ def _critic_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _critic_warmup(cfg: PPOConfig) -> Iterator[str]:
-    if cfg.trainer.critic_warmup and not _role(cfg, "critic").active:
+    if cfg.trainer.critic_warmup and not _role(cfg, "critic").active and not _may_have_critic(cfg, "critic"):
         yield (
             f"trainer.critic_warmup = {cfg.trainer.critic_warmup}: this run has no critic that could learn first; set "
             "trainer.critic_warmup=0, or algorithm.adv_estimator=gae"
+        )
+
+
+def _kept_together(cfg: PPOConfig) -> Iterator[str]:
+    actor, critic = cfg.trainer.max_actor_ckpt_to_keep, cfg.trainer.max_critic_ckpt_to_keep
+    if actor != critic:
+        yield (
+            f"trainer.max_critic_ckpt_to_keep = {show(critic)}: a checkpoint holds actor and critic and goes as a "
+            f"whole, so it must be trainer.max_actor_ckpt_to_keep = {show(actor)}; set both to one number, or leave "
+            "trainer.max_critic_ckpt_to_keep out"
         )
 
 
@@ -161,6 +176,7 @@ ROLE_RULES = [
         _critic_feeds_ranks,
     ),
     Rule(("trainer.critic_warmup", "algorithm.adv_estimator"), _critic_warmup),
+    Rule(("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"), _kept_together),
     *role_rules("reward_model", "reward_model", "forward_max_token_len_per_gpu"),
     *megatron_rules("reward_model.megatron", unless=f"{ACTOR}.megatron"),
     Rule(("reward_model.model.path",), _reward_model_given),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, cast
 
-from scalerl.config.layout_rules import ROLLOUT, divisors, world_size
-from scalerl.config.rules import Rule, nearest
+from scalerl.config.layout_rules import ROLLOUT, world_size
+from scalerl.config.rules import Rule, divisors, nearest
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 
 HYBRID = "actor_rollout_ref.hybrid_engine"
@@ -103,11 +103,14 @@ def _directory_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def transport_of(cfg: PPOConfig) -> str:
-    """shared | broadcast | disk: weight_transport with auto filled in."""
+TransportName = Literal["shared", "broadcast", "disk"]
+
+
+def transport_of(cfg: PPOConfig) -> TransportName:
+    """weight_transport with auto filled in."""
     transport = cfg.actor_rollout_ref.rollout.weight_transport
     if transport != "auto":
-        return transport
+        return cast("TransportName", transport)
     return "shared" if cfg.actor_rollout_ref.hybrid_engine else "broadcast"
 
 

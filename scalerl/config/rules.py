@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,3 +31,12 @@ def nearest(value: int, candidates: list[int]) -> str:
 def nearest_multiples(value: int, unit: int) -> str:
     down = value // unit * unit
     return nearest(value, [m for m in (down, down + unit) if m > 0])
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def divisors_text(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))

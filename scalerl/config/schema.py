@@ -12,6 +12,13 @@ from omegaconf import MISSING
 
 # Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
 ROLLOUT_NAMES = ("sglang", "embedded")
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 def same_as(key: str) -> Any:
@@ -170,7 +177,7 @@ class ResourcePoolConfig:
 
 @dataclass
 class PolicyLossConfig:
-    # vanilla | gspo | cispo | geo_mean | sapo | gpg | clip_cov | kl_cov, or a name registered with
+    # vanilla | gspo | cispo | geo_mean | sapo | gpg | dro | clip_cov | kl_cov, or a name registered with
     # algorithms.register_policy_loss.
     loss_mode: str = "vanilla"
     # clip_cov: share of a mini-batch's loss tokens that lose their gradient.
@@ -183,6 +190,8 @@ class PolicyLossConfig:
     kl_cov_ratio: float = 0.0002
     # kl_cov: weight in the loss of the absolute log-ratio of those tokens.
     ppo_kl_coef: float = 0.1
+    # dro: weight of the squared log-ratio in the loss; loss_mode=dro needs it.
+    dro_beta: float | None = None
 
 
 @dataclass
@@ -201,8 +210,10 @@ class ActorConfig:
     clip_ratio_high: float | None = None
     # Dual clip: largest ratio that counts for a negative advantage; must exceed 1.
     clip_ratio_c: float = 3.0
-    # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    # token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm (docs/algorithms.md)
     loss_agg_mode: str = "token-mean"
+    # seq-mean-token-sum-norm: what a sample's sum is divided by.
+    loss_scale_factor: float = same_as("data.max_response_length")
     # sapo: how fast a token's gradient fades as its ratio leaves 1, where the advantage is above 0.
     tau_pos: float = 1.0
     # sapo: the same for the other tokens.
@@ -280,6 +291,8 @@ class RolloutConfig:
     start_timeout_s: float = 600.0
     # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
     request_timeout_s: float = 600.0
+    # Of all samples of a step, or of a validation, with their rewards; restarts of lost servers are not counted.
+    generation_timeout_s: float = 7200.0
     # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
     max_restarts: int = 3
     # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
@@ -317,7 +330,7 @@ class CriticModelConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model of algorithm.adv_estimator=gae; other estimators have none."""
+    """The value model of algorithm.adv_estimator=gae, and of estimators of your own that need values."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     # Prompts per optimizer update (times rollout.n = samples).
@@ -328,8 +341,10 @@ class CriticConfig:
     ppo_epochs: int = same_as("actor_rollout_ref.actor.ppo_epochs")
     # A value counts in the loss up to this far from what it was when the step began.
     cliprange_value: float = 0.5
-    # token-mean | seq-mean-token-sum | seq-mean-token-mean
+    # token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm (docs/algorithms.md)
     loss_agg_mode: str = same_as("actor_rollout_ref.actor.loss_agg_mode")
+    # seq-mean-token-sum-norm: what a sample's sum is divided by.
+    loss_scale_factor: float = same_as("actor_rollout_ref.actor.loss_scale_factor")
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=_as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
@@ -514,6 +529,15 @@ class RewardModelConfig:
 
 
 @dataclass
+class CustomFitConfig:
+    # Python file with a training loop of your own; null: scalerl.trainer.ppo.fit. The trainer ranks import it too, for
+    # what it has for them (docs/extending.md).
+    path: str | None = None
+    # The function; it is called with the run.
+    name: str = "fit"
+
+
+@dataclass
 class TrainerConfig:
     project_name: str = "scalerl"
     experiment_name: str = "default"
@@ -522,7 +546,8 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console", "mlflow"])
     # null: a SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = None
-    # auto: cuda when there is a GPU, else cpu.
+    # auto: cuda when torch sees a GPU, cpu when there is none, an error when there is one that torch does not see.
+    # cpu hides the GPUs of the machine from all of the run.
     device: str = "auto"
     nnodes: int = 1
     # Devices (on CPU: processes) per node.
@@ -530,7 +555,8 @@ class TrainerConfig:
     total_epochs: int = 1
     # null: total_epochs of the data.
     total_training_steps: int | None = None
-    # Steps between checkpoints, and at the end; -1: none at all.
+    # Steps between checkpoints; the last step has one, too. -1: the last step alone; 0: none, and the trained weights
+    # are lost. A run that is asked to stop saves in any case.
     save_freq: int = -1
     # Steps between validations; -1: none in between.
     test_freq: int = -1
@@ -549,8 +575,10 @@ class TrainerConfig:
     # auto | disable | resume_path
     resume_mode: str = "auto"
     resume_from_path: str | None = None
-    # null keeps all.
+    # Newest checkpoints that stay; null keeps all.
     max_actor_ckpt_to_keep: int | None = None
+    # A checkpoint holds actor and critic and goes as a whole, so this must be max_actor_ckpt_to_keep.
+    max_critic_ckpt_to_keep: int | None = same_as("trainer.max_actor_ckpt_to_keep")
     # Validation samples shown in the tracker's table.
     log_val_generations: int = 0
     # null: no dump. Directory for one parquet of samples per step.
@@ -563,8 +591,11 @@ class TrainerConfig:
     # Python files of your own that register estimators, losses, reward managers, rewards or tracking backends; imported
     # before their names are looked up, in the driver and in every process that uses them (docs/extending.md).
     import_files: list[str] = field(default_factory=list)
+    custom_fit: CustomFitConfig = field(default_factory=CustomFitConfig)
     # Seconds that a collective or a worker call may take before the run stops with the ranks that are missing.
     timeout_s: float = 1800.0
+    # The same of a checkpoint, which is written or read as a whole.
+    save_timeout_s: float = 3600.0
 
 
 @dataclass
@@ -620,6 +651,7 @@ class SFTTrainerConfig:
     max_actor_ckpt_to_keep: int | None = 1
     import_files: list[str] = field(default_factory=list)
     timeout_s: float = 1800.0
+    save_timeout_s: float = 3600.0
 
 
 @dataclass

@@ -17,23 +17,20 @@ from scalerl.config.layout_rules import (
     ACTOR,
     ROLLOUT,
     aligning_keys,
-    divisors,
     dp_size,
     megatron_of,
     micro_batch_multiple,
     tokens_per_device,
 )
 from scalerl.config.model_roles import all_model_roles
+from scalerl.config.registered_names import GROUP_ESTIMATORS, NAME_RULES
 from scalerl.config.role_rules import ROLE_RULES
 from scalerl.config.rollout_rules import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
-from scalerl.config.rules import Rule, nearest, nearest_multiples, value_at
+from scalerl.config.rules import Rule, divisors, nearest, nearest_multiples, value_at
 from scalerl.config.sampling_rules import SAMPLING_RULES
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.section_rules import RESUME, lr_rules, megatron_rules, world_rule
 from scalerl.config.user_code_rules import KNOWN_LOGGERS
-
-# Estimators whose baseline is the other samples of the same prompt.
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
@@ -211,6 +208,7 @@ PPO_RULES = [
     *SAMPLING_RULES,
     RESUME,
     KNOWN_LOGGERS,
+    *NAME_RULES,
 ]
 
 

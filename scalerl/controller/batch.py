@@ -65,6 +65,11 @@ class ShardedBatch:
         rows = list(self.plan.rows(dp_rank))
         return {name: column[rows] for name, column in self.samples.items()}
 
+    def joined_samples(self, shards: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Column -> [S] in the batch's order. shards[dp_rank]: columns of the rows of plan.rows(dp_rank)."""
+        order = np.argsort([row for dp_rank in range(self.plan.dp_size) for row in self.plan.rows(dp_rank)])
+        return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
+
     def parts(self, dp_rank: int) -> list[Part]:
         """One for each column."""
         return [self._part(column, dp_rank) for column in self.columns]

@@ -8,18 +8,20 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from scalerl.controller.worker_group import WorkerError
+from scalerl.controller.worker_logs import last_words
 
 
-def values_of(what: str, refs: list[Any], timeout_s: float) -> list[Any]:
-    """Raises what the actor raised, WorkerError when it died or did not answer in time."""
+def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.timeout_s") -> list[Any]:
+    """Raises what the actor raised, WorkerError when it died or did not answer in time.  key: that sets timeout_s."""
     try:
         return ray.get(refs, timeout=timeout_s)
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
-        raise WorkerError(f"{what}: the process died: {str(error).splitlines()[0]}") from None
+        died = f"{what}: the process died: {str(error).splitlines()[0]}"
+        raise WorkerError(f"{died}\n{last_words(error.actor_id)}") from None
     except GetTimeoutError:
-        raise WorkerError(f"{what}: no answer within trainer.timeout_s={timeout_s:.0f} s") from None
+        raise WorkerError(f"{what}: no answer within {key}={timeout_s:.0f} s") from None
 
 
 def answer_of(who: str, method: Any, *args: Any, timeout_s: float) -> Any:

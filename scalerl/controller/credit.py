@@ -15,10 +15,10 @@ from torch import Tensor
 from scalerl.algorithms import (
     get_adv_estimator,
     kl_penalty_forward,
-    masked_whiten,
     rewards_at_last_token,
     select_tokens,
     token_keys,
+    whiten_selected,
 )
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
 from scalerl.metrics import Metric, explained_variance_sums, token_stat_sums
@@ -62,7 +62,7 @@ def token_advantages(
     columns = {name: _column(shard, name) for name in estimator.needs}
     advantages_T, returns_T = estimator(rewards_T, mask.values, mask.cu_seqlens, config, **columns)
     if estimator.whiten:
-        advantages_T = masked_whiten(advantages_T.to(device), mask.values.to(device), group=group).cpu()
+        advantages_T = whiten_selected(advantages_T.to(device), mask.values.to(device), group=group).cpu()
     stats = {"advantages": advantages_T, "returns": returns_T}
     metrics = {}
     if "values" in columns:
@@ -95,15 +95,17 @@ def covariance_column(
     """
     masks = shard.tokens[mask]
     names = zip(*(shard.samples[name].tolist() for name in SAMPLE_NAMES), strict=True)
-    columns = [
-        *(shard.tokens[name].values for name in ("old_logprobs", "advantages", mask)),
-        token_keys(list(names), masks.cu_seqlens),
-    ]
+    old_logprobs, advantages = shard.tokens["old_logprobs"].values, shard.tokens["advantages"].values
+    keys_T = token_keys(list(names), masks.cu_seqlens)
     selected_T = torch.zeros(len(masks.values), dtype=torch.bool)
     for mini_batch, total in zip(micro_batches, totals, strict=True):
         chosen_S = torch.zeros(len(shard), dtype=torch.bool)
         chosen_S[[row for rows in mini_batch for row in rows]] = True
         at_T = chosen_S.repeat_interleave(masks.lengths)
-        given = [column[at_T].to(device) for column in columns]
-        selected_T[at_T] = select_tokens(*given, config, total["num_loss_tokens"], group=group).cpu()
+        old_M, advantages_M, mask_M, keys_M = (
+            column[at_T].to(device) for column in (old_logprobs, advantages, masks.values, keys_T)
+        )
+        selected_T[at_T] = select_tokens(
+            old_M, advantages_M, mask_M, keys_M, config, total["num_loss_tokens"], group=group
+        ).cpu()
     return Jagged(selected_T, masks.cu_seqlens)

@@ -43,7 +43,7 @@ class GroupFilter:
 
     metric: str
 
-    def keeps(self, scores: Sequence[float], extras: Sequence[Mapping[str, Any]]) -> bool:
+    def keeps(self, scores: Sequence[float] | np.ndarray, extras: Sequence[Mapping[str, Any]] | np.ndarray) -> bool:
         """Whether the samples of a group differ: where they do not, every advantage is 0.
 
         Raises ValueError when a sample has no such number.

@@ -38,13 +38,21 @@ class Judge:
         from scalerl.data import load_tokenizer
 
         self.config, self.on_error = config, on_error
-        self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        assert config.model.path is not None, "validated"
+        self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
         self.question = load_question(config.prompt_path)
         self.sampling = SamplingParams(config.max_response_length, config.temperature, config.top_p, config.top_k)
         self.request_ids = itertools.count()
+        self._replacements: Replacements | None = None
+
+    @property
+    def replacements(self) -> Replacements:
+        """Of `connect`."""
+        assert self._replacements is not None
+        return self._replacements
 
     def connect(self, replicas: Sequence[Replica]) -> None:
-        self.replacements = Replacements([self._client(replica) for replica in replicas])
+        self._replacements = Replacements([self._client(replica) for replica in replicas])
         self.num_running = [0] * len(replicas)
         self.room = asyncio.Semaphore(len(replicas) * self.config.max_num_seqs)
 
@@ -54,10 +62,16 @@ class Judge:
         return RolloutClient(
             replica.url,
             replica.kind,
+            key=replica.key,
             max_model_len=max_model_len(self.config),
             timeout_s=self.config.request_timeout_s,
             max_concurrency=self.config.max_num_seqs,
         )
+
+    def close(self) -> None:
+        """Nobody waits for news any more."""
+        if self._replacements is not None:
+            self._replacements.close()
 
     async def replace(self, successors: dict[int, Replica]) -> None:
         """Restarted servers: they have the judge's weights, and take what was asked of the lost ones."""
@@ -76,7 +90,7 @@ class Judge:
         extra: dict[str, Any] = {}
         try:
             output = await self._ask(self._input_ids(request), seed)
-            text = self.tokenizer.decode(output.output_ids, skip_special_tokens=True)
+            text = str(self.tokenizer.decode(output.output_ids, skip_special_tokens=True))
             extra = {"judge_length": len(output.output_ids)}
             if self.config.keep_text:
                 extra["judge_response"] = text
@@ -186,6 +200,10 @@ class JudgeServers:
     def num_restarts(self) -> int:
         """In this run."""
         return sum(self.servers.num_restarts.values())
+
+    def leave(self) -> None:
+        """No other run has them: a judge of its own is started quickly enough beside the rest."""
+        self.stop()
 
     def stop(self) -> None:
         self.servers.stop()

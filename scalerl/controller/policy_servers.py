@@ -18,6 +18,7 @@ from scalerl.controller.pools import ResourcePool
 from scalerl.controller.replacements import LostServer
 from scalerl.controller.replica_set import ReplicaSet
 from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.workers import MegatronWorker
 from scalerl.hybrid.handover import Handover, Point
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.replicas import Replica, plan_feeds
@@ -50,11 +51,12 @@ class PolicyServers:
         gpu_ids: Sequence[str] | None,
         log_dir: Path,
         single_node: bool | None = None,
+        first_step: int = 0,
     ) -> None:
         """Starts them; `wait_ready` returns when they answer.
 
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
-        single_node: as `ReplicaSet` has it.
+        single_node, first_step: as `ReplicaSet` has them.
         """
         self.config, self.pool = config, pool
         self.rollout = config.actor_rollout_ref.rollout
@@ -80,6 +82,8 @@ class PolicyServers:
             timeout_s=self.timeout_s,
             owns_devices=self.owns_devices,
             single_node=single_node,
+            synced=True,
+            first_step=first_step,
         )
 
     def wait_ready(self, workers: WorkerGroup, worker: Any) -> None:
@@ -91,7 +95,8 @@ class PolicyServers:
         self.workers, self.worker = workers, worker
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
         self._ask(worker.connect, self.replicas, self.rollout, self.max_model_len)
-        workers.connect_rollout(
+        workers.call(
+            MegatronWorker.connect_rollout,
             self.replicas,
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
@@ -118,8 +123,20 @@ class PolicyServers:
         """In this run."""
         return sum(self.replica_set.num_restarts.values())
 
+    def leave(self) -> None:
+        """Those that the next run's weights reach in the same way wait for it; the others end."""
+        if transport_of(self.config) == "broadcast":
+            # Its process groups are those of this run's ranks.
+            self.replica_set.stop()
+        else:
+            self.replica_set.leave()
+        self._remove_weights()
+
     def stop(self) -> None:
         self.replica_set.stop()
+        self._remove_weights()
+
+    def _remove_weights(self) -> None:
         if (directory := self._weights_directory()) is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -132,8 +149,7 @@ class PolicyServers:
     def rest(self, failed: Mapping[int, str] | None = None) -> None:
         """No sample runs any more. failed: index -> why, of servers that could not be paused."""
         self._take("drain", [index for index, order in self.orders.items() if order.serving])
-        if failed:
-            self._end_failed(failed)
+        self._end_failed(failed or {})
 
     def go_on(self, failed: Mapping[int, str]) -> None:
         """After a pause: all serve again, successors in the place of those that failed."""
@@ -187,7 +203,7 @@ class PolicyServers:
         if self.config.actor_rollout_ref.hybrid_engine:
             feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
             servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
-            self.handover.see(point, self.workers.device_memory(), servers=servers)
+            self.handover.see(point, self.workers.call(MegatronWorker.device_memory), servers=servers)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -234,11 +250,14 @@ class PolicyServers:
             synced = sorted(running.union(restarted) - failed.keys())
             self._take("begin", synced)
             rounds.append(
-                self.workers.sync_weights(self.policy_version, verify=verify, only=synced, raise_errors=False)
+                self.workers.call(
+                    MegatronWorker.sync_weights, self.policy_version, verify=verify, only=synced, raise_errors=False
+                )
             )
             failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
             synced = sorted(set(synced) - failed.keys())
-            for step in ("bucket", "end", *(["check"] if verify else [])):
+            taken: tuple[Step, ...] = ("bucket", "end", "check") if verify else ("bucket", "end")
+            for step in taken:
                 self._take(step, synced)
             self._see("after_sync", running.intersection(synced))
             failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
@@ -251,10 +270,11 @@ class PolicyServers:
         if not (self._hands_over and self.num_syncs):
             return {}
         step: Step = "resume_weights" if tag == "weights" else "resume_kv"
+        point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
         self._take(step, indices)
         with self._timed(f"update_weights/{step}"):
             failed = self._ask(self.worker.resume, [tag])
-        self._see(f"after_{step}")
+        self._see(point)
         return failed
 
     def _take(self, step: Step, indices: Iterable[int]) -> None:
@@ -270,12 +290,14 @@ class PolicyServers:
         if restarted:
             successors = {index: self.replicas[index] for index in restarted}
             self.orders |= {index: self._new_order(index) for index in restarted}
-            self.workers.reconnect_rollout(successors)
+            self.workers.call(MegatronWorker.reconnect_rollout, successors)
             self._ask(self.worker.replace, successors)
         return restarted
 
     def _end_failed(self, failed: Mapping[int, str]) -> None:
         """Raises RolloutError for a server that failed and is well: it refused, and would again."""
+        if not failed:
+            return
         indices = sorted(failed)
         for index, is_well in zip(indices, self._ask(self.worker.are_well, indices), strict=True):
             if is_well:

@@ -27,15 +27,20 @@ class Replacements:
         self.clients = clients
         # Index -> a server that has no successor in service yet.
         self.missing: dict[int, LostServer] = {}
-        self._news: asyncio.Queue[LostServer] = asyncio.Queue()
+        # None: nobody is to wait any more.
+        self._news: asyncio.Queue[LostServer | None] = asyncio.Queue()
         self._returned = asyncio.Condition()
 
     async def next_lost(self) -> list[LostServer]:
-        """Those that were lost since the last call; waits until there is one."""
+        """Those that were lost since the last call; waits until there is one. [] after `close`."""
         found = [await self._news.get()]
         while not self._news.empty():
             found.append(self._news.get_nowait())
-        return found
+        return [lost for lost in found if lost is not None]
+
+    def close(self) -> None:
+        """Whoever waits for news gets none."""
+        self._news.put_nowait(None)
 
     async def successor(self, index: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
         """Reports the loss, then waits until the successor is in service."""

@@ -6,16 +6,20 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import ray
 
 from scalerl.config.schema import ModelConfig, RolloutConfig
 from scalerl.controller.calls import values_of
-from scalerl.controller.pools import ResourcePool
-from scalerl.controller.replica import ReplicaHost
+from scalerl.controller.pools import ActorSpec, ResourcePool
+from scalerl.controller.replica import ReplicaHost, ServerSettings
 from scalerl.hybrid.replicas import Replica
 from scalerl.rollout.requests import RolloutError
 from scalerl.rollout.server import ServerStartError
+
+if TYPE_CHECKING:
+    from scalerl.rollout.weights import EngineKind
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +67,15 @@ class ReplicaSet:
         timeout_s: float,
         owns_devices: bool = False,
         single_node: bool | None = None,
+        synced: bool = False,
+        first_step: int = 0,
     ) -> None:
         """Starts the servers; `wait_ready` returns when they answer.
 
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers are their owners.
         owns_devices: the servers take the pool's devices, which nobody else has.
+        first_step: as `server_seed`.
+        synced: a trainer gives them weights, so they may be such that served another run.
         single_node: whether all who talk to them are on their machine; None: whether the pool is one machine.
         """
         tp_size = rollout.tensor_model_parallel_size
@@ -77,30 +85,38 @@ class ReplicaSet:
         # Index -> how it ended. They have no process until `restart_down`.
         self.down: dict[int, str] = {}
         self.num_restarts: dict[int, int] = {}
-        self.hosts = [
-            ray.remote(ReplicaHost)
-            .options(**pool.place(plan.node, num_devices=tp_size if owns_devices else 0), max_concurrency=2)
-            .remote(
-                plan.index,
-                log_dir=str(log_dir),
+        self.pool, self.actors = pool, []
+        for plan in plan_replicas(pool, rollout):
+            settings = ServerSettings(
                 model_path=model.path,
                 rollout=rollout,
                 device=pool.device,
-                gpu_ids=None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids),
+                gpu_ids=None if gpu_ids is None else tuple(plan.gpu_ids(pool, gpu_ids)),
                 max_model_len=max_model_len,
                 single_node=single_node,
                 trust_remote_code=model.trust_remote_code,
             )
-            for plan in plan_replicas(pool, rollout)
-        ]
+            num_devices = tp_size if owns_devices else 0
+            spec = ActorSpec(ReplicaHost, plan.node, num_devices, key=(synced, settings.of_process()))
+            self.actors.append(
+                pool.start(
+                    spec,
+                    {"max_concurrency": 2},
+                    plan.index,
+                    settings,
+                    log_dir=str(log_dir.resolve()),
+                    first_step=first_step,
+                )
+            )
+        self.hosts = [one.actor for one in self.actors]
         self.starting = [host.start.remote() for host in self.hosts]
 
     def wait_ready(self) -> None:
         """Raises ServerStartError with the last log lines of a server that does not start."""
-        urls = values_of("rollout server start", self.starting, self.timeout_s)
-        kind = self.rollout.name
+        started = values_of("rollout server start", self.starting, self.timeout_s)
+        kind = cast("EngineKind", self.rollout.name)
         tp_size = self.rollout.tensor_model_parallel_size if kind == "sglang" else 1
-        self.replicas = [Replica(url, kind, tp_size) for url in urls]
+        self.replicas = [Replica(url, kind, tp_size, key) for url, key in started]
 
     def end(self, index: int, why: str) -> None:
         """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
@@ -120,13 +136,18 @@ class ReplicaSet:
                 nth, limit = self.num_restarts[index], self.rollout.max_restarts
                 logger.warning("%s\nRestart %d of at most %d.", self.down[index], nth, limit)
                 try:
-                    (url,) = values_of("rollout server restart", [call], self.timeout_s)
+                    ((url, key),) = values_of("rollout server restart", [call], self.timeout_s)
                 except ServerStartError as error:
                     self._count_down(index, str(error))
                     continue
                 del self.down[index]
-                self.replicas[index] = replace(self.replicas[index], url=url)
+                self.replicas[index] = replace(self.replicas[index], url=url, key=key)
         return restarted
+
+    def leave(self) -> None:
+        """The servers forget the run and wait for another, each with its host."""
+        values_of("rollout server leave", [host.leave.remote() for host in self.hosts], self.timeout_s)
+        self.pool.keep(self.actors)
 
     def stop(self) -> None:
         stopping = [host.stop.remote() for host in self.hosts]

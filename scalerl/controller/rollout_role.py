@@ -1,4 +1,4 @@
-"""Rollout (`scalerl.roles`): generations on the policy's servers, and the samples that come of them."""
+"""Rollout (`trainer.contracts`): generations on the policy's servers, and the samples that come of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from scalerl.controller.calls import answer_of, values_of
 from scalerl.controller.groups import Enough, SampleGroup
 from scalerl.controller.judge import JudgeServers
 from scalerl.controller.policy_servers import PolicyServers
+from scalerl.controller.pools import ActorSpec
 from scalerl.controller.replacements import LostServer
 from scalerl.controller.rollout_dump import placed_fragments, update_columns
 from scalerl.controller.rollout_worker import Generated, RolloutWorker
 from scalerl.controller.trainer_roles import TOKENS
-from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.worker_group import WorkerError, WorkerGroup
 from scalerl.metrics import Metric
 from scalerl.rollout.client import SamplingParams
 from scalerl.user_code import absolute
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Metrics = dict[str, Metric]
+GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 
 @dataclass(eq=False)
@@ -75,22 +77,22 @@ class HybridRollout:
         # Since then.
         self.num_resubmitted = 0
         model = config.actor_rollout_ref.model
-        self.worker = (
-            ray.remote(RolloutWorker)
-            .options(**servers.pool.place(0, num_devices=0), max_concurrency=64)
-            .remote(
-                {name: [ray.put(dataset)] for name, dataset in datasets.items()},
-                # Code of its own cannot be sent: it is imported from its directory.
-                model.path if model.trust_remote_code else [ray.put(tokenizer)],
-                reward=config.reward_model,
-                custom_reward=config.custom_reward_function,
-                trust_remote_code=model.trust_remote_code,
-                user_files=absolute(config.trainer.import_files),
-            )
+        self.process = servers.pool.start(
+            ActorSpec(RolloutWorker, node=0, num_devices=0),
+            {"max_concurrency": 64},
+            {name: [ray.put(dataset)] for name, dataset in datasets.items()},
+            # Code of its own cannot be sent: it is imported from its directory.
+            model.path if model.trust_remote_code else [ray.put(tokenizer)],
+            reward=config.reward_model,
+            custom_reward=config.custom_reward_function,
+            trust_remote_code=model.trust_remote_code,
+            user_files=absolute(config.trainer.import_files),
         )
+        self.worker = self.process.actor
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
+        values_of("rollout worker start", [self.process.ready], self.timeout_s)
         self.servers.wait_ready(workers, self.worker)
         self.lost = self.worker.next_lost.remote()
         if self.judge is not None:
@@ -177,7 +179,8 @@ class HybridRollout:
 
     def _attend(self, call: ray.ObjectRef) -> Generated:
         """What the generation gives; the servers that it loses are replaced while the others go on."""
-        deadline = time.monotonic() + self.timeout_s
+        limit_s = self.rollout.generation_timeout_s
+        deadline = time.monotonic() + limit_s
         while True:
             of_judge = [] if self.judge is None else [self.judge.lost]
             ready, _ = ray.wait([call, self.lost, *of_judge], timeout=max(0.0, deadline - time.monotonic()))
@@ -187,7 +190,9 @@ class HybridRollout:
                 deadline += time.monotonic() - began
                 continue
             if self.lost not in ready or call in ready:
-                return values_of("generation", [call], 0.0 if not ready else self.timeout_s)[0]
+                if not ready:
+                    raise WorkerError(f"generation: not all samples came within {GENERATION_TIMEOUT}={limit_s:.0f} s")
+                return values_of("generation", [call], limit_s, GENERATION_TIMEOUT)[0]
             lost = self._news()
             began = time.monotonic()
             self.servers.replace(lost, generating=bool(self.running))
@@ -259,6 +264,11 @@ class HybridRollout:
             before, self.num_judge_restarts = self.num_judge_restarts, self.judge.num_restarts
             found["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
         return found
+
+    def leave(self) -> None:
+        """What still generates ends; the rollout worker's process waits for another run."""
+        self._ask(self.worker.leave)
+        self.servers.pool.keep([self.process])
 
     def stop(self) -> None:
         """The rollout worker; the servers are stopped by whoever started them."""

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from scalerl.controller.pools import Reusable
 from scalerl.protocol import DataProto, Jagged
-from scalerl.user_code import import_files
+from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig, RolloutConfig
     from scalerl.controller.groups import Enough, SampleGroup
-    from scalerl.controller.replacements import LostServer
+    from scalerl.controller.judge import Judge
+    from scalerl.controller.replacements import LostServer, Replacements
     from scalerl.data import PromptRow
     from scalerl.hybrid.replicas import Replica
     from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
@@ -55,7 +57,7 @@ class Interrupted:
     finished: list[GenerateOutput]
 
 
-class RolloutWorker:
+class RolloutWorker(Reusable):
     def __init__(
         self,
         datasets: dict[str, Any],
@@ -80,24 +82,56 @@ class RolloutWorker:
 
         self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         if isinstance(tokenizer, str):
-            self.tokenizer = load_tokenizer(tokenizer, trust_remote_code)
+            self.tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code)
         else:
             self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
         self.model_scores = reward.enable
-        self.judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
+        self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self.batches: dict[int, DataProto] = {}
         self.batch_ids = itertools.count()
+        self._replacements: Replacements | None = None
+        # Those that run.
+        self.generations: set[asyncio.Task] = set()
         # uid of a group -> where an early end left it.
         self.interrupted: dict[int, Interrupted] = {}
+
+    @property
+    def replacements(self) -> Replacements:
+        """Of `connect`."""
+        assert self._replacements is not None
+        return self._replacements
+
+    @property
+    def judge(self) -> Judge:
+        """With reward_model.judge."""
+        assert self._judge is not None
+        return self._judge
+
+    async def enter(self, *args: Any, **kwargs: Any) -> None:
+        # Beside the event loop: what it reads may take long.
+        await asyncio.to_thread(super().enter, *args, **kwargs)
+
+    async def leave(self) -> None:
+        """Ends what still generates, and those that wait for news."""
+        generations = list(self.generations)
+        for generation in generations:
+            generation.cancel()
+        await asyncio.gather(*generations, return_exceptions=True)
+        self.rewards.close()
+        for waited_for in (self._replacements, self._judge):
+            if waited_for is not None:
+                waited_for.close()
+        super().leave()
+        forget_files()
 
     def connect(self, replicas: Sequence[Replica], rollout: RolloutConfig, max_model_len: int) -> None:
         from scalerl.controller.replacements import Replacements
 
         self.seed, self.rollout, self.max_model_len = rollout.seed, rollout, max_model_len
         self.clients = [self._client(replica) for replica in replicas]
-        self.replacements = Replacements(self.clients)
+        self._replacements = Replacements(self.clients)
 
     def _client(self, replica: Replica) -> RolloutClient:
         from scalerl.rollout.client import RolloutClient
@@ -106,6 +140,7 @@ class RolloutWorker:
         return RolloutClient(
             replica.url,
             replica.kind,
+            key=replica.key,
             max_model_len=self.max_model_len,
             timeout_s=self.rollout.request_timeout_s,
             max_concurrency=max_in_flight(self.rollout.max_num_seqs),
@@ -161,13 +196,17 @@ class RolloutWorker:
         """
         from scalerl.controller.groups import SampleGroup
         from scalerl.controller.replacements import Resubmissions
-        from scalerl.controller.scoring import GroupScores
+        from scalerl.controller.scoring import GroupScores, uid_of
         from scalerl.rollout.generation import generate_samples
         from scalerl.rollout.requests import unfinished_requests
 
+        task = asyncio.current_task()
+        assert task is not None, "not in an event loop"
+        self.generations.add(task)
+        task.add_done_callback(self.generations.discard)
         start = time.perf_counter()
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
-        scores = GroupScores(n, lambda output: self._score(dataset, prompts[output.request_id], output), enough)
+        scores = GroupScores(n, lambda output: self._score(dataset, prompts[uid_of(output)], output), enough)
         requests, before = [], []
         for group in groups:
             left = self.interrupted.pop(group.uid, None)
@@ -194,10 +233,10 @@ class RolloutWorker:
         rows = [row for group in whole for row in results[group.uid]]
         batch = _to_batch(
             [output for output, _ in rows],
-            [prompts[output.request_id] for output, _ in rows],
+            [prompts[uid_of(output)] for output, _ in rows],
             [result for _, result in rows],
             seeds=[
-                sample_seed(self.seed, *SampleGroup.step_and_position(output.request_id), output.sample_index)
+                sample_seed(self.seed, *SampleGroup.step_and_position(uid_of(output)), output.sample_index)
                 for output, _ in rows
             ],
         )
@@ -240,6 +279,7 @@ class RolloutWorker:
 
     async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
         from scalerl.controller.groups import SampleGroup
+        from scalerl.controller.scoring import uid_of
         from scalerl.rewards import ScoreRequest, ScoreResult
         from scalerl.rewards.judge import STYLE
 
@@ -255,8 +295,8 @@ class RolloutWorker:
             extra_info=prompt.extra_info,
             response_length=len(output.output_ids),
         )
-        if self.judge is not None and prompt.reward_style == STYLE:
-            place = SampleGroup.step_and_position(output.request_id)
+        if self._judge is not None and prompt.reward_style == STYLE:
+            place = SampleGroup.step_and_position(uid_of(output))
             return await self.judge.score(request, sample_seed(self.judge.config.seed, *place, output.sample_index))
         return await self.rewards.scored(request)
 

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from scalerl.rollout.client import GenerateOutput
 
 
+def uid_of(output: GenerateOutput) -> int:
+    """Of the group that the sample is of: the rollout worker names its requests so."""
+    assert isinstance(output.request_id, int), output.request_id
+    return output.request_id
+
+
 class GroupScores:
     """Of one generation, n samples a group."""
 
@@ -29,7 +35,7 @@ class GroupScores:
         """Starts to score a sample that is finished."""
         if not output.finished:
             return
-        uid = output.request_id
+        uid = uid_of(output)
         self.outputs.setdefault(uid, []).append(output)
         self.tasks[uid, output.sample_index] = asyncio.ensure_future(self.score(output))
         if self.is_finished(uid):

@@ -17,32 +17,28 @@ from scalerl.protocol import DataProto, Jagged
 
 
 def compare_log_probs(
-    shard: DataProto, config: RolloutCorrectionConfig, *, group: dist.ProcessGroup, device: str
+    shard: DataProto, config: RolloutCorrectionConfig, *, group: dist.ProcessGroup | None, device: str
 ) -> tuple[dict[str, Metric], DataProto]:
     """The shard holds rollout_logprobs, old_logprobs and response_mask.
 
-    Returns metrics of the rows, to be merged over the ranks of the group, and the columns that the correction makes:
-    rollout_is_weights (float32) and loss_mask (bool); none without one.
+    Returns metrics of the rows, to be merged over the ranks of the group, and the columns that the correction makes: of
+    tokens rollout_is_weights (float32) and loss_mask (bool), of samples num_loss_tokens (int64); none without one.
     group: data-parallel ranks, all of which call. device: where its collectives run.
     """
     mask = shard.tokens["response_mask"]
-    columns = [shard.tokens["rollout_logprobs"].values, shard.tokens["old_logprobs"].values, mask.values]
-    metrics = rollout_diff_sums(*columns) | mismatch_metrics(*columns, mask.cu_seqlens)
+    rollout_T, old_T = shard.tokens["rollout_logprobs"].values, shard.tokens["old_logprobs"].values
+    metrics = rollout_diff_sums(rollout_T, old_T, mask.values)
+    metrics |= mismatch_metrics(rollout_T, old_T, mask.values, mask.cu_seqlens)
     if not corrects(config):
         return metrics, DataProto()
     # Only the mean over ranks needs the device; sums in the CPU's order are the same in every run.
     place = device if config.rollout_is_batch_normalize else "cpu"
-    given = [values.to(place) for values in (*columns, mask.cu_seqlens)]
-    found = correct(*given, config, group=group)
+    found = correct(
+        rollout_T.to(place), old_T.to(place), mask.values.to(place), mask.cu_seqlens.to(place), config, group=group
+    )
     made = {"rollout_is_weights": found.weights_T, "loss_mask": found.mask_T}
     tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in made.items()}
-    return metrics | found.metrics, DataProto(tokens)
-
-
-def num_loss_tokens(loss_mask: Jagged) -> np.ndarray:
-    """[S] int64."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), loss_mask.values.long().cumsum(0)])
-    return before[loss_mask.cu_seqlens].diff().numpy()
+    return metrics | found.metrics, DataProto(tokens, {"num_loss_tokens": found.num_loss_tokens_S.cpu().numpy()})
 
 
 def worst_tokens(shard: DataProto) -> dict[str, np.ndarray]:

@@ -6,17 +6,21 @@ import contextlib
 import functools
 import logging
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from scalerl.controller.register import Dispatch, register
+from scalerl.controller.pools import Reusable
+from scalerl.controller.register import Dispatch, MicroBatches, Result, register
 from scalerl.metrics import GPUMemoryLogger, Metric, memory_phase
+from scalerl.parallel import rendezvous
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
-from scalerl.user_code import import_files
+from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
     from scalerl.config.schema import (
@@ -31,23 +35,25 @@ if TYPE_CHECKING:
     from scalerl.hybrid.handover import RankMemory
     from scalerl.hybrid.replicas import Replica
     from scalerl.hybrid.transports import TransportName
+    from scalerl.hybrid.weight_sync import WeightSync
 
-# [mini-batch][micro-batch] -> positions in the shard's rows.
-MicroBatches = Sequence[Sequence[Sequence[int]]]
-Result = tuple[dict[str, Metric], DataProto | None]
+P = ParamSpec("P")
+R = TypeVar("R")
 # Of the workers' own loggers: DEBUG shows memory before and after each phase, INFO the search for a loss scale.
 LOGGING_LEVEL_ENV = "SCALERL_LOGGING_LEVEL"
 
 
-def phase(name: str, *parts: str, role: str = "actor") -> Callable[[Callable], Callable]:
+def phase(
+    name: str, *parts: str, role: str = "actor"
+) -> Callable[[Callable[Concatenate[MegatronWorker, P], R]], Callable[Concatenate[MegatronWorker, P], R]]:
     """A worker's method that computes with that role's model: its parts are on the device while it runs.
 
     name: of the method in timing_s/* and perf/memory_*_gb/*. parts: of parallel.offload.PARTS; none given: all.
     """
 
-    def decorate(method: Callable) -> Callable:
+    def decorate(method: Callable[Concatenate[MegatronWorker, P], R]) -> Callable[Concatenate[MegatronWorker, P], R]:
         @functools.wraps(method)
-        def measured(self: MegatronWorker, *args: Any, **kwargs: Any) -> Any:
+        def measured(self: MegatronWorker, /, *args: P.args, **kwargs: P.kwargs) -> R:
             with memory_phase(name), self.present(name, role, parts):
                 return method(self, *args, **kwargs)
 
@@ -56,8 +62,8 @@ def phase(name: str, *parts: str, role: str = "actor") -> Callable[[Callable], C
     return decorate
 
 
-class MegatronWorker:
-    """Runs inside a Ray actor; every @register method is called on the group (`worker_group.WorkerGroup`)."""
+class MegatronWorker(Reusable):
+    """Runs inside a Ray actor; `WorkerGroup.call` calls every method that carries @register."""
 
     def __init__(
         self,
@@ -76,12 +82,17 @@ class MegatronWorker:
         self.engines: dict[str, Any] = {}
         # Phase -> seconds since `memory` in which parts of its model came to the device and left it.
         self.offload_s: dict[str, float] = {}
-        self.weight_sync = None
+        # Of `connect_rollout`.
+        self.weight_sync: WeightSync | None = None
+        # On rank 0, until it has joined: where the ranks meet.
+        self.listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        from scalerl.controller.worker_group import free_address
+        """This node's address as other nodes see it, and a port of it that this process listens on from now."""
+        import ray
 
-        return free_address()
+        self.listener = rendezvous.listen(ray.util.get_node_ip_address())
+        return self.listener.getsockname()[:2]
 
     def join(self, address: tuple[str, int]) -> None:
         """Joins torch.distributed at rank 0's address."""
@@ -92,14 +103,7 @@ class MegatronWorker:
             name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_"))
         ]:
             del os.environ[name]
-        host, port = address
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.layout.world_size),
-            MASTER_ADDR=host,
-            MASTER_PORT=str(port),
-            LOCAL_RANK="0",
-        )
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.layout.world_size), LOCAL_RANK="0")
         import torch
 
         if self.device == "cpu":
@@ -110,9 +114,30 @@ class MegatronWorker:
         platform.install(self.device)
         # After the platform: a file may import megatron.
         import_files(self.user_files)
-        self.groups = initialize(
-            self.layout, backend=platform.backend(), timeout_s=self.collective_timeout_s, seed=self.seed
+        store = rendezvous.store(
+            address,
+            world_size=self.layout.world_size,
+            timeout_s=self.collective_timeout_s,
+            listener=self.listener,
         )
+        self.groups = initialize(
+            self.layout,
+            backend=platform.backend(),
+            timeout_s=self.collective_timeout_s,
+            seed=self.seed,
+            rank=self.rank,
+            store=store,
+        )
+
+    def leave(self) -> None:
+        """Parts from the other ranks; models, groups and user files of the run are gone then."""
+        from scalerl.parallel.layout import leave
+
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        super().leave()
+        leave()
+        forget_files()
 
     @register(Dispatch.ONE_TO_ALL)
     def build_engine(
@@ -147,6 +172,14 @@ class MegatronWorker:
             moved_s = came - began + time.perf_counter() - left
             self.offload_s[name] = self.offload_s.get(name, 0.0) + moved_s
 
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Entry of calls of the user's own functions: `module:function` of a file that this process imported."""
+        return self._method(method)(*args, **kwargs)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        module, _, function = name.rpartition(":")
+        return functools.partial(getattr(sys.modules[module], function), self) if module else getattr(self, name)
+
     def run_on_shard(
         self,
         method: str,
@@ -155,43 +188,53 @@ class MegatronWorker:
         kwargs: dict,
         parts: list[tuple[int, tuple[int, ...] | None]],
         *fragments: DataProto,
-    ) -> Result:
+    ) -> tuple[dict[str, Metric], dict[str, np.ndarray], DataProto | None]:
         """Entry of every DP_COMPUTE_PROTO call: puts the shard together, then calls the method.
 
         parts: per column, how many of the fragments it has and `batch.Part.order`.
+        Returns metrics, sample columns and token columns apart: the driver takes the first two, and of the last only
+        the reference.
         """
         shard, given = DataProto(samples=samples), iter(fragments)
         for count, order in parts:
             held = [DataProto(tokens=next(given).tokens) for _ in range(count)]
             shard = shard.union(held[0] if order is None else DataProto.concat(held).select(order))
-        return getattr(self, method)(shard, micro_batches, **kwargs)
+        metrics, columns = self._method(method)(shard, micro_batches, **kwargs)
+        if columns is None:
+            return metrics, {}, None
+        return metrics, columns.samples, DataProto(columns.tokens) if columns.tokens else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("old_log_prob", "params")
     def compute_log_prob(
-        self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float, correction: RolloutCorrectionConfig
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        temperature: float,
+        correction: RolloutCorrectionConfig,
+        config: ActorConfig,
     ) -> Result:
-        """Column old_logprobs, and how far they are from the sampler's; with a correction rollout_is_weights and
-        loss_mask too."""
+        """Column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
+        rollout_is_weights, loss_mask and num_loss_tokens too. config: how the entropy is aggregated."""
         outputs = self._logprobs("actor", shard, micro_batches, temperature)
         if not outputs:
             return {}, None
-        found = DataProto({"old_logprobs": outputs["logprobs"]})
-        if "rollout_logprobs" not in shard.tokens:
-            return {}, found
-        from scalerl.controller.two_log_probs import compare_log_probs
+        from scalerl.algorithms import aggregated
 
-        metrics, corrected = compare_log_probs(shard.union(found), correction, group=self.groups.dp, device=self.device)
+        found, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
+        entropy_T = outputs["entropy"].values.cpu()
+        how = (config.loss_agg_mode, config.loss_scale_factor)
+        metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
+        if "rollout_logprobs" in shard.tokens:
+            from scalerl.controller.two_log_probs import compare_log_probs
+
+            both = shard.union(found)
+            compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
+            metrics, found = metrics | compared, found.union(corrected)
         # What tp and cp ranks have is the same once more.
         is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
-        return metrics if is_first else {}, found.union(corrected)
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def count_loss_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """Sample column num_loss_tokens: of the column loss_mask."""
-        from scalerl.controller.two_log_probs import num_loss_tokens
-
-        return {}, DataProto(samples={"num_loss_tokens": num_loss_tokens(shard.tokens["loss_mask"])})
+        return metrics if is_first else {}, found
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
@@ -436,6 +479,7 @@ class MegatronWorker:
     @register(Dispatch.ONE_TO_ALL)
     def reconnect_rollout(self, successors: Mapping[int, Replica]) -> None:
         """Index -> the restarted server."""
+        assert self.weight_sync is not None, "no servers are connected"
         self.weight_sync.reconnect(successors)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -443,6 +487,7 @@ class MegatronWorker:
     def sync_weights(
         self, policy_version: int, *, verify: bool, only: Sequence[int] | None = None, raise_errors: bool = True
     ) -> dict[str, Any]:
+        assert self.weight_sync is not None, "no servers are connected"
         return self.weight_sync.sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scalerl.data.chat import load_tokenizer
-from scalerl.data.collate import collate_fn
 from scalerl.data.custom_class import PromptTable, create_rl_dataset
 from scalerl.data.local_copy import copy_to_local
 from scalerl.data.problems import DataError
@@ -19,7 +18,6 @@ __all__ = [
     "RLHFDataset",
     "SFTDataset",
     "SFTRow",
-    "collate_fn",
     "copy_to_local",
     "create_rl_dataset",
     "load_tokenizer",

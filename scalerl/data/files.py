@@ -46,7 +46,7 @@ def resolve_files(
             continue
         if is_remote(given):
             names.append(given)
-            if PurePosixPath(remote_name(given)).suffix not in SUFFIXES:
+            if PurePosixPath(remote_name(str(given))).suffix not in SUFFIXES:
                 problems.append(f"data file {given} must end in one of {', '.join(SUFFIXES)}; name the file itself")
             continue
         path = Path(given).expanduser()

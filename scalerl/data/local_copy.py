@@ -10,13 +10,14 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from scalerl.data.problems import DataError
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 # Seconds before the second attempt; doubles with each.
 FIRST_PAUSE_S = 1.0
+# For which the process that copies may stand still until those that wait for it give up.
+LOCK_TIMEOUT_S = 1800.0
+LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 8 * 2**20
 _SHM = Path("/dev/shm")
 _MANIFEST = "copied.json"
@@ -63,8 +67,8 @@ def copy_to_local(
     The copy is cache_dir/<hash of the URL>/<name>. It appears there at once when all bytes are there: they are counted
     and their SHA-256 is kept, so that a damaged copy is made again, and so is one whose source has changed (size, ETag,
     time). A source that does not answer is not asked: its whole copy is used, with a warning. src may end in
-    #sha256=<64 hex digits>, which the bytes must then have. One process copies, the others wait; a lock ends with its
-    process.
+    #sha256=<64 hex digits>, which the bytes must then have. One process copies, the others wait as long as it copies; a
+    lock ends with its process.
 
     cache_dir: null: scalerl-<user> in the system's temporary directory.  filelock: name of the lock file.
     use_shm: the cache is in /dev/shm, and local files are copied too.
@@ -141,14 +145,51 @@ def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
 
 @contextmanager
 def _locked(path: Path, source: _Source) -> Iterator[None]:
-    """The kernel's lock: it ends with the process that holds it, however that ends."""
-    with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning("%s: another process is copying it; waiting (lock %s)", source, path)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """The kernel's lock: it ends with the process that holds it, however that ends.
+
+    Raises DataError, naming the holder, when neither it nor the bytes of its copy change for LOCK_TIMEOUT_S.
+    """
+    with open(path, "a+") as file:
+        waiting, seen = 0.0, None
+        while not _try_lock(file):
+            if seen is None:
+                log.warning("%s: another process is copying it; waiting (lock %s)", source, path)
+            if seen != (now := (holder := _holder(path), _num_bytes(path.parent))):
+                seen, waiting = now, time.monotonic() + LOCK_TIMEOUT_S
+            elif time.monotonic() > waiting:
+                raise DataError(
+                    [
+                        f"{source}: {holder} has held the lock {path} for {LOCK_TIMEOUT_S:.0f} s without copying a "
+                        "byte; end that process, or set data.cache_dir to another directory"
+                    ]
+                )
+            time.sleep(LOCK_POLL_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
         yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") or "another process"
+
+
+def _num_bytes(entry: Path) -> int:
+    """Of all files in it; some may go while they are counted."""
+    total = 0
+    for directory, _, names in os.walk(entry):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(directory, name)).st_size
+    return total
 
 
 def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) -> Path:
@@ -260,7 +301,7 @@ def _state(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
     info = fs.info(path)
     if info.get("type") != "directory":
         return {"": _identity(info)}
-    base = fs._strip_protocol(path).rstrip("/") + "/"
+    base = str(fs._strip_protocol(path)).rstrip("/") + "/"
     found = fs.find(path, detail=True)
     state = {name.removeprefix(base): _identity(found[name]) for name in sorted(found)}
     if not state:
@@ -295,7 +336,7 @@ def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) 
     size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     with _of_cache(source), ExitStack() as stack:
         with _of_source(source):
-            remote = stack.enter_context(fs.open(path, "rb", **options))
+            remote: Any = stack.enter_context(fs.open(path, "rb", **options))
         local.parent.mkdir(parents=True, exist_ok=True)
         with open(local, "wb") as file:
             while True:

@@ -20,7 +20,8 @@ def check_messages(value: Any, row: int, column: str, problems: FileProblems) ->
         problems.add("an empty list", "remove the row or give it a message", row=row, column=column)
         return None
     messages = [_check_message(message, i, row, column, problems) for i, message in enumerate(value)]
-    return None if None in messages else messages
+    known = [message for message in messages if message is not None]
+    return known if len(known) == len(messages) else None
 
 
 def _check_message(message: Any, i: int, row: int, column: str, problems: FileProblems) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
         messages = None
         if values[columns.prompt] is not _ABSENT:
             messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
-        if not problems:
+        if not problems and messages is not None:
             reward = values["reward_model"]
             fields = PromptFields(
                 values[columns.data_source],

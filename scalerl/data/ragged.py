@@ -37,4 +37,4 @@ class PackedObjects:
         return len(self._bytes)
 
     def __getitem__(self, row: int) -> Any:
-        return pickle.loads(self._bytes[row])
+        return pickle.loads(self._bytes[row].data)

@@ -153,7 +153,9 @@ class RLHFDataset:
                     if config.truncation == "error":
                         overlong[row] = num_tokens
                         continue
-                    tokens = np.asarray(truncate(tokens, config.max_prompt_length, config.truncation), np.int32)
+                    tokens = np.asarray(
+                        truncate(tokens.tolist(), config.max_prompt_length, config.truncation), np.int32
+                    )
                 kept.append((tokens, num_tokens, fields))
         _add_overlong(overlong, columns.prompt, config.max_prompt_length, problems)
         problems.raise_if_any()

@@ -161,4 +161,4 @@ def _end_of_turn(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBa
     if eos is None or eos not in tokens[start:]:
         return len(tokens)
     end = len(tokens) - tokens[::-1].index(eos)
-    return len(tokens) if tokenizer.decode(tokens[end:]).strip() else end
+    return len(tokens) if str(tokenizer.decode(tokens[end:])).strip() else end

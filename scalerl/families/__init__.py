@@ -5,7 +5,7 @@ from __future__ import annotations
 from scalerl.families.registry import FAMILIES, family_of
 from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
 from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, padded_vocab_size
-from scalerl.families.weights import HFWeights
+from scalerl.families.weights import HFWeights, files_beside_weights
 
 __all__ = [
     "CHECKPOINT_MODEL_PREFIX",
@@ -16,6 +16,7 @@ __all__ = [
     "ModelShape",
     "Param",
     "family_of",
+    "files_beside_weights",
     "padded_vocab_size",
     "read_config",
     "value_model_config",

@@ -231,7 +231,7 @@ def _rope(
 
 def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Sizes of latent attention; head_dim: of queries and keys."""
-    sizes = {key: config.get(key) for key in LATENT_KEYS}
+    sizes: dict[str, Any] = {key: config.get(key) for key in LATENT_KEYS}
     bad = [key for key, size in sizes.items() if not isinstance(size, int) or size < 1]
     if bad:
         return {}, [f"{key} is {sizes[key]!r}, not a positive integer" for key in bad]

@@ -27,6 +27,8 @@ Where = Literal["every", "dense", "mixture"]
 
 # Every model tensor of a distributed checkpoint: this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
+# How the files name what is in layer i.
+_HF_LAYER = "model.layers.{i}."
 
 # Rows of one rank's vocabulary shard are a multiple of this (matmul tiles).
 VOCAB_ROWS_MULTIPLE = 64
@@ -79,13 +81,15 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
     if shape.kv_lora_rank is None:
         return sizes
     heads = shape.num_attention_heads
+    nope, rope, value = shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim
+    assert nope is not None and rope is not None and value is not None
     return sizes | {
         "q_lora": shape.q_lora_rank or 0,
         "kv_lora": shape.kv_lora_rank,
-        "kv_lora_rope": shape.kv_lora_rank + shape.qk_rope_head_dim,
-        "q_latent": heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim),
-        "kv_latent": heads * (shape.qk_nope_head_dim + shape.v_head_dim),
-        "v_latent": heads * shape.v_head_dim,
+        "kv_lora_rope": shape.kv_lora_rank + rope,
+        "q_latent": heads * (nope + rope),
+        "kv_latent": heads * (nope + value),
+        "v_latent": heads * value,
     }
 
 
@@ -146,6 +150,7 @@ class Param:
         self._check_sources(read, shape)
         for number, hf in enumerate(self.hf):
             out = self._fill(out, number, self._slice(read(hf), shape, tp_rank, tp_size), shape, tp_size)
+        assert out is not None
         return out
 
     def _fill(
@@ -328,6 +333,12 @@ class Family:
     mixture: Mixture | None = None
     latent: bool = False
 
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """Of an expert's gate, up and down matrix in the files, inside a layer and with `{e}`; () if dense."""
+        rules = [rule for rule in self.layer if rule.of_expert]
+        return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
+
     def params(self, shape: ModelShape) -> list[Param]:
         """All parameters in the static export order: embedding, layers 0.., final norm, head.
 
@@ -381,7 +392,7 @@ Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim")
 K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim")
 PROJ = Rule(
     "decoder.layers.{i}.self_attention.linear_proj.weight",
-    ("model.layers.{i}.self_attn.o_proj.weight",),
+    (f"{_HF_LAYER}self_attn.o_proj.weight",),
     "row",
     (("hidden", "q"),),
 )
@@ -398,7 +409,7 @@ def mlp(
     given: str = "",
 ) -> tuple[Rule, Rule]:
     """SwiGLU: gate and up in one matrix, then down. name, hf: path inside the layer; parts: gate, up, down."""
-    gate, up, down = (f"model.layers.{{i}}.{hf}.{part}.weight" for part in parts)
+    gate, up, down = (f"{_HF_LAYER}{hf}.{part}.weight" for part in parts)
     path = f"decoder.layers.{{i}}.{name}"
     return (
         Rule(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
@@ -413,7 +424,7 @@ def router(hf: str) -> Rule:
     """hf: path inside the layer."""
     return Rule(
         "decoder.layers.{i}.mlp.router.weight",
-        (f"model.layers.{{i}}.{hf}.weight",),
+        (f"{_HF_LAYER}{hf}.weight",),
         "replicated",
         (("experts", "hidden"),),
         "mixture",

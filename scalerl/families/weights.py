@@ -19,6 +19,14 @@ from scalerl.families.table import Family, LazyTensor
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# What a model directory holds beside its weights: configuration, tokenizer, chat template, code.
+_BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+
+
+def files_beside_weights(model_dir: str | Path) -> list[Path]:
+    """Files that a copy of the model with other weights needs as they are; the index of the weights is none of them."""
+    files = sorted(Path(model_dir).iterdir())
+    return [file for file in files if file.suffix in _BESIDE_WEIGHTS and not file.name.endswith(".index.json")]
 
 
 class HFWeights:

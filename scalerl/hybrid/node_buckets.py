@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -78,13 +79,14 @@ def _process_numbers() -> tuple[str, int] | None:
 
 def _mapped_by_all(num_bytes: int) -> MappedBytes:
     """Collective: rank 0 allocates, the others attach."""
-    memory, error = None, None
+    memory: MappedBytes | None = None
+    error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             memory = MappedBytes.allocate(num_bytes)
         except Exception as raised:
             error = raised
-    message = [(error, memory and memory.path)]
+    message: list[Any] = [(error, memory and memory.path)]
     dist.broadcast_object_list(message, src=0)
     error, path = message[0]
     if error is not None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from scalerl.rollout.weights import EngineKind
 
 
 @dataclass(frozen=True)
 class Replica:
-    """One rollout server. kind: `sglang` | `embedded`.  tp_size: its ranks; each takes its own copy of a bucket."""
+    """One rollout server. tp_size: its ranks; each takes its own copy of a bucket.
+
+    key: what its clients must have.
+    """
 
     url: str
-    kind: str
+    kind: EngineKind
     tp_size: int
+    key: str = field(repr=False)
 
 
 @dataclass(frozen=True)

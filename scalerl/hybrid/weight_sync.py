@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalerl.errors import UserError
+from scalerl.errors import RunError
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets
 from scalerl.hybrid.replicas import Feed, Replica, feeds_of
@@ -22,7 +22,7 @@ from scalerl.rollout.client import RolloutClient, RolloutError
 from scalerl.rollout.weights import ExpectedChecksums, checksum_differences
 
 
-class WeightSyncError(UserError, RuntimeError):
+class WeightSyncError(RunError):
     """A server does not serve the trainer's weights."""
 
 
@@ -67,7 +67,13 @@ class WeightSync:
 
     def _client(self, feed: Feed) -> RolloutClient:
         replica = feed.replica
-        return RolloutClient(replica.url, replica.kind, max_model_len=self.max_model_len, timeout_s=self.timeout_s)
+        return RolloutClient(
+            replica.url,
+            replica.kind,
+            key=replica.key,
+            max_model_len=self.max_model_len,
+            timeout_s=self.timeout_s,
+        )
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
         """Index -> the server that took the place of a lost one: another address, fed by the same ranks."""
@@ -77,6 +83,11 @@ class WeightSync:
             feed = self.feeds[index] = replace(self.feeds[index], replica=successor)
             if feed.lead == self.rank:
                 self.clients[successor.url] = self._client(feed)
+
+    def close(self) -> None:
+        """Parts from all servers. Not collective."""
+        for feed in self.feeds:
+            self.transport.forget(feed.index)
 
     def sync(
         self, policy_version: int, *, verify: bool, only: Collection[int] | None = None, raise_errors: bool = True

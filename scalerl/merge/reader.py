@@ -76,6 +76,7 @@ class DistCheckpoint:
     def problem(self, key: str) -> str | None:
         """What keeps the tensor from being read whole, from metadata and file sizes alone; None when nothing does."""
         entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, metadata.TensorStorageMetadata), key
         covered = sum(chunk.sizes.numel() for chunk in entry.chunks)
         if covered != entry.size.numel():
             return f"{key}: saved pieces hold {covered} of {entry.size.numel()} elements"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -48,7 +48,7 @@ class SafetensorsFile:
         """Appends the next tensor of the header."""
         expected, spec = self._pending.pop()
         assert (name, tuple(tensor.shape), tensor.dtype) == (expected, spec.shape, spec.dtype), (name, expected, spec)
-        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data))
 
     def close(self) -> None:
         """Flushes to disk."""
@@ -67,7 +67,7 @@ class SafetensorsFile:
             self._file.close()
 
 
-def plan_files(groups: list[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:
+def plan_files(groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:
     """Group indices of each file, in order: a file takes groups until the next would exceed max_shard_bytes."""
     files: list[list[int]] = []
     room = 0

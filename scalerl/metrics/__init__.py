@@ -5,7 +5,7 @@ from __future__ import annotations
 from scalerl.metrics.data_metrics import compute_data_metrics
 from scalerl.metrics.flops import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
 from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics, memory_phase
-from scalerl.metrics.metric import Metric, append_to_dict, merge_metrics, reduce_metrics, to_floats
+from scalerl.metrics.metric import Metric, merge_metrics, to_floats
 from scalerl.metrics.mismatch import largest_differences, mismatch_metrics, worst_samples
 from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
@@ -21,7 +21,6 @@ __all__ = [
     "Progress",
     "Timers",
     "Tracking",
-    "append_to_dict",
     "check_backends",
     "compute_data_metrics",
     "compute_throughput_metrics",
@@ -37,7 +36,6 @@ __all__ = [
     "merge_metrics",
     "mfu",
     "mismatch_metrics",
-    "reduce_metrics",
     "rollout_diff_metrics",
     "rollout_diff_sums",
     "to_floats",

@@ -141,10 +141,11 @@ def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | Non
     """Dense matmul FLOP/s of a device by its name (torch.cuda.get_device_name); None, and one warning, if unknown."""
     kind = str(dtype).removeprefix("torch.")
     column = _DTYPES.get(kind)
-    for row in _PEAKS if column else ():
+    for row in _PEAKS if column is not None else ():
         if re.search(rf"(?<![A-Za-z0-9]){row[0]}(?![A-Za-z0-9])", device_name, re.IGNORECASE):
-            if row[column] is not None:
-                return row[column]
+            peak = row[1] if column == 1 else row[2]
+            if peak is not None:
+                return peak
             break
     if (device_name, kind) not in _warned:
         _warned.add((device_name, kind))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
-
-import numpy as np
+from typing import Literal, get_args
 
 Reduction = Literal["mean", "sum", "max", "min"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -75,31 +73,3 @@ def _total(values: list[float]) -> float:
 def to_floats(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
     """The values alone."""
     return {key: float(m.value if isinstance(m, Metric) else m) for key, m in metrics.items()}
-
-
-def reduce_metrics(metrics: Mapping[str, list[Any]]) -> dict[str, float]:
-    """One number per list.
-
-    A list of Metric: by their own reduction. Plain numbers: a key that contains "max" -> largest, else one with "min"
-    -> smallest, else mean; a name that means something else (minmax_diff, admin) needs Metric.
-    Raises ValueError naming the key for an empty list, and for one that mixes Metric with numbers.
-    """
-    return {key: _reduce(key, values) for key, values in metrics.items()}
-
-
-def _reduce(key: str, values: list[Any]) -> float:
-    if len(values) == 0:
-        raise ValueError(f"reduce_metrics: {key!r} has an empty list; append a value or leave the key out")
-    carriers = [value for value in values if isinstance(value, Metric)]
-    if len(carriers) == len(values):
-        return _merge(key, carriers).value
-    if carriers:
-        raise ValueError(f"reduce_metrics: {key!r} mixes Metric with plain numbers; use one of them")
-    reduce = np.max if "max" in key else np.min if "min" in key else np.mean
-    return float(reduce(values))
-
-
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:
-    """Appends each value of new_data to data[prefix + key], in place; a key that starts with prefix keeps its name."""
-    for key, value in new_data.items():
-        data.setdefault(key if key.startswith(prefix) else prefix + key, []).append(value)

@@ -52,7 +52,7 @@ def explained_variance_sums(values_T: Tensor, returns_T: Tensor, mask_T: Tensor)
     return {_PARTIAL + name: Metric(value, "sum") for name, value in sums.items()}
 
 
-def explained_variance_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
+def explained_variance_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """`metrics` with the merged partial sums replaced by the metric they stand for; others pass through.
 
     critic/vf_explained_var: 1 - var(returns - values) / (var(returns) + 1e-5), variances unbiased. 1: the values are
@@ -61,11 +61,11 @@ def explained_variance_metrics(metrics: Mapping[str, Metric | float]) -> dict[st
     """
     parts = {key.removeprefix(_PARTIAL): metric for key, metric in metrics.items() if key.startswith(_PARTIAL)}
     rest = {key: metric for key, metric in metrics.items() if not key.startswith(_PARTIAL)}
-    sums = {name: metric.value if isinstance(metric, Metric) else float(metric) for name, metric in parts.items()}
+    sums = {name: metric.value for name, metric in parts.items()}
     if not sums or sums["num"] < 2:
         return rest
     var_returns, var_errors = (_variance(sums["num"], sums[name], sums[name + "2"]) for name in ("returns", "errors"))
-    return rest | {_EXPLAINED_VAR: 1.0 - var_errors / (var_returns + _EPS)}
+    return rest | {_EXPLAINED_VAR: Metric(1.0 - var_errors / (var_returns + _EPS), "mean")}
 
 
 def _variance(num: float, total: float, total_of_squares: float) -> float:

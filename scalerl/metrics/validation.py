@@ -22,10 +22,10 @@ Values = dict[str, float]
 
 
 def validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[object],
-    scores: Sequence[float],
-    extras: Sequence[Mapping[str, Any]] | None = None,
+    data_sources: Sequence[str] | np.ndarray,
+    uids: Sequence[object] | np.ndarray,
+    scores: Sequence[float] | np.ndarray,
+    extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
 ) -> dict[str, float]:
     """{val-core|val-aux}/{data_source}/{variable}/{metric}: `source_metrics` under their names in the trackers.
 
@@ -44,10 +44,10 @@ def validation_metrics(
 
 
 def source_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[object],
-    scores: Sequence[float],
-    extras: Sequence[Mapping[str, Any]] | None = None,
+    data_sources: Sequence[str] | np.ndarray,
+    uids: Sequence[object] | np.ndarray,
+    scores: Sequence[float] | np.ndarray,
+    extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
 ) -> dict[str, dict[str, Values]]:
     """-> data source -> variable -> metric -> value.
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scalerl.parallel.marks import mark
 from scalerl.parallel.packing import Packing
 from scalerl.parallel.rotary import rotate_queries_and_keys
 from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
@@ -28,7 +29,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class PackedAttention(torch.nn.Module):
@@ -71,7 +72,7 @@ class PackedAttention(torch.nn.Module):
         """
         packing = packed_seq_params
         query, key = rotate_queries_and_keys(query, key, packing.cos_sin)
-        if packing.order is not None:
+        if packing.order is not None and packing.natural is not None:
             query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
         if query.is_cuda and varlen_attn is not None and query.dtype in (torch.bfloat16, torch.float16):
             out = _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
@@ -99,7 +100,8 @@ def _flash(
     narrower = query.shape[2] - value.shape[2]
     if narrower:
         value = F.pad(value, (0, narrower))
-    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    assert varlen_attn is not None
+    out: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return out[..., :-narrower] if narrower else out
 
 

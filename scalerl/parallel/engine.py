@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -83,11 +83,13 @@ class MegatronEngine:
         # Latent attention turns its own part of the heads.
         self.rotary = None if self.config.multi_latent_attention else Rotary(self.shape, self.device)
         self.num_updates = 0
-        self.optimizer = self.schedule = None
+        # Megatron's; None for a frozen model.
+        self.optimizer: Any = None
+        self.schedule: Any = None
         if optim is None:
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
-            self._forward_chunks: list[torch.nn.Module] = list(self.chunks)
+            self._forward_chunks: list[Any] = list(self.chunks)
         else:
             ddp = DistributedDataParallelConfig(
                 use_distributed_optimizer=config.use_distributed_optimizer,
@@ -257,7 +259,9 @@ class MegatronEngine:
             self._skips.applied()
             return found | {"grad_norm": grad_norm, "skipped_updates": 0.0}
         if scale is not None and scale[0] > scale[1]:
-            self._skips.overflowed(self.num_updates, scale[0], loss_scale(self.optimizer)[0])
+            lowered = loss_scale(self.optimizer)
+            assert lowered is not None
+            self._skips.overflowed(self.num_updates, scale[0], lowered[0])
         else:
             self._skips.skipped(self.num_updates, grad_norm, self._main_gradients())
         return found | {"skipped_updates": 1.0}
@@ -275,7 +279,7 @@ class MegatronEngine:
         if not self.groups.is_last_stage:
             return {}
         names = sorted(outputs[0])
-        sums = torch.stack([sum(output[name].double() for output in outputs) for name in names])
+        sums = torch.stack([reduce(torch.add, (output[name].double() for output in outputs)) for name in names])
         dist.all_reduce(sums, group=self.groups.dp)
         return dict(zip(names, sums.tolist(), strict=True))
 
@@ -322,7 +326,8 @@ class MegatronEngine:
         )
         # Whole sequences on every cp rank: an objective never sees how they were split.
         gathered_P2 = gather_replicated(torch.stack([logprobs, entropy], dim=-1), self.groups.cp)
-        return tuple(batch.about_token(x) for x in gathered_P2.unbind(-1))
+        logprobs_P, entropy_P = gathered_P2.unbind(-1)
+        return batch.about_token(logprobs_P), batch.about_token(entropy_P)
 
     def export_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors in the family table's order, the same on every rank; all ranks must consume all buckets."""
@@ -350,5 +355,5 @@ def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -
 
 
 def _keep_outputs(names: Sequence[str], *outputs: Tensor | dict) -> tuple[Tensor, dict]:
-    tensors = dict(zip(names, outputs[:-1], strict=True))
+    tensors: dict[str, Any] = dict(zip(names, outputs[:-1], strict=True))
     return tensors[names[0]].sum() * 0.0, tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,11 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from scalerl.families import ModelShape
+from scalerl.parallel.marks import mark
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig
@@ -63,7 +64,7 @@ def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
 def mixture_layer_spec(dense_layer: ModuleSpec) -> ModuleSpec:
     """The layer with experts in the place of its MLP."""
     _repair_megatron()
-    submodules = replace(dense_layer.submodules, mlp=Mixture)
+    submodules = replace(cast("TransformerLayerSubmodules", dense_layer.submodules), mlp=Mixture)
     return ModuleSpec(module=MixtureLayer, submodules=submodules, params=dense_layer.params)
 
 
@@ -85,12 +86,14 @@ class MixtureLayer(TransformerLayer):
     """Tells its router which micro-batch it sees; so also when the layer is computed again for the backward pass."""
 
     def forward(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
-        self.mlp.router.micro_batch = packed_seq_params.routing
+        cast("Mixture", self.mlp).router.micro_batch = packed_seq_params.routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 class Mixture(MoELayer):
     """megatron's layer; computed again for the backward pass, its router sees the micro-batch of that pass."""
+
+    router: Router
 
     def __init__(self, config: Any) -> None:
         linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -125,6 +128,11 @@ class Router(TopKRouter):
 
     micro_batch: Routing | None = None
 
+    @property
+    def _seen(self) -> Routing:
+        assert self.micro_batch is not None, "the layer did not say which micro-batch it sees"
+        return self.micro_batch
+
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """logits [t, 1, experts] -> weights [t, experts], 0 where not chosen, and chosen [t, experts] bool."""
         logits_TE = logits.flatten(0, 1)
@@ -137,7 +145,7 @@ class Router(TopKRouter):
             scaling_factor=self.config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             expert_bias=self.expert_bias,
-            router_replay=self,
+            router_replay=self,  # pyright: ignore[reportArgumentType]  # megatron calls get_replay_topk alone
         )
         if self.training and torch.is_grad_enabled():
             loss = self._losses(logits_TE, chosen_TE)
@@ -151,6 +159,7 @@ class Router(TopKRouter):
     ) -> tuple[Tensor, Tensor]:
         """megatron's seam: the scores and indices [t, topk] of the chosen experts."""
         top_TK, experts_TK = choose(scores_TE, topk, num_groups, group_topk)
+        assert self.layer_number is not None
         known, layer = self.micro_batch, self.layer_number - 1
         if known is not None and known.replayed is not None:
             given_TK = self._own_tokens(known.replayed)[:, layer]
@@ -163,24 +172,26 @@ class Router(TopKRouter):
     def _losses(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor | None:
         """Both losses of this rank's tokens, divided by the number of tokens of the update; None without any."""
         balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff
+        assert not isinstance(balance, list), "megatron allows one for each kind of loss; there is one kind"
         if not balance and not z:
             return None
-        rows_T = self._own_tokens(self.micro_batch.rows)
+        rows_T = self._own_tokens(self._seen.rows)
         is_real_T = rows_T >= 0
         loss = logits_TE.new_zeros(())
         if z:
             found = (logits_TE.logsumexp(-1).square() * is_real_T).sum()
-            loss = loss + z * self.micro_batch.add_loss("moe_z_loss", found)
+            loss = loss + z * self._seen.add_loss("moe_z_loss", found)
         if balance:
             found = self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
-            loss = loss + balance * self.micro_batch.add_loss("moe_aux_loss", found)
-        return loss / self.micro_batch.num_update_tokens
+            loss = loss + balance * self._seen.add_loss("moe_aux_loss", found)
+        return loss / self._seen.num_update_tokens
 
     @torch.no_grad()
     def _count(self, chosen_TE: Tensor) -> None:
         """Tokens of each expert since the last update, which moves the router's bias."""
         if self.enable_expert_bias:
-            is_real_T = self._own_tokens(self.micro_batch.rows) >= 0
+            is_real_T = self._own_tokens(self._seen.rows) >= 0
+            assert self.local_tokens_per_expert is not None
             self.local_tokens_per_expert += (chosen_TE & is_real_T[:, None]).sum(0)
 
     def _balance(self, logits_TE: Tensor, chosen_TE: Tensor, rows_T: Tensor, is_real_T: Tensor) -> Tensor:
@@ -189,11 +200,12 @@ class Router(TopKRouter):
         if self.score_function == "sigmoid":
             scores_TE = logits_TE.sigmoid()
             scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-        counts_SE = logits_TE.new_zeros(self.micro_batch.num_rows, self.num_experts)
+        num_experts = logits_TE.shape[1]
+        counts_SE = logits_TE.new_zeros(self._seen.num_rows, num_experts)
         counts_SE.index_add_(0, rows_T, (chosen_TE & is_real_T[:, None]).to(counts_SE.dtype))
         torch.distributed.all_reduce(counts_SE, group=self.tp_cp_group)
         share_SE = counts_SE / counts_SE.sum(-1, keepdim=True).clamp_min(1)
-        return self.num_experts * (share_SE[rows_T] * scores_TE * is_real_T[:, None]).sum()
+        return num_experts * (share_SE[rows_T] * scores_TE * is_real_T[:, None]).sum()
 
     def _own_tokens(self, values_T: Tensor) -> Tensor:
         """A cp rank's tokens -> the part of them that this tp rank routes."""
@@ -209,11 +221,9 @@ class _Stacked(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.cuda.current_device()))
         # Its copies are the expert data-parallel group's, whichever ranks share the rest of the layer.
-        self.weight.allreduce = False
+        mark(self.weight, allreduce=False)
         # Every rank outside that group holds another part: the gradient norm counts all of them.
-        self.weight.tensor_model_parallel = True
-        self.weight.partition_dim = 0
-        self.weight.partition_stride = 1
+        mark(self.weight, tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
 
 class Experts(MegatronModule):
@@ -279,11 +289,14 @@ class Experts(MegatronModule):
         def merge(parts: list[Tensor]) -> Tensor:
             return torch.cat(parts).view(weight.shape) if is_gate_up else torch.stack(parts)
 
-        return ShardedTensorFactory(key, weight, build, merge, (0, 0, self.groups.expt_dp.rank()))
+        # megatron's type of the two functions says less than it takes.
+        build_fn: Any = build
+        merge_fn: Any = merge
+        return ShardedTensorFactory(key, weight, build_fn, merge_fn, (0, 0, self.groups.expt_dp.rank()))
 
 
 # torch 2.10 made it public.
-_grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def grouped(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
@@ -318,7 +331,7 @@ def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Likewise the gradients that megatron's data parallelism has gathered."""
-    return _unstacked((name, parameter.main_grad) for name, parameter in model.named_parameters())
+    return _unstacked((name, getattr(parameter, "main_grad")) for name, parameter in model.named_parameters())  # noqa: B009
 
 
 def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -153,6 +153,7 @@ def _shards(param: Param, local: Tensor, group: dist.ProcessGroup, size: int) ->
 
 
 def _owner_ep(param: Param, shape: ModelShape, groups: Groups) -> int:
+    assert param.expert is not None, param.name
     return param.expert // len(groups.layout.experts(shape.num_experts, 0))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from scalerl.config import expert_tp_size
+from scalerl.config import PipelineSizes, expert_tp_size
 from scalerl.config.schema import MegatronConfig
 
 
@@ -105,34 +107,14 @@ class Layout:
                 found[at.dp_rank] = rank
         return [found[dp_rank] for dp_rank in range(self.dp_size)]
 
-    def stage_sizes(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage. Raises ValueError with the rule that num_layers breaks."""
-        ends = ((0, self.first_stage_layers), (self.pp_size - 1, self.last_stage_layers))
-        given = {stage: size for stage, size in ends if size is not None}
-        if given and self.pp_size == 1:
-            raise ValueError("layers of the first or last pipeline stage are given, but there is one stage only")
-        left, stages_left = num_layers - sum(given.values()), self.pp_size - len(given)
-        if left < 0 or (left and not stages_left) or (stages_left and left % stages_left):
-            apart = f", {given} of them fixed by stage" if given else ""
-            raise ValueError(
-                f"num_hidden_layers {num_layers}{apart} cannot be divided evenly over "
-                f"pipeline_model_parallel_size {self.pp_size}"
-            )
-        sizes = [given.get(stage, left // max(stages_left, 1)) for stage in range(self.pp_size)]
-        if any(size % self.vpp_size for size in sizes):
-            raise ValueError(
-                f"the stages have {sizes} layers; each must be a multiple of the {self.vpp_size} model chunks of a "
-                "stage (virtual_pipeline_model_parallel_size)"
-            )
-        return sizes
-
     def layers(self, num_layers: int, pp_rank: int) -> list[range]:
         """Global indices of the layers of each model chunk of that stage.
 
         Chunk c of all stages comes before chunk c + 1 of any: with 8 layers, 2 stages and 2 chunks, stage 0 holds
-        [0, 1] and [4, 5].
+        [0, 1] and [4, 5]. Raises ValueError where the layers cannot be divided so.
         """
-        per_chunk = [size // self.vpp_size for size in self.stage_sizes(num_layers)]
+        pipeline = PipelineSizes(self.pp_size, self.vpp_size, self.first_stage_layers, self.last_stage_layers)
+        per_chunk = pipeline.chunks(num_layers)
         begin = sum(per_chunk[:pp_rank])
         return [
             range(chunk * sum(per_chunk) + begin, chunk * sum(per_chunk) + begin + per_chunk[pp_rank])
@@ -181,13 +163,25 @@ class Groups:
         return self.at.pp_rank == self.layout.pp_size - 1
 
 
-def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> Groups:
-    """Starts torch.distributed (RANK, WORLD_SIZE, MASTER_* from the environment) and megatron's groups."""
+def initialize(
+    layout: Layout,
+    *,
+    backend: str,
+    timeout_s: float,
+    seed: int,
+    rank: int | None = None,
+    store: dist.Store | None = None,
+) -> Groups:
+    """Starts torch.distributed and megatron's groups.
+
+    store: where the ranks meet; None: rank and address are in the environment (RANK, WORLD_SIZE, MASTER_*).
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        place = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
     parallel_state.initialize_model_parallel(
         layout.tp_size,
         layout.pp_size,
@@ -202,24 +196,45 @@ def initialize(layout: Layout, *, backend: str, timeout_s: float, seed: int) -> 
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     at = layout.coordinates(dist.get_rank())
+    # After initialize_model_parallel each of its ranks and groups is there, which its types do not say.
+    state: Any = parallel_state
     theirs = Coordinates(
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        tp_rank=state.get_tensor_model_parallel_rank(),
+        cp_rank=state.get_context_parallel_rank(),
+        dp_rank=state.get_data_parallel_rank(),
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        etp_rank=state.get_expert_tensor_parallel_rank(),
+        ep_rank=state.get_expert_model_parallel_rank(),
     )
     assert theirs == at, f"megatron's rank order {theirs} is not ours {at}"
     return Groups(
         layout,
         at,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        etp=parallel_state.get_expert_tensor_parallel_group(),
-        ep=parallel_state.get_expert_model_parallel_group(),
-        hierarchical_cp=tuple(parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()),
+        tp=state.get_tensor_model_parallel_group(),
+        cp=state.get_context_parallel_group(),
+        dp=state.get_data_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+        pp=state.get_pipeline_model_parallel_group(),
+        etp=state.get_expert_tensor_parallel_group(),
+        ep=state.get_expert_model_parallel_group(),
+        hierarchical_cp=tuple(state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()),
     )
+
+
+def leave() -> None:
+    """Undoes `initialize`, so that this process can join another run, on another layout and with other ranks.
+
+    Every rank of the layout calls it, after its last collective and when it holds no engine any more. The numbers of
+    the next run are bitwise those of a new process. After a collective that failed or was cut short the other ranks
+    cannot be known to have left it: end the process instead.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # megatron keeps these, and `initialize` would find them on the next layout.
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+    # Engines are full of cycles: buffers would stay until the next collection.
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.cuda.empty_cache()

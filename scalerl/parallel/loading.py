@@ -9,6 +9,7 @@ import torch
 from scalerl.families import Family, HFWeights, ModelShape, Param
 from scalerl.parallel.experts import named_tensors
 from scalerl.parallel.layout import Groups
+from scalerl.parallel.marks import mark
 
 
 def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
@@ -73,7 +74,6 @@ def _fill(
         if param.kind != "replicated" and param.expert is None:
             # megatron marks split parameters only while it initialises them, which we skip; without the mark the
             # gradient norm counts one tp rank's part alone.
-            target.tensor_model_parallel = True
-            target.partition_dim = 1 if param.kind == "row" else 0
-            target.partition_stride = 1
+            dim = 1 if param.kind == "row" else 0
+            mark(target, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
     assert not tensors, f"parameters that no table entry fills: {sorted(tensors)}"

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scalerl.parallel.marks import mark
+
 # Float32 logits of one chunk; two buffers of this size live during a pass. On a GPU a chunk must have enough tokens to
 # keep the matrix multiplication from waiting for the weight.
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
@@ -202,7 +204,7 @@ def _sum_over_ranks(
     local: Tensor, is_mine_T: Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_local_sums` of every rank -> the same four of the whole vocabulary: one max and one sum for all tokens."""
-    max_T, sum_T, label_T, weighted_T = local
+    max_T, sum_T, label_T, weighted_T = local.unbind()
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return max_T, sum_T, label_T, weighted_T
     global_max_T = max_T.clone()
@@ -211,7 +213,8 @@ def _sum_over_ranks(
     scale_T = shift_T.exp()
     sums = torch.stack([sum_T * scale_T, (label_T + shift_T) * is_mine_T, (weighted_T + shift_T * sum_T) * scale_T])
     dist.all_reduce(sums, group=tp_group)
-    return global_max_T, *sums
+    global_sum_T, global_label_T, global_weighted_T = sums.unbind()
+    return global_max_T, global_sum_T, global_label_T, global_weighted_T
 
 
 class _WeightGradient:
@@ -224,7 +227,9 @@ class _WeightGradient:
         self.in_main_grad = (
             main_grad is not None and main_grad.dtype == dtype and hasattr(weight_VH, "grad_added_to_main_grad")
         )
-        self.total = main_grad if self.in_main_grad else torch.zeros_like(weight_VH, dtype=dtype)
+        self.total: Tensor = (
+            torch.zeros_like(weight_VH, dtype=dtype) if main_grad is None or not self.in_main_grad else main_grad
+        )
 
     def add(self, grad_CW: Tensor, hidden_CH: Tensor) -> None:
         count = grad_CW.shape[1]
@@ -239,7 +244,7 @@ class _WeightGradient:
         """What autograd is told."""
         if not self.in_main_grad:
             return self.total.to(self.weight.dtype)
-        self.weight.grad_added_to_main_grad = True
+        mark(self.weight, grad_added_to_main_grad=True)
         # DDP drops this one unread. A weight that is the embedding too is the exception (megatron marks it so): there
         # autograd brings the embedding's gradient and DDP adds it.
         return None if getattr(self.weight, "zero_out_wgrad", False) else torch.empty_like(self.weight)

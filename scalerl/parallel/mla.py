@@ -43,7 +43,9 @@ def latent_layer_spec(norm: type, *, on_cpu: bool) -> ModuleSpec:
         # megatron-core 0.16.1 takes its own stand-in for transformer-engine to be the real one.
         multi_latent_attention.HAVE_TE = False
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
-    attention = layer.submodules.self_attention.submodules
+    # megatron says only that it is an object.
+    submodules: Any = layer.submodules
+    attention = submodules.self_attention.submodules
     # Whole on every tp rank, each for its part of the sequence. Split over tp, as the local spec has them, the rotary
     # part of the keys loses the gradients of other ranks' heads (megatron-core 0.16.1).
     attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear

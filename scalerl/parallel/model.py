@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
     )
 
 
-def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwargs: object) -> None:
+def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -103,17 +103,25 @@ def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
     return ModuleSpec(module=TransformerEngineAttention)
 
 
+def _block(layer_specs: list[ModuleSpec]) -> Any:
+    """What GPTModel takes for a spec of all layers, and its type does not say."""
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+
+
 def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) -> list[GPTModel]:
     """This stage's model chunks, weights not set."""
     if config.multi_latent_attention:
         layer = latent_layer_spec(RMSNorm, on_cpu=config.use_cpu_initialization)
     else:
         layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    # megatron says only that it is an object.
+    submodules: Any = layer.submodules
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
     # Checkpoint keys are the parameter names of families/, not transformer-engine's fused ones.
-    layer.submodules.sharded_state_dict_keys_map = {}
-    attention = layer.submodules.self_attention.submodules
+    submodules.sharded_state_dict_keys_map = {}
+    attention = submodules.self_attention.submodules
     attention.core_attention = core_attention(config, groups)
     if shape.qk_norm:
         attention.q_layernorm = ModuleSpec(module=RMSNorm)
@@ -126,7 +134,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     models = [
         GPTModel(
             config,
-            TransformerBlockSubmodules(layer_specs=[layers_of_model[i] for i in layers], layer_norm=RMSNorm),
+            _block([layers_of_model[i] for i in layers]),
             vocab_size=padded_vocab_size(shape.vocab_size, groups.layout.tp_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.is_first_stage and index == 0,

@@ -163,20 +163,21 @@ class _FlatTensors:
             storage.resize_(0)
 
     def come_back(self) -> None:
+        assert self._host is not None, "nothing has left"
         if len(self._storages) == 1:
             self._storages[0].resize_(self._sizes[0])
             self._host.read(0, _bytes_of(self._storages[0]))
         elif self._storages:
-            self._join()
+            self._join(self._host)
         if not self._host.pinned:
             self._host = None
         self._tensors, self._storages = [], []
 
-    def _join(self) -> None:
+    def _join(self, host: _HostBuffer) -> None:
         """One new storage for all tensors; whoever holds a tensor keeps it, but not a view that was made of it."""
         first = self._tensors[0]
         flat = torch.empty(self._offsets[-1], dtype=torch.uint8, device=first.device)
-        self._host.read(0, flat)
+        host.read(0, flat)
         begins = dict(zip(map(_id, self._storages), self._offsets, strict=False))
         elements = flat.view(first.dtype)
         for tensor in self._tensors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -19,14 +18,17 @@ def hand_out_hidden(model: GPTModel) -> None:
     def forward(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return hidden, None
 
-    model.output_layer.forward = forward
+    layer: Any = model.output_layer
+    layer.forward = forward
 
 
-def output_weight(model: GPTModel) -> torch.nn.Parameter:
+def output_weight(model: GPTModel) -> Tensor:
     """[V / tp, H] of the last chunk: the output layer's own, or the embedding's where they are tied on one stage."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+    weight = model.output_layer.weight
+    assert weight is not None
+    return weight
 
 
 def whole_hidden(hidden_TH: Tensor, *, sequence_parallel: bool) -> Tensor:

@@ -38,6 +38,12 @@ class Packing(PackedSeqParams):
     cos_sin: Tensor | None = None
     routing: Routing | None = None
 
+    @property
+    def routed(self) -> Routing:
+        """`routing`, of a micro-batch that the engine gave one."""
+        assert self.routing is not None
+        return self.routing
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -153,6 +159,6 @@ def unpack(num_rows: int, micro_batches: Sequence[MicroBatch], values: Sequence[
         values_T = values_T.cpu()
         for row, start, end in zip(micro_batch.rows, bounds, bounds[1:], strict=False):
             rows[row] = values_T[start:end]
-    missing = [row for row, value in enumerate(rows) if value is None]
-    assert not missing, f"rows {missing} are in no micro-batch"
-    return Jagged.from_list(rows, rows[0].dtype)
+    found = [values_T for values_T in rows if values_T is not None]
+    assert len(found) == num_rows, f"rows {[at for at, row in enumerate(rows) if row is None]} are in no micro-batch"
+    return Jagged.from_list(found, found[0].dtype)

@@ -1,4 +1,4 @@
-"""Makes megatron-core's "cuda" mean the CPU where there is no GPU. Never active when a GPU is there.
+"""Makes megatron-core's "cuda" mean the CPU where there is no GPU, or where none is to be used.
 
 megatron-core names the device `cuda` in its buffers, its random-state tracker and its pipeline schedule. Each
 replacement below is there because megatron-core 0.16 calls the original on a path that scalerl uses; nothing else in
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from scalerl import nvidia
 
 CPU = torch.device("cpu")
 
@@ -32,13 +34,15 @@ def backend() -> str:
 
 
 def install(device: str) -> None:
-    """Call once per process, before megatron is imported. device: `cuda` (nothing happens) or `cpu`."""
+    """Call once per process, before megatron is imported. device: `cuda` (nothing happens) or `cpu`,
+    which hides the machine's GPUs from the process."""
     global _installed
     if device == "cuda" or _installed:
         return
+    nvidia.hide()
     if torch.cuda.is_available():
         raise ValueError(
-            "trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= or set device=cuda"
+            "trainer.device=cpu on a machine with a GPU that this process has used: start it with CUDA_VISIBLE_DEVICES="
         )
     _installed = True
     for name in _FACTORIES:

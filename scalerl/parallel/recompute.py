@@ -27,4 +27,4 @@ def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
 def _init(self: CheckpointWithoutOutput, fp8: Any = False) -> None:
     """Repairs megatron-core 0.16.1, which takes fp8=False (its default) for yes and then calls transformer-engine,
     there or not."""
-    _megatrons_init(self, fp8 or None)
+    _megatrons_init(self, fp8 or None)  # pyright: ignore[reportArgumentType]  # megatron: bool, and None for no

@@ -41,7 +41,8 @@ class Routing:
 
     def add_loss(self, name: str, loss: Tensor) -> Tensor:
         """Counts a sum over tokens, which it returns."""
-        self.loss_sums[name] = self.loss_sums.get(name, 0.0) + loss.detach().double()
+        found = loss.detach().double()
+        self.loss_sums[name] = self.loss_sums[name] + found if name in self.loss_sums else found
         return loss
 
 
@@ -82,8 +83,9 @@ def recorded_experts(
     """
     columns = []
     for batch in batches:
-        recorded = batch.packing.routing.recorded
+        recorded = batch.packing.routed.recorded
         column_T = batch.input_ids.new_full((batch.num_tokens, shape.num_layers, shape.num_experts_per_token), -1)
+        assert recorded is not None, "the pass did not record"
         for layer, experts_TK in sorted(recorded.items()):
             whole = _gathered(experts_TK, groups.tp) if sequence_parallel else experts_TK
             column_T[:, layer] = batch.of_token(_gathered(whole, groups.cp))
@@ -100,14 +102,14 @@ def router_losses(batches: Sequence[MicroBatch], shape: ModelShape, config: Any,
     if not names:
         return {}
     sums = torch.zeros(len(names), dtype=torch.float64, device=batches[0].input_ids.device)
-    for routing in (batch.packing.routing for batch in batches):
+    for routing in (batch.packing.routed for batch in batches):
         for at, name in enumerate(names):
             # A stage may be without a mixture.
             sums[at] += routing.loss_sums.get(name, 0.0)
     # A mixture trains over tp with sequence parallelism alone, where each rank routes tokens of its own.
     for group in (groups.tp, groups.dp_cp, groups.pp):
         dist.all_reduce(sums, group=group)
-    num_tokens = batches[0].packing.routing.num_update_tokens
+    num_tokens = batches[0].packing.routed.num_update_tokens
     return dict(zip(names, (sums / (num_tokens * sum(shape.moe_layers))).tolist(), strict=True))
 
 

@@ -51,6 +51,8 @@ def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
 def require_transformer_engine(config: TransformerConfig, groups: Groups) -> None:
     """Raises ValueError when this process cannot run TransformerEngineAttention as configured, ImportError when
     transformer-engine is installed but broken."""
+    # megatron allows one for each layer, scalerl's configuration one for all.
+    assert not isinstance(config.cp_comm_type, list)
     violations = transformer_engine_violations(
         config.cp_comm_type,
         config.context_parallel_size,
@@ -62,7 +64,7 @@ def require_transformer_engine(config: TransformerConfig, groups: Groups) -> Non
         raise ValueError(violation)
     assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
     # megatron takes any ImportError for absence and goes on with a stand-in.
-    import transformer_engine.pytorch  # noqa: F401
+    import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  # an optional package
 
 
 class TransformerEngineAttention(torch.nn.Module):

@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from scalerl.parallel.marks import mark
+
 _INIT_SEED = 0
 
 
@@ -31,7 +33,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(initial.to(config.params_dtype))
         self.sequence_parallel = config.sequence_parallel
         # Each tp rank sees its tokens only: megatron sums such gradients over tp ranks.
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """hidden: [T, 1, H], its tokens split over tp ranks with sequence parallelism -> ([T, 1, 1] float32, None).
@@ -48,4 +50,5 @@ class ValueHead(torch.nn.Module):
 def put_value_head(model: GPTModel) -> None:
     """Puts a ValueHead in the place of the output layer of a model that does not tie it to its embedding."""
     assert not model.share_embeddings_and_output_weights
-    model.output_layer = ValueHead(model.config)
+    # Any layer that takes hidden states does.
+    model.output_layer = ValueHead(model.config)  # pyright: ignore[reportAttributeAccessIssue]  # megatron declares one class

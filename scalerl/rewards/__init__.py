@@ -17,8 +17,10 @@ from scalerl.rewards.manager import (
 from scalerl.rewards.overlong import DAPORewardManager
 from scalerl.rewards.parallel_processes import PrimeRewardManager
 from scalerl.rewards.reward_function import RewardFunction, load_reward_function
+from scalerl.rewards.trial import TRIAL_RESPONSE
 
 __all__ = [
+    "TRIAL_RESPONSE",
     "BatchRewardManager",
     "DAPORewardManager",
     "NaiveRewardManager",

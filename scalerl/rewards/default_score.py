@@ -8,7 +8,7 @@ from typing import Any
 
 from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice, reasoning_gym
 from scalerl.rewards.errors import RewardError
-from scalerl.user_code import is_same_definition, place_of
+from scalerl.user_code import is_same_definition, on_forget, place_of
 
 # (solution_str, ground_truth, extra_info) -> score, or a dict with "score".
 RewardRule = Callable[[str, Any, dict[str, Any] | None], float | dict[str, Any]]
@@ -29,6 +29,7 @@ def register_reward(data_source: str) -> Callable[[RewardRule], RewardRule]:
             other = place_of(_RULES[data_source])
             raise ValueError(f"register_reward({data_source!r}): {other} is registered already; use another name")
         _RULES[data_source] = rule
+        on_forget(rule, lambda: _RULES.pop(data_source, None))
         return rule
 
     return register

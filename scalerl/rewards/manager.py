@@ -8,17 +8,18 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from scalerl.config.registered_names import REWARD_MANAGERS
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.processes import CallTimeout
 from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of, load_reward_function
 from scalerl.user_code import cause_of as explain
-from scalerl.user_code import file_of, is_same_definition, is_users_own, place_of
+from scalerl.user_code import file_of, is_same_definition, is_users_own, on_forget, place_of
 
 ON_ERROR = ("stop", "zero")
 _MAX_RESPONSE_CHARS = 500
@@ -86,13 +87,21 @@ class RewardManager(ABC):
 _MANAGERS: dict[str, type[RewardManager]] = {}
 
 
-def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+def _forget(name: str) -> None:
+    _MANAGERS.pop(name, None)
+    REWARD_MANAGERS.forget(name)
+
+
+Manager = TypeVar("Manager", bound=RewardManager)
+
+
+def register_reward_manager(name: str) -> Callable[[type[Manager]], type[Manager]]:
     """Class decorator: the manager for reward_model.reward_manager=name.
 
     Raises ValueError when the name is taken, or for anything but a subclass of RewardManager that defines `score`.
     """
 
-    def register(manager: type[RewardManager]) -> type[RewardManager]:
+    def register(manager: type[Manager]) -> type[Manager]:
         if not (isinstance(manager, type) and issubclass(manager, RewardManager)) or inspect.isabstract(manager):
             raise ValueError(
                 f"register_reward_manager({name!r}): {place_of(manager)} must be a class that derives from "
@@ -102,6 +111,8 @@ def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[R
             other = place_of(_MANAGERS[name])
             raise ValueError(f"register_reward_manager({name!r}): {other} is registered already; use another name")
         _MANAGERS[name] = manager
+        REWARD_MANAGERS.add(name)
+        on_forget(manager, lambda: _forget(name))
         return manager
 
     return register
@@ -110,10 +121,7 @@ def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[R
 def get_reward_manager(name: str) -> type[RewardManager]:
     """Raises ValueError, listing the known names, for an unknown one."""
     if name not in _MANAGERS:
-        raise ValueError(
-            f"reward_model.reward_manager={name!r} is unknown; use one of {', '.join(sorted(_MANAGERS))}, or name the "
-            "file that registers it in trainer.import_files"
-        )
+        raise ValueError(REWARD_MANAGERS.unknown(name))
     return _MANAGERS[name]
 
 

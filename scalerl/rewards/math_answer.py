@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import Any
 
 from scalerl.rewards.errors import RewardError
@@ -14,16 +15,25 @@ TIMEOUT_S = 10.0
 # Of an answer: the longest in MATH has 159. Longer ones cost the parser its time.
 MAX_ANSWER_CHARS = 1000
 MEMORY_BYTES = 2 * 1024**3
+# "42$", "3 + x\\)", "42 and so on".
+_BARE = re.compile(r"(?![A-Za-z]{2})(?:(?P<formula>[^$\n]+?)(?:\$|\\\)|\\\])|(?P<word>[^\s$]+))")
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{...} or \\fbox{...} with balanced braces holds; None if there is none."""
+    """What the last \\boxed{...} or \\fbox{...} with balanced braces holds, or what follows one without; else None.
+
+    Without braces: up to the end of the formula, where one ends on the line, else one word. It must not begin with two
+    letters, which is prose about a box.
+    """
     for command in sorted(_ends_of(text, "\\boxed") + _ends_of(text, "\\fbox"), reverse=True):
         start = command
         while text[start : start + 1].isspace():
             start += 1
-        if text[start : start + 1] == "{" and (end := _closing_brace(text, start)) is not None:
-            return text[start + 1 : end].strip()
+        if text[start : start + 1] == "{":
+            if (end := _closing_brace(text, start)) is not None:
+                return text[start + 1 : end].strip()
+        elif start > command and (found := _BARE.match(text, start)):
+            return (found["formula"] or found["word"]).strip().rstrip(".,")
     return None
 
 

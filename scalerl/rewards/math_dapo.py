@@ -1,4 +1,4 @@
-"""Reward rule of DAPO's mathematics: the last line "Answer: ..." holds the reference answer."""
+"""Reward rule of DAPO's mathematics: what follows the last "Answer:" is the reference answer."""
 
 from __future__ import annotations
 
@@ -9,51 +9,71 @@ from typing import Any
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.math_answer import last_boxed
 
-# An answer stands at the end: what is further from it is reasoning.
-TAIL_CHARS = 300
-_ANSWER_LINE = re.compile(r"^[ \t*#>_]*answer[ \t*_]*:(.*)$", re.IGNORECASE | re.MULTILINE)
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}")
+# An answer stands at the end: what is further from it is reasoning. A box without "Answer:" must stand nearer yet.
+TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
+_ANSWER = re.compile(r"answer[\s*_]*:\s*([^\n]+)", re.IGNORECASE)
+_INLINE_MATH = re.compile(r"\$\$?(.+?)\$")
+# Words that say of what a number is; from Minerva (arXiv 2206.14858), appendix D.1. Taken out wherever they stand.
+_UNITS = re.compile(
+    "childrentickets|students|multiples|integers|dollars|minutes|degrees|squares?|inches|points|pounds|meters|digits|"
+    "edges|meals|hours|units|cents|feet|ways|mph|sue|km|cm|gm"
+)
+_ARTICLE = re.compile(r"\b(?:an?)\s")
+_UNIT_TEXT = re.compile(r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?[23]\}?)?")
+_AND = re.compile(r",?\s*\\(?:text|mbox)\{\s*and\s*\}")
+_NO_TEXT = re.compile(r"\\(?:text|mbox)\{\s*\}(?:\^\{?[23]\}?)?")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\{((?:[^{}]|\{[^{}]*\})*)\}")
 _FRACTION = re.compile(r"\\[dt]frac")
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)(?!\d)")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\,|\\!)(?=\d{3}(?!\d))")
+_SHORT_FRACTION = re.compile(r"\\frac([^{\s])(.)")
+_SHORT_ROOT = re.compile(r"\\sqrt([^{\s\[])")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!)(?=\d{3}(?!\d))")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|°")
-_DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\\$|\$|\\%|%|\s")
+_DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\l?dots|\$|\\%|%|\"|\s")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What follows the colon of the last line "Answer: ..." in the last TAIL_CHARS characters; None without one.
+    """The rest of the line after the last "Answer:", wherever it stands, in the last TAIL_CHARS characters; without one
+    what the last \\boxed{} in the last BOX_TAIL_CHARS holds; None without either.
 
-    Markdown signs around the word count for nothing; of a box, what it holds.
+    "Answer" in any case; an answer may begin on a later line than the colon. Markdown signs around it do not count.
     """
-    found = _ANSWER_LINE.findall(solution_str[-TAIL_CHARS:])
-    if not found:
-        return None
-    line = found[-1].strip().strip("*_ ")
-    boxed = last_boxed(line)
-    return line if boxed is None else boxed
+    found = _ANSWER.findall(solution_str[-TAIL_CHARS:])
+    return found[-1].strip("*_ \t") if found else last_boxed(solution_str[-BOX_TAIL_CHARS:])
 
 
 def normalized(answer: str) -> str:
-    """Without $, %, degrees, spaces, commas of thousands, a stop at the end; \\frac for its kinds; a number in its
-    shortest form (3.0 is 3). A text command leaves what it holds, or nothing if it follows a number (a unit)."""
-    text = re.sub(r"(?<=[\d}])\s*\\(?:text|mathrm|mbox)\{[^{}]*\}", "", answer.strip())
-    text = _TEXT.sub(r"\1", text)
-    text = _DEGREES.sub("", text)
-    text = _THOUSANDS.sub("", text)
-    text = _DROPPED.sub("", text).rstrip(".")
+    """The answer as one text for all its spellings.
+
+    Of a box what it holds; of an equation what follows the last "="; of inline math what is between the first two $.
+    Without units, articles, %, degrees, spaces, a stop at the end; \\frac for its kinds, with braces; a number without
+    commas and in its shortest form (3.0 is 3). A text command leaves what it holds, or nothing after a number (a unit).
+    """
+    boxed = last_boxed(answer)
+    text = (answer if boxed is None else boxed).split("=")[-1].strip().replace(r"\$", "")
+    math = _INLINE_MATH.search(text)
+    text = _AND.sub(",", _ARTICLE.sub("", text if math is None else math[1]))
+    text = _NO_TEXT.sub("", _UNITS.sub("", _DEGREES.sub("", _UNIT_TEXT.sub("", text))))
+    while (bare := _TEXT.sub(r"\1", text)) != text:
+        text = bare
+    text = _DROPPED.sub("", _THOUSANDS.sub("", text)).rstrip(".").strip("*_")
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION.sub(r"\\frac", text))
-    if _NUMBER.fullmatch(text) and len(text) <= TAIL_CHARS:
-        sign, number = ("-" if text[0] == "-" else ""), text.lstrip("+-")
-        whole, _, part = number.partition(".")
-        whole, part = whole.lstrip("0") or "0", part.rstrip("0")
-        text = whole + (f".{part}" if part else "")
-        text = text if Decimal(text) == 0 else sign + text
-    return text
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    if (digits := text.replace(",", "")).isdecimal():
+        text = digits
+    return _shortest(text) if _NUMBER.fullmatch(text) and len(text) <= TAIL_CHARS else text
+
+
+def _shortest(number: str) -> str:
+    sign, digits = ("-" if number[0] == "-" else ""), number.lstrip("+-")
+    whole, _, part = digits.partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    text = whole + (f".{part}" if part else "")
+    return text if Decimal(text) == 0 else sign + text
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """score 1.0 if the answer is ground_truth, else -1.0 (no "Answer:" line counts as wrong).
+    """score 1.0 if the answer is ground_truth, else -1.0 (no answer counts as wrong).
 
     acc: whether it is right. pred: the normalized answer, "" without one.
     Right: the same text after `normalized`. No algebra: the answers of DAPO-Math-17k are integers.

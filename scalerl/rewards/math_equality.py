@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import math_verify
 from math_verify import LatexExtractionConfig
@@ -28,4 +29,6 @@ def verify_latex(answer: str, reference: str) -> bool:
 
 def _parse(latex: str) -> list:
     boxed = f"\\boxed{{{latex}}}"
-    return math_verify.parse(boxed, [LatexExtractionConfig()], parsing_timeout=None, raise_on_error=True)
+    # None, which its type leaves out, is no limit: the caller has one.
+    no_limit: Any = None
+    return math_verify.parse(boxed, [LatexExtractionConfig()], parsing_timeout=no_limit, raise_on_error=True)

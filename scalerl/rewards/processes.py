@@ -60,7 +60,8 @@ class ProcessPool:
                 worker = self._start()
             return worker.call(timeout_s, arguments)
         except _WorkerLost as lost:
-            self._discard(worker)
+            if worker is not None:
+                self._discard(worker)
             worker = None
             raise lost.failure from None
         except BaseException as error:
@@ -91,7 +92,8 @@ class ProcessPool:
         try:
             worker.wait_ready()
         except _WorkerLost as lost:
-            self._discard(worker)
+            if worker is not None:
+                self._discard(worker)
             raise lost.failure from None
         return worker
 
@@ -112,7 +114,7 @@ class _Worker:
         self._target = target
         # One thread each: a thread pool of a numeric library counts against the address space.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes), *user_files],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -120,6 +122,8 @@ class _Worker:
             env=env,
             bufsize=0,
         )
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -132,7 +136,7 @@ class _Worker:
         try:
             view = memoryview(len(message).to_bytes(8, "little") + message)
             while view:
-                view = view[self._process.stdin.write(view) :]
+                view = view[self._stdin.write(view) :]
         except OSError:
             raise _WorkerLost(self._ended()) from None
         return self._read(timeout_s, "the call")
@@ -148,7 +152,7 @@ class _Worker:
         return value
 
     def _read_bytes(self, count: int, deadline: float, timeout_s: float, what: str) -> bytes:
-        parts, fd = [], self._process.stdout.fileno()
+        parts, fd = [], self._stdout.fileno()
         poll = select.poll()  # select() refuses descriptors above 1023
         poll.register(fd, select.POLLIN)
         while count:
@@ -177,5 +181,5 @@ class _Worker:
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._stdin.close()
+        self._stdout.close()

@@ -70,13 +70,12 @@ def compute_score(solution_str: str, extra_info: dict[str, Any] | None) -> dict[
 def _given(extra_info: dict[str, Any] | None) -> tuple[str, str, str]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RewardError("reasoning_gym needs the package reasoning-gym: pip install 'scalerl[reasoning-gym]'")
-    texts = [(extra_info or {}).get(key) for key in ("task", "options", "entry")]
-    if not all(isinstance(text, str) for text in texts):
+    task, options, entry = ((extra_info or {}).get(key) for key in ("task", "options", "entry"))
+    if not (isinstance(task, str) and isinstance(options, str) and isinstance(entry, str)):
         raise RewardError(
             f"reasoning_gym: extra_info has {', '.join(extra_info or {}) or 'nothing'}; needs task, options and entry: "
             "make the rows with scalerl data reasoning_gym"
         )
-    task, options, entry = texts
     return task, options, entry
 
 

@@ -9,9 +9,9 @@ import math
 import re
 from typing import Any
 
-from reasoning_gym.algorithmic import binary_matrix, number_sorting, spiral_matrix, string_insertion
-from reasoning_gym.factory import create_dataset
-from reasoning_gym.games import n_queens
+from reasoning_gym.algorithmic import binary_matrix, number_sorting, spiral_matrix, string_insertion  # pyright: ignore[reportMissingImports]  # an optional package
+from reasoning_gym.factory import create_dataset  # pyright: ignore[reportMissingImports]  # an optional package
+from reasoning_gym.games import n_queens  # pyright: ignore[reportMissingImports]  # an optional package
 
 from scalerl.rewards.reasoning_gym import is_formula
 

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from scalerl.rewards.errors import RewardError
 
@@ -105,6 +106,7 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
         raise
     finally:
         os.close(status_write)
+    assert process.stdout is not None and process.stderr is not None
     with os.fdopen(status_read, "rb") as status, process.stdout, process.stderr:
         deadline = time.monotonic() + limits.wall_s
         output = {"stdout": bytearray(), "stderr": bytearray()}
@@ -153,7 +155,7 @@ def _wait(process: subprocess.Popen, deadline: float, limits: SandboxLimits) -> 
 def _failure_of(report: bytes, jail_code: int, stderr: str, limits: SandboxLimits) -> str | None:
     if not report and jail_code < 0:
         return f"signal {signal.Signals(-jail_code).name} to the process above it: the machine's memory, or an operator"
-    ended = json.loads(report) if report else {"setup": f"exit code {jail_code}: {stderr[-500:]}"}
+    ended: dict[str, Any] = json.loads(report) if report else {"setup": f"exit code {jail_code}: {stderr[-500:]}"}
     if "setup" in ended:
         raise RewardError(
             f"model-written code cannot be run safely here: {ended['setup']}\n"

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from scalerl.families import FAMILIES
+
 EngineKind = Literal["sglang", "embedded"]
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
@@ -28,16 +30,9 @@ FUSED = {
     "up_proj": ("gate_up_proj", 1),
 }
 NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
-# Of one expert, under Qwen's and under Mixtral's names -> (SGLang's tensor of all experts, place, places per expert)
-EXPERT_PARTS = {
-    "gate_proj": ("w13_weight", 0, 2),
-    "up_proj": ("w13_weight", 1, 2),
-    "down_proj": ("w2_weight", 0, 1),
-    "w1": ("w13_weight", 0, 2),
-    "w3": ("w13_weight", 1, 2),
-    "w2": ("w2_weight", 0, 1),
-}
-# Mixtures whose experts SGLang holds as EXPERT_PARTS says; shown on a CPU by tests/sglang/test_sync_mixture.py.
+# Of one expert's gate, up and down matrix: (SGLang's tensor of all experts, place, places per expert)
+EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
+# Mixtures whose experts SGLang holds as EXPERT_PLACES says; shown on a CPU by tests/sglang/test_sync_mixture.py.
 MIXTURES = ("qwen3_moe", "mixtral")
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
 
@@ -127,6 +122,10 @@ class ExpectedChecksums:
     ) -> None:
         """model_config: the model's config.json. dtype: what the engine stores; None: as the tensors come."""
         self._config = model_config
+        family = FAMILIES.get(str(model_config.get("model_type")))
+        names = family.expert_names if family else ()
+        # Last part of the name -> place.
+        self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
         self._tp_size = engine_tp_size if kind == "sglang" else 1
         self._kind = kind
         self._dtype = dtype
@@ -147,7 +146,7 @@ class ExpectedChecksums:
         missing = {name: p.missing[:8] for name, p in self._ranks[0].items() if p.checksum is None}
         if missing:
             raise ValueError(f"expected checksums: parts of fused parameters were not sent: {missing}")
-        return [{name: parameter.checksum for name, parameter in rank.items()} for rank in self._ranks]
+        return [{name: str(parameter.checksum) for name, parameter in rank.items()} for rank in self._ranks]
 
     def _add(self, rank: int, place: _Place, part: Tensor) -> None:
         self._ranks[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
@@ -155,8 +154,8 @@ class ExpectedChecksums:
     def _place(self, name: str) -> tuple[_Place, str]:
         """-> (place, how it is cut over the ranks: see `_shard`)."""
         of_expert = _EXPERT_NAME.match(name)
-        if of_expert is not None and of_expert["part"] in EXPERT_PARTS:
-            tensor, position, per_expert = EXPERT_PARTS[of_expert["part"]]
+        if of_expert is not None and of_expert["part"] in self._expert_parts:
+            tensor, position, per_expert = self._expert_parts[of_expert["part"]]
             place = _Place(
                 of_expert["prefix"] + tensor,
                 int(of_expert["expert"]) * per_expert + position,

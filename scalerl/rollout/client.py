@@ -9,11 +9,12 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 
+from scalerl.rollout.access import authorization
 from scalerl.rollout.requests import (
     GenerateOutput,
     GenerateRequest,
@@ -36,16 +37,25 @@ HEALTH_POLL_S = 0.2
 class RolloutClient:
     """One server.
 
+    key: the server's (`RolloutServer.key`).
     max_concurrency: samples in flight at a time.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
     timeout_s: for one request, its time in the server's queue included.
     """
 
     def __init__(
-        self, url: str, kind: EngineKind, *, max_model_len: int, timeout_s: float = 600.0, max_concurrency: int = 256
+        self,
+        url: str,
+        kind: EngineKind,
+        *,
+        key: str,
+        max_model_len: int,
+        timeout_s: float = 600.0,
+        max_concurrency: int = 256,
     ) -> None:
         self.url = url.rstrip("/")
-        self.kind = kind
+        self.kind: EngineKind = kind
+        self.key = key
         self.max_model_len = max_model_len
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
@@ -62,7 +72,8 @@ class RolloutClient:
         """Keep connections open across several calls of one event loop; calls that overlap share them."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-            self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=authorization(self.key))
         self._num_users += 1
         try:
             yield
@@ -120,7 +131,7 @@ class RolloutClient:
         async with self.connected():
             await self._call("POST", "/abort_request", {"abort_all": True}, "abort")
 
-    async def _generate_one(self, request: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+    async def _generate_one(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """One HTTP request for the samples that have room, each as soon as it is finished; the others are as long as
         they may be."""
         who = f"request {request.request_id!r}"
@@ -153,7 +164,7 @@ class RolloutClient:
         version = int(info["weight_version"])
         return [slot.extended([], [], [(0, version)], "length") for slot in slots]
 
-    async def _events(self, path: str, body: dict[str, Any], who: str) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, path: str, body: dict[str, Any], who: str) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each event of the answer's stream; errors as `_call`."""
         async with self._answer("POST", path, body, who) as response:
             async for event in read_events(response.content.iter_any(), who):
@@ -307,7 +318,7 @@ class RolloutClient:
         """
         path = "/server_info" if self._paused or self._released else "/health_generate"
         deadline = time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=authorization(self.key)) as http:
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
                     async with http.get(self.url + path, timeout=aiohttp.ClientTimeout(total=left_s)) as response:
@@ -342,7 +353,7 @@ class RolloutClient:
             self.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"} | authorization(self.key),
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as response:

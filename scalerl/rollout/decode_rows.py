@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, CacheLayerMixin, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 NUM_ROWS = 32
 
@@ -30,7 +31,9 @@ def prefill(model: PreTrainedModel, ids: Sequence[int]) -> Prefilled:
     cache = DynamicCache()
     input_ids = torch.tensor([list(ids)], device=model.device)
     logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return Prefilled(logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+    # A dynamic cache has layers of keys and values alone.
+    layers: list[Any] = cache.layers
+    return Prefilled(logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in layers])
 
 
 class DecodeRows:
@@ -40,7 +43,7 @@ class DecodeRows:
         self._model = model
         self._index_L = torch.arange(capacity, device=model.device)
         self._layers = [_RowLayer(capacity) for _ in range(model.config.num_hidden_layers)]
-        self._cache = Cache(layers=self._layers)
+        self._cache = Cache(layers=list(self._layers))
         self._lengths = torch.zeros(NUM_ROWS, dtype=torch.int64, device=model.device)
         self._has_experts = model._can_set_experts_implementation()
 
@@ -77,7 +80,7 @@ class DecodeRows:
         if not self._has_experts:
             yield
             return
-        before = self._model.config._experts_implementation
+        before = str(self._model.config._experts_implementation)
         self._model.set_experts_implementation("batched_mm")
         try:
             yield
@@ -110,6 +113,7 @@ class _RowLayer(CacheLayerMixin):
     def put(self, row: int, keys: Tensor, values: Tensor) -> None:
         if not self.is_initialized:
             self.lazy_initialization(keys[None], values[None])
+        assert self.keys is not None and self.values is not None
         self.keys[row, :, : keys.shape[1]] = keys
         self.values[row, :, : values.shape[1]] = values
 
@@ -122,6 +126,7 @@ class _RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None and self.values is not None
         self.keys[self._rows, :, self.positions] = key_states[:, :, 0]
         self.values[self._rows, :, self.positions] = value_states[:, :, 0]
         return self.keys, self.values

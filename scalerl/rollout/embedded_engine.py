@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -79,8 +79,13 @@ class EmbeddedEngine:
         self.max_batch_size = max_batch_size
         self.policy_version = "0"
         self.device = torch.device(device)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+        # Of whichever class the directory names.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="sdpa",
+            local_files_only=True,
         )
         self._model.to(self.device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
@@ -394,7 +399,7 @@ def _known_tags(tags: Sequence[str] | None) -> set[str]:
 def _tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     if not (Path(model_path) / "tokenizer_config.json").exists():
         return None
-    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
 
 
 def _eos_ids(
@@ -403,7 +408,7 @@ def _eos_ids(
     """As SGLang: of the model's config, its generation config and its tokenizer, whichever exist."""
     found: list[int | list[int] | None] = [config_eos]
     if (Path(model_path) / "generation_config.json").exists():
-        found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+        found.append(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id)
     if tokenizer is not None:
-        found.append(tokenizer.eos_token_id)
+        found.append(cast("int | None", tokenizer.eos_token_id))
     return frozenset(token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids]))

@@ -24,4 +24,5 @@ def embedded_command(
     command += ["--model-path", model_path, "--host", host, "--port", str(port), "--device", device]
     command += ["--dtype", rollout.dtype, "--max-model-len", str(max_model_len)]
     command += ["--max-batch-size", str(rollout.max_num_seqs)]
-    return command + (["--trust-remote-code"] if trust_remote_code else []), {"OMP_NUM_THREADS": "1"}
+    env = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    return command + (["--trust-remote-code"] if trust_remote_code else []), env

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from scalerl.rollout.access import OPEN_PATH, is_authorized, take_key
 from scalerl.rollout.embedded_engine import EmbeddedEngine, RefusedError
 from scalerl.rollout.server import address_family
 from scalerl.rollout.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack
@@ -161,6 +162,7 @@ class Endpoints:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"  # keeps connections open
     endpoints: Endpoints
+    key: str
 
     def do_GET(self) -> None:
         self._respond(self.endpoints.get)
@@ -170,7 +172,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _respond(self, operations: dict[str, Callable[[dict[str, Any]], Any]]) -> None:
         raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        operation = operations.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        if path != OPEN_PATH and not is_authorized(self.headers.get("Authorization"), self.key):
+            self._send(401, {"error": "Unauthorized"})
+            return
+        operation = operations.get(path)
         if operation is None:
             self._send(404, {"detail": "Not Found"})
             return
@@ -236,6 +242,7 @@ def main() -> None:
     parser.add_argument("--max-batch-size", type=int, required=True)
     parser.add_argument("--trust-remote-code", action="store_true")
     args = parser.parse_args()
+    Handler.key = take_key()
     # One thread: sums are added in the same order on every machine.
     torch.set_num_threads(1)
     Server.address_family = address_family(args.host)

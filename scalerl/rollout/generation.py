@@ -41,9 +41,11 @@ class Recovery(Protocol):
     async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
         """Returns when the server of this index serves again, with the weights of this generation. Raises what ends
         the generation."""
+        ...
 
     def resubmitted(self, request: GenerateRequest) -> None:
         """The request is asked again, for the samples that had not come: its server was lost, or cut the connection."""
+        ...
 
 
 async def generate_samples(

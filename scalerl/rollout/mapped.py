@@ -112,8 +112,8 @@ class _Empty:
         return torch.ByteTensor, ()
 
 
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's loader of a bucket that `Place.serialize` names."""
+def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """SGLang's loader, for a model of its own, of a bucket that `Place.serialize` names."""
     for handle, _ in named_tensors:
         model.load_weights(read(json.loads(handle)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scalerl.errors import UserError
+from scalerl.errors import RunError
 
 # Of a sample that needs no more tokens.
 FINISHED = ("stop", "length")
@@ -17,7 +17,7 @@ NO_VERSION = -1
 SampleKey = tuple[int | str, int]
 
 
-class RolloutError(UserError, RuntimeError):
+class RolloutError(RunError):
     """A rollout server refused a request, broke its contract or went away. The message holds what the server said."""
 
 

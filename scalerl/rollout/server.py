@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from scalerl.errors import UserError
+from scalerl.rollout.access import KEY_VARIABLE, new_key
 from scalerl.rollout.supervise import descendants
 
 # A server must not join the process group of the rank that starts it.
@@ -80,6 +81,7 @@ class RolloutServer:
     """A server command under `rollout.supervise`: it and all it starts end with this process, however that ends.
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables added to this process's environment.
+    key: a new one, which every request must carry (`rollout.access`).
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class RolloutServer:
         self.command = list(command)
         self.env = dict(env)
         self.url = url
+        self.key = new_key()
         self.log_path = Path(log_path)
         self.start_timeout_s = start_timeout_s
         self._supervisor: subprocess.Popen[bytes] | None = None
@@ -103,7 +106,8 @@ class RolloutServer:
             raise RuntimeError(f"rollout server {self.url} was started already; make a new RolloutServer")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        environment = {name: value for name, value in os.environ.items() if not _is_rendezvous(name)} | self.env
+        environment = {name: value for name, value in os.environ.items() if not _is_rendezvous(name)}
+        environment |= self.env | {KEY_VARIABLE: self.key}
         # The supervisor must import this scalerl, also when it was found by the working directory alone.
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), package_root]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.context_length import check_context_length
 from scalerl.rollout.cpu_shim import shim_environment
+from scalerl.rollout.sglang_plugin import ATTENTION_BACKEND, PLUGIN
 
 # Of the machine's memory, an upper bound for weights and KV cache; in practice max_total_tokens limits the cache.
 CPU_MEM_FRACTION_STATIC = 0.5
@@ -60,6 +61,8 @@ def sglang_command(
     }
     # /health without a generated token: a probe must not wait behind a full batch.
     env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # The model is a directory.
+    env["HF_HUB_OFFLINE"] = "1"
     # The slack may lie beyond the model's positions: no token ever gets there.
     env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if device == "cpu":
@@ -73,13 +76,13 @@ def sglang_command(
     if device == "cpu":
         # Ours as well as the user's.
         arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
-    return [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)], env
+    return [sys.executable, "-m", "scalerl.rollout.sglang_launch", *_flags(arguments)], env
 
 
 def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
     return {
         "device": "cpu",
-        "attention_backend": "torch_native",
+        "attention_backend": ATTENTION_BACKEND,
         "sampling_backend": "pytorch",
         # Overlap hides host work behind the device; here both are the same cores.
         "disable_overlap_schedule": True,
@@ -94,6 +97,9 @@ def _cpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]
 def _cpu_environment(tp_size: int) -> dict[str, str]:
     # A machine may have a GPU and be told not to use it.
     env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
+    if allowed := os.environ.get("SGLANG_PLUGINS"):
+        # The user's list of plugins that SGLang may load, which has the attention backend then too.
+        env["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
     if tp_size > 1:
         # One core per rank; without it SGLang wants a NUMA node for each.
         cores = sorted(os.sched_getaffinity(0))

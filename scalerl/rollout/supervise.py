@@ -3,7 +3,8 @@
 The command gets a session of its own and writes to FILE. Its whole process tree is killed when this process's standard
 input closes (the parent ended, in whatever way), on SIGTERM, and when the command itself ends; daemons that detached
 from the tree are included (Linux: this process is their subreaper). Exits with the command's code, 128 + N after
-signal N. Standard library only: it starts in a fraction of a second.
+signal N. The command's temporary files, and what it leaves in /dev/shm when it is killed, are removed. Standard library
+only: it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -11,19 +12,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import getpass
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+
+from scalerl.scratch import scratch_directory
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_INTERVAL_S = 0.5
 KILL_TIMEOUT_S = 30.0
+SCRATCH_PREFIX = "scalerl-server-"
+SHARED_MEMORY = Path("/dev/shm")
+# Between two looks at what the command's processes have there.
+LOOK_INTERVAL_S = 5.0
+# In the scratch directory: names that were seen, one a line.
+SEEN_FILE = "shared_memory"
+# Files of SGLang and of joblib whose name has the number of the process that made them.
+OF_PROCESS = re.compile(r"(?:sem\.loky-(\d+)-|sgl_shm_.*_(\d+)_[0-9a-f]+$|multi_tokenizer_args_(\d+)$)")
+# Files of SGLang with a random name; a process of the server has them open.
+OPENED = "sglang_loads_"
 
 
 def _prctl() -> Callable[[int, int], int]:
@@ -78,8 +95,68 @@ def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
         time.sleep(0.01)
 
 
+class SharedFiles:
+    """What the processes below this one have in /dev/shm and would leave there when they are killed.
+
+    Files that others made and they only read, as the trainer's weights, have other names.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self._seen_file = scratch / SEEN_FILE
+        self._pids: set[int] = set()
+        self._names: set[str] = set()
+        self._last_look = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """now: else at most every LOOK_INTERVAL_S."""
+        if not now and time.monotonic() - self._last_look < LOOK_INTERVAL_S:
+            return
+        self._last_look = time.monotonic()
+        pids = descendants(os.getpid())
+        self._pids.update(pids)
+        found = {name for pid in pids for name in _opened(pid)}
+        for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
+            match = OF_PROCESS.match(name)
+            if match and int(next(filter(None, match.groups()))) in self._pids:
+                found.add(name)
+        if new := found - self._names:
+            self._names |= new
+            with open(self._seen_file, "a", encoding="utf-8") as file:
+                file.writelines(f"{name}\n" for name in sorted(new))
+
+
+def _opened(pid: int) -> list[str]:
+    names = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = Path(os.readlink(entry.path))
+                if path.parent == SHARED_MEMORY and path.name.startswith(OPENED):
+                    names.append(path.name)
+    return names
+
+
+def remove_shared_files(scratch: Path) -> None:
+    """Those that `SharedFiles` saw."""
+    seen = scratch / SEEN_FILE
+    for name in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
+        path = SHARED_MEMORY / name
+        with contextlib.suppress(OSError):
+            if path.parent == SHARED_MEMORY and path.lstat().st_uid == os.getuid():
+                path.unlink()
+
+
 def supervise(command: list[str], log_path: str) -> int:
     """Run `command` until it ends, standard input closes, the parent is gone or SIGTERM comes; its exit code."""
+    parent = Path(tempfile.gettempdir())
+    with scratch_directory(SCRATCH_PREFIX, parent, remove_shared_files) as scratch:
+        environment = os.environ | {"TMPDIR": str(scratch)}
+        # That one is worth keeping.
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
+        return _supervise(command, log_path, environment, SharedFiles(scratch))
+
+
+def _supervise(command: list[str], log_path: str, environment: dict[str, str], shared: SharedFiles) -> int:
     prctl = _prctl()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop_requested = False
@@ -108,6 +185,7 @@ def supervise(command: list[str], log_path: str) -> int:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=child_setup,
+                env=environment,
             )
         except OSError as error:
             log.write(f"cannot start {command[0]}: {error}\n".encode())
@@ -119,6 +197,8 @@ def supervise(command: list[str], log_path: str) -> int:
         readable, _, _ = select.select([stdin_fd], [], [], POLL_INTERVAL_S)
         if readable and not os.read(stdin_fd, 4096):
             break
+        shared.look()
+    shared.look(now=True)
     code = process.poll()
     if code is None:
         process.kill()

@@ -10,6 +10,7 @@ import math
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -36,8 +37,17 @@ def address_towards(url: str) -> str:
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:
     """Where the members of a group meet, on a port of its own choice (`.port`)."""
+    # By itself torch would listen on every address of the machine.
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, ANY_PORT))
+    listener.listen()
     return dist.TCPStore(
-        address, ANY_PORT, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 
@@ -58,12 +68,12 @@ def join_group(
         [],
         Backend(backend),
         dist.PrefixStore(name, store),
-        group_name=name,
+        group_name=cast("Any", name),
         timeout=timedelta(seconds=timeout_s),
     )
     # What destroy_process_group asks for.
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
-    return group
+    return cast("dist.ProcessGroup", group)
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

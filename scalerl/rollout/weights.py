@@ -70,12 +70,16 @@ class BucketEntry:
     numel: int
 
 
-class _SglangPickler(pickle._Pickler):
+# The pickler in Python, whose methods can be overridden; neither has types.
+_PythonPickler: Any = vars(pickle)["_Pickler"]
+
+
+class _SglangPickler(_PythonPickler):
     """Tensors go by shared memory (as torch.multiprocessing sends them), `BucketEntry` as sglang's class."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
-        self.dispatch_table = {**copyreg.dispatch_table, **ForkingPickler._extra_reducers}
+        self.dispatch_table = {**copyreg.dispatch_table, **vars(ForkingPickler)["_extra_reducers"]}
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is not BucketEntry:

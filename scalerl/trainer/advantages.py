@@ -8,9 +8,8 @@ import torch
 from scalerl.algorithms import KLController, get_adv_estimator
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.controller.batch import BatchRef, PlacedBatch
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor
 from scalerl.metrics import Metric
+from scalerl.trainer.contracts import Actor, Rollout
 
 # Sample column that remax, and estimators of the user's own, may ask for.
 GREEDY_SCORE = "baseline_score"
@@ -20,7 +19,7 @@ def needs_greedy_baseline(config: AlgorithmConfig) -> bool:
     return GREEDY_SCORE in get_adv_estimator(config.adv_estimator).needs
 
 
-def add_greedy_baseline(rollout: HybridRollout, samples: BatchRef) -> tuple[BatchRef, dict[str, Metric]]:
+def add_greedy_baseline(rollout: Rollout, samples: BatchRef) -> tuple[BatchRef, dict[str, Metric]]:
     """The samples with the column baseline_score: of one greedy response to each prompt, by the weights served now."""
     scores_S, metrics = rollout.greedy_scores(samples)
     metrics = metrics | {"critic/baseline_score/mean": Metric(float(scores_S.mean()), "mean")}
@@ -28,7 +27,7 @@ def add_greedy_baseline(rollout: HybridRollout, samples: BatchRef) -> tuple[Batc
 
 
 def estimate_advantages(
-    actor: MegatronActor, batch: PlacedBatch, config: AlgorithmConfig, kl: KLController | None
+    actor: Actor, batch: PlacedBatch, config: AlgorithmConfig, kl: KLController | None
 ) -> tuple[PlacedBatch, dict[str, Metric]]:
     """The batch with its advantages: a sample column, or a token column from the actor's ranks, as the estimator is.
 
@@ -56,9 +55,7 @@ def estimate_advantages(
     return batch.with_samples(advantages=advantages_S.numpy()), metrics
 
 
-def penalize_kl(
-    actor: MegatronActor, batch: PlacedBatch, kind: str, kl: KLController
-) -> tuple[PlacedBatch, dict[str, Metric]]:
+def penalize_kl(actor: Actor, batch: PlacedBatch, kind: str, kl: KLController) -> tuple[PlacedBatch, dict[str, Metric]]:
     """The batch with the sample column rewards: score - coef * KL summed over the tokens. Moves the weight."""
     sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["response_length"]
     has_tokens_S = lengths_S > 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from scalerl.algorithms import KLController
-from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved
+from scalerl.balance import SizeKeys
+from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved, total_steps
+from scalerl.config.layout_rules import ACTOR, ROLLOUT
 from scalerl.config.schema import (
     JudgePoolConfig,
     ResourcePoolConfig,
@@ -19,10 +20,11 @@ from scalerl.config.schema import (
 )
 from scalerl.controller.judge import JudgeServers
 from scalerl.controller.policy_servers import PolicyServers
-from scalerl.controller.pools import ResourcePool, ray_cluster
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.processes import Lease, Processes, leased
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
-from scalerl.controller.worker_group import WorkerGroup, join
+from scalerl.controller.worker_group import Limit, WorkerGroup, join
 from scalerl.controller.workers import MegatronWorker
 from scalerl.data import PromptCursor
 from scalerl.families import ModelShape
@@ -41,42 +43,48 @@ from scalerl.user_code import absolute
 RESOLVED_CONFIG = "config.yaml"
 # Directory in trainer.default_local_dir for what trainer.val_only leaves.
 VAL_ONLY = "val_only"
+# Directory in trainer.default_local_dir for the logs of servers, and of Ray where a run fails.
+LOGS = "logs"
 
 
 @contextmanager
-def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
-    """A run that is ready for its next step; everything it started ends with the block."""
+def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None) -> Iterator[Run]:
+    """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     resumed, stop = inputs.resumed, StopRequest()
-    # Before anything starts, so that a notice that comes early is not lost.
-    stop.listen()
-    total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
+    num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
+        # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
+        stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, total_steps))
+        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
         tracker.phase("start")
-        stack.enter_context(ray_cluster(num_workers=num_devices(cfg), device=inputs.device))
-        pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
-        groups = start_groups(stack, cfg, pool, inputs.device)
+        log_dir = run_dir / LOGS
+        lease = stack.enter_context(
+            leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=log_dir)
+        )
+        pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
+        groups = start_groups(lease, cfg, pool, inputs.device)
         workers = groups["actor"]
         hybrid = cfg.actor_rollout_ref.hybrid_engine
-        servers_pool = pool if hybrid else start_servers_pool(stack, cfg, inputs.device)
-        log_dir = run_dir / "logs"
-        judge = start_judge(stack, cfg, servers_pool, inputs.device, log_dir / "judge")
+        servers_pool = pool if hybrid else start_servers_pool(lease, cfg, inputs.device)
+        judge = start_judge(lease, cfg, servers_pool, inputs.device, log_dir / "judge")
         servers = PolicyServers(
             cfg,
             servers_pool,
-            gpu_ids=workers.gpu_ids() if hybrid and inputs.device == "cuda" else None,
+            gpu_ids=workers.call(MegatronWorker.gpu_ids) if hybrid and inputs.device == "cuda" else None,
             log_dir=log_dir,
             single_node=len(pool.node_ids() | servers_pool.node_ids()) == 1,
+            first_step=resumed.step,
         )
-        stack.callback(servers.stop)
+        lease.add(servers)
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
-        stack.callback(rollout.stop)
+        lease.add(rollout)
         # Last: the ranks import what they need while the servers start.
         join(unique(groups))
         model = cfg.actor_rollout_ref.model
-        workers.build_engine(
+        workers.call(
+            MegatronWorker.build_engine,
             "actor",
             model.path,
             actor_config.megatron,
@@ -84,7 +92,9 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             trust_remote_code=model.trust_remote_code,
         )
         for role in model_roles(cfg):
-            groups[role.name].build_engine(
+            assert role.model_path is not None, "validated"
+            groups[role.name].call(
+                MegatronWorker.build_engine,
                 role.name,
                 role.model_path,
                 role.megatron,
@@ -97,7 +107,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle)
         run = Run(
             config=cfg,
-            samples=SampleStream(cfg, rollout, prompts, total_steps=total_steps),
+            samples=SampleStream(cfg, rollout, prompts, total_steps=num_steps),
             rollout=rollout,
             actor=MegatronActor(workers, actor_config, temperature, cfg.algorithm.rollout_correction),
             reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
@@ -109,7 +119,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
             yardsticks=yardsticks(cfg, inputs, groups),
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            total_steps=total_steps,
+            total_steps=num_steps,
             stop=stop,
         )
         # It was opened beside all this; one that cannot be ends the run here, not after the first step.
@@ -118,13 +128,6 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs) -> Iterator[Run]:
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
         yield run
-
-
-def num_steps(trainer: TrainerConfig | SFTTrainerConfig, num_rows: int, batch_size: int) -> int:
-    """total_training_steps, or total_epochs of the data (the last batch runs into the next epoch's order)."""
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    return math.ceil(num_rows * trainer.total_epochs / batch_size)
 
 
 def take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
@@ -162,56 +165,52 @@ def open_tracker(cfg: PPOConfig | SFTConfig, run_dir: Path, resumed: checkpoints
 
 
 def start_pool(
-    stack: ExitStack,
+    lease: Lease,
     devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig | RolloutPoolConfig | JudgePoolConfig,
     device: str,
     timeout_s: float,
     section: str = "trainer",
 ) -> ResourcePool:
     """devices: the section that says how many; its name is for errors."""
-    pool = ResourcePool.create(
+    return lease.pool(
         nnodes=devices.nnodes,
         devices_per_node=devices.n_gpus_per_node,
         device=device,
         timeout_s=timeout_s,
         section=section,
     )
-    stack.callback(pool.release)
-    return pool
 
 
-def start_servers_pool(stack: ExitStack, cfg: PPOConfig, device: str) -> ResourcePool:
+def start_servers_pool(lease: Lease, cfg: PPOConfig, device: str) -> ResourcePool:
     section = "actor_rollout_ref.rollout.resource_pool"
-    return start_pool(stack, cfg.actor_rollout_ref.rollout.resource_pool, device, cfg.trainer.timeout_s, section)
+    return start_pool(lease, cfg.actor_rollout_ref.rollout.resource_pool, device, cfg.trainer.timeout_s, section)
 
 
-def start_judge(
-    stack: ExitStack, cfg: PPOConfig, rollout: ResourcePool, device: str, log_dir: Path
-) -> JudgeServers | None:
+def start_judge(lease: Lease, cfg: PPOConfig, rollout: ResourcePool, device: str, log_dir: Path) -> JudgeServers | None:
     """rollout: the pool of the rollout worker, which asks the judge."""
     judge = cfg.reward_model.judge
     if not judge.enable:
         return None
     section = "reward_model.judge.resource_pool"
-    pool = start_pool(stack, judge.resource_pool, device, cfg.trainer.timeout_s, section)
+    pool = start_pool(lease, judge.resource_pool, device, cfg.trainer.timeout_s, section)
     single_node = len(pool.node_ids() | rollout.node_ids()) == 1
     servers = JudgeServers(pool, judge, log_dir=log_dir, timeout_s=cfg.trainer.timeout_s, single_node=single_node)
-    stack.callback(servers.stop)
-    return servers
+    return lease.add(servers)
 
 
-def start_groups(stack: ExitStack, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
+def start_groups(lease: Lease, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
     """Role -> the ranks that have its model: the actor's, or those of a pool of its own. They have not joined yet."""
-    actor, files = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.import_files
+    actor, own_loop = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.custom_fit.path
+    files = cfg.trainer.import_files + ([] if own_loop is None else [own_loop])
     layout = Layout.of(actor, pool.world_size)
-    groups = {"actor": start_workers(stack, pool, layout, cfg.trainer, device, actor.seed, files)}
+    groups = {"actor": start_workers(lease, pool, layout, cfg.trainer, device, actor.seed, files)}
     for role in model_roles(cfg):
         if not role.has_own_pool:
             groups[role.name] = groups["actor"]
             continue
-        own = start_pool(stack, role.pool, device, cfg.trainer.timeout_s, f"{role.section}.resource_pool")
+        own = start_pool(lease, role.pool, device, cfg.trainer.timeout_s, f"{role.section}.resource_pool")
         layout = Layout.of(role.megatron, own.world_size)
-        groups[role.name] = start_workers(stack, own, layout, cfg.trainer, device, role.megatron.seed, files)
+        groups[role.name] = start_workers(lease, own, layout, cfg.trainer, device, role.megatron.seed, files)
     return groups
 
 
@@ -223,16 +222,26 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
     """The actor's first: the rollout's tokens are cut by its plan. A role that can use the same plan does."""
     actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
     flops = flops_shape(inputs.shapes["actor"])
-    first = Planner(actor.megatron, dp_size(cfg), actor.ppo_max_token_len_per_gpu, actor.ppo_mini_batch_size * n, flops)
+    first = Planner(
+        actor.megatron,
+        dp_size(cfg),
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_mini_batch_size * n,
+        flops,
+        SizeKeys(f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n"),
+    )
     found = {"actor": first}
     for role in model_roles(cfg):
-        per_update = cfg.critic.ppo_mini_batch_size * n if role.name == "critic" else None
+        per_update, size_key = None, "data.train_batch_size"
+        if role.name == "critic":
+            per_update, size_key = cfg.critic.ppo_mini_batch_size * n, "critic.ppo_mini_batch_size"
         own = Planner(
             role.megatron,
             role.dp_size(cfg),
             role.max_tokens_per_device,
             per_update,
             flops_shape(inputs.shapes[role.name]),
+            SizeKeys(f"{role.section}.{role.budget_key}", f"{size_key} x {ROLLOUT}.n"),
         )
         found[role.name] = first if not role.has_own_pool and own.fits_into(first) else own
     return found
@@ -240,17 +249,17 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
 
 def yardsticks(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, Yardstick]:
     """Of the models that train."""
-    peak = groups["actor"].peak_flops(cfg.actor_rollout_ref.actor.megatron.dtype)
+    peak = groups["actor"].call(MegatronWorker.peak_flops, cfg.actor_rollout_ref.actor.megatron.dtype)
     found = {"actor": Yardstick(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
     if "critic" in groups:
-        peak = groups["critic"].peak_flops(cfg.critic.megatron.dtype)
+        peak = groups["critic"].call(MegatronWorker.peak_flops, cfg.critic.megatron.dtype)
         shape = flops_shape(inputs.shapes["critic"])
         found["critic"] = Yardstick(shape, peak, groups["critic"].layout.world_size)
     return found
 
 
 def start_workers(
-    stack: ExitStack,
+    lease: Lease,
     pool: ResourcePool,
     layout: Layout,
     trainer: TrainerConfig | SFTTrainerConfig,
@@ -259,18 +268,20 @@ def start_workers(
     user_files: Sequence[str] = (),
 ) -> WorkerGroup:
     """They have not joined yet.  user_files: what the ranks import before anything else (`user_code.import_files`)."""
+    save = Limit("trainer.save_timeout_s", trainer.save_timeout_s)
     workers = WorkerGroup(
         pool,
         MegatronWorker,
         layout,
         timeout_s=trainer.timeout_s,
+        limits={method.__name__: save for method in (MegatronWorker.save_checkpoint, MegatronWorker.load_checkpoint)},
         device=device,
-        collective_timeout_s=trainer.timeout_s,
+        # The ranks wait for each other in a save too.
+        collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),
         seed=seed,
         user_files=absolute(user_files),
     )
-    stack.callback(workers.stop)
-    return workers
+    return lease.add(workers)
 
 
 def flops_shape(shape: ModelShape) -> FlopsShape:

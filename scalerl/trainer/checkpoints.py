@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,10 +20,9 @@ from scalerl.checkpoint.store import (
     rotate,
     write_trainer_state,
 )
-from scalerl.families import Head, ModelShape, value_model_config
+from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.families import Head, ModelShape, files_beside_weights, value_model_config
 
-# What a Hugging Face model directory holds beside its weights: merge copies these into the merged model.
-_NOT_WEIGHTS = (".json", ".jinja", ".txt", ".model", ".py")
 # What may differ between the models of two runs that continue each other.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
@@ -42,7 +43,7 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None)
     """Raises ValueError when resume_from_path is not a whole checkpoint."""
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
-    if resume_mode == "resume_path":
+    if resume_mode == "resume_path" and resume_from_path is not None:
         check_checkpoint(resume_from_path)
         directory = Path(resume_from_path)
     else:
@@ -60,7 +61,7 @@ class SavedModel:
     model_path: what it began as, whose configuration and tokenizer go with it.  head: what it has by now.
     """
 
-    write: Callable[[str], None]
+    write: Callable[[str], object]
     model_path: str
     head: Head = "lm"
 
@@ -102,14 +103,52 @@ def save(root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[
 
 
 def _describe(model: SavedModel, huggingface: Path) -> None:
-    """All of a Hugging Face model directory but the weights."""
+    """All of a Hugging Face model directory but the weights: merge copies it into the merged model."""
     huggingface.mkdir()
-    for file in sorted(Path(model.model_path).iterdir()):
-        if file.suffix in _NOT_WEIGHTS and not file.name.endswith(".index.json"):
-            shutil.copy2(file, huggingface / file.name)
+    for file in files_beside_weights(model.model_path):
+        shutil.copy2(file, huggingface / file.name)
     if model.head == "value":
         config = huggingface / "config.json"
         config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")
+
+
+def is_save_due(step: int, save_freq: int, total: int) -> bool:
+    """The last step, and every save_freq-th one where that is above 0; none at all when it is 0."""
+    return save_freq != 0 and (step == total or (save_freq > 0 and step % save_freq == 0))
+
+
+def announcement(trainer: TrainerConfig | SFTTrainerConfig, total_steps: int) -> str:
+    """What a run says at its start of the checkpoints to come."""
+    every, keep = trainer.save_freq, trainer.max_actor_ckpt_to_keep
+    if every == 0:
+        return (
+            "checkpoints: none (trainer.save_freq=0), the trained weights will be lost; trainer.save_freq=-1 saves the "
+            "last step"
+        )
+    first = f"every {every} steps and " if 0 < every < total_steps else ""
+    kept = f"; the newest {keep} stay (trainer.max_actor_ckpt_to_keep)" if first and keep is not None else ""
+    more = "" if first else "; trainer.save_freq=N for one every N steps"
+    return f"checkpoints: {first}of the last step ({total_steps}), in {trainer.default_local_dir}{kept}{more}"
+
+
+def closing(root: str, last: Path | None, *, is_done: bool) -> str:
+    """What a run says at its end. last: the newest checkpoint, by this run or the one that it went on from."""
+    if last is None:
+        return (
+            "No checkpoint was saved (trainer.save_freq=0): the trained weights are gone. trainer.save_freq=-1 saves "
+            "the last step."
+        )
+    last = last.absolute()
+    command = [
+        *(["scalerl", "merge"] if shutil.which("scalerl") else [sys.executable, "-m", "scalerl.merge", "merge"]),
+        *("--backend", "megatron"),
+        *("--local_dir", str(last / "actor")),
+        *("--target_dir", str(Path(root).absolute() / f"merged_{last.name}")),
+    ]
+    lines = [f"Checkpoints are in {Path(root).absolute()}, the last one is {last.name}."]
+    if not is_done:
+        lines.append("The same command goes on from it.")
+    return "\n".join([*lines, "To make a Hugging Face model of it:", f"  {shlex.join(command)}"])
 
 
 def is_due(step: int, every: int, total: int) -> bool:

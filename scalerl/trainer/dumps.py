@@ -6,16 +6,15 @@ from pathlib import Path
 
 from scalerl.config.schema import TrainerConfig
 from scalerl.controller.batch import BatchRef, PlacedBatch
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor
 from scalerl.trainer.checkpoints import is_due
+from scalerl.trainer.contracts import Actor, Rollout
 from scalerl.trainer.outliers import worst_rows, write_outliers
 
 
 def dump_step(
     config: TrainerConfig,
-    rollout: HybridRollout,
-    actor: MegatronActor,
+    rollout: Rollout,
+    actor: Actor,
     samples: BatchRef,
     batch: PlacedBatch,
     *,

@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 import ray
 
 from scalerl.config import GenerationConfig
 from scalerl.config.schema import RolloutConfig
-from scalerl.controller.pools import ResourcePool, ray_cluster
+from scalerl.controller.pools import ResourcePool
+from scalerl.controller.processes import Processes, leased
 from scalerl.controller.replica_set import ReplicaSet
 from scalerl.controller.rollout_worker import sample_seed
 from scalerl.controller.worker_group import WorkerError
@@ -57,7 +59,8 @@ def read_prompts(
         problems = FileProblems(file.name)
         column = cfg.data.prompt_key
         for chunk in file.chunks([column], problems, optional=["extra_info"]):
-            messages = [check_messages(values[column], row, column, problems) for row, values in chunk]
+            checked = [check_messages(values[column], row, column, problems) for row, values in chunk]
+            messages = [found for found in checked if found is not None]
             if problems:
                 # From here on rows are only checked.
                 continue
@@ -72,7 +75,7 @@ def read_prompts(
     return prompts
 
 
-def _input_ids(tokens: object, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+def _input_ids(tokens: np.ndarray | str, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
     place = {"row": row, "column": cfg.data.prompt_key}
     limit = cfg.rollout.prompt_length
     if isinstance(tokens, str):
@@ -92,7 +95,7 @@ def _input_ids(tokens: object, row: int, cfg: GenerationConfig, problems: FilePr
             value=f"{len(tokens)} tokens",
         )
         return None
-    return [int(token) for token in truncate(tokens, limit, cfg.data.truncation)]
+    return [int(token) for token in truncate(tokens.tolist(), limit, cfg.data.truncation)]
 
 
 def _sampling(
@@ -146,6 +149,7 @@ class Servers:
         return RolloutClient(
             replica.url,
             replica.kind,
+            key=replica.key,
             max_model_len=self.max_model_len,
             timeout_s=self.cfg.rollout.request_timeout_s,
             max_concurrency=max_in_flight(self.cfg.rollout.max_num_seqs),
@@ -178,6 +182,13 @@ class Servers:
 
     def resubmitted(self, request: GenerateRequest) -> None:
         self.num_resubmitted += request.n
+
+    def leave(self) -> None:
+        """No other run has them: they serve this model's files."""
+        self.stop()
+
+    def stop(self) -> None:
+        self.replicas.stop()
 
 
 def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
@@ -213,20 +224,21 @@ def keys_of_generation() -> Iterator[None]:
 
 
 @contextmanager
-def generation_servers(cfg: GenerationConfig, device: str, log_dir: Path) -> Iterator[Servers]:
-    """They end with the block."""
+def generation_servers(
+    cfg: GenerationConfig, device: str, log_dir: Path, processes: Processes | None = None
+) -> Iterator[Servers]:
+    """They end with the block; their devices go back to `processes`."""
     trainer = cfg.trainer
     with ExitStack() as stack:
-        stack.enter_context(ray_cluster(num_workers=trainer.nnodes * trainer.n_gpus_per_node, device=device))
-        pool = ResourcePool.create(
+        num_workers = trainer.nnodes * trainer.n_gpus_per_node
+        lease = stack.enter_context(leased(processes, num_workers=num_workers, device=device, log_dir=log_dir))
+        pool = lease.pool(
             nnodes=trainer.nnodes,
             devices_per_node=trainer.n_gpus_per_node,
             device=device,
             timeout_s=trainer.timeout_s,
         )
-        stack.callback(pool.release)
-        servers = Servers(cfg, pool, log_dir)
-        stack.callback(servers.replicas.stop)
+        servers = lease.add(Servers(cfg, pool, log_dir))
         servers.wait_ready()
         yield servers
 
@@ -282,7 +294,7 @@ def _columns(
 ) -> dict[str, pa.Array]:
     """outputs: n of each prompt, in order."""
     n = cfg.data.n_samples
-    texts = [tokenizer.decode(output.output_ids, skip_special_tokens=True) for output in outputs]
+    texts = [str(tokenizer.decode(output.output_ids, skip_special_tokens=True)) for output in outputs]
     reasons = [output.finish_reason for output in outputs]
 
     def lists(values: list[str]) -> pa.Array:

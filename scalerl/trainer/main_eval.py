@@ -73,6 +73,7 @@ def check_eval(cfg: EvalConfig) -> tuple[RewardManager, list[FileTable], Respons
     files = findings.run(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = None if files is None else findings.run(lambda: _tables(cfg, files, findings))
     findings.raise_if_any()
+    assert manager is not None and tables is not None
     columns = ResponseColumns(
         cfg.data.response_key, cfg.data.data_source_key, cfg.data.reward_model_key, cfg.data.prompt_key
     )

@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    stop.listen()
-    with Parts(output, inputs.fingerprint, len(inputs.prompts), cfg.data.batch_size) as parts:
+    with stop.listening(), Parts(output, inputs.fingerprint, len(inputs.prompts), cfg.data.batch_size) as parts:
         if todo := parts.missing():
             print(
                 f"{len(inputs.prompts)} prompts x {cfg.data.n_samples} responses in {parts.num_batches} batches, "
@@ -86,13 +85,19 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.trainer.findings import Findings
     from scalerl.trainer.generation import check_new_columns, read_prompts
     from scalerl.trainer.generation_parts import fingerprint
+    from scalerl.trainer.model_checks import served_model_violations
 
     findings = Findings()
-    device = resolve_device(cfg.trainer.device)
+    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
     max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
     findings.run(
         partial(check_context_length, cfg.model.path, max_model_len, "rollout.prompt_length + rollout.response_length")
     )
+    if cfg.rollout.name == "sglang":
+        tp_size = cfg.rollout.tensor_model_parallel_size
+        findings.violations.extend(
+            served_model_violations(cfg.model.path, "rollout.tensor_model_parallel_size", tp_size)
+        )
     tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     if tokenizer is not None:
         findings.run(lambda: require_chat_template(tokenizer))
@@ -107,6 +112,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
         if tokenizer is not None and tokenizer.chat_template:
             prompts = findings.run(lambda: read_prompts(tables, cfg, tokenizer))
     findings.raise_if_any()
+    assert table is not None and prompts is not None and tokenizer is not None and files is not None
     return GenerationInputs(table, prompts, tokenizer, fingerprint(cfg, files), device)
 
 

@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from scalerl.config import batch_table, compose, help_text
+from scalerl.config import batch_table, compose, help_text, total_steps
 from scalerl.errors import run_main
 from scalerl.trainer.stop import EXIT_REQUEUE
+from scalerl.user_code import forget_files
+
+if TYPE_CHECKING:
+    from scalerl.controller.processes import Processes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the run (with trainer.val_only its validation) is done, 75 when it was asked to stop early."""
+def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
+    """0 when the run (with trainer.val_only its validation) is done, 75 when it was asked to stop early.
+
+    processes: which the run takes, and leaves when it is done; None: it has its own.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("ppo"))
         return 0
+    # Of a run before this one in the same process.
+    forget_files()
     dry_run = "--dry-run" in arguments
-    cfg = compose("ppo", [argument for argument in arguments if argument != "--dry-run"])
+    # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    cfg = compose("ppo", [argument for argument in arguments if argument != "--dry-run"], rules=False)
 
-    # Imported here: --help and configuration errors must not wait for torch.
+    # Imported here: --help and a configuration that cannot be read must not wait for torch.
+    from scalerl.trainer import checkpoints
     from scalerl.trainer.build import ppo_run
+    from scalerl.trainer.custom_fit import call_fit
     from scalerl.trainer.ppo import fit
     from scalerl.trainer.preflight import check_ppo
 
     inputs = check_ppo(cfg)
     print(batch_table(cfg, len(inputs.train)), flush=True)
+    if not cfg.trainer.val_only:
+        num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
+        print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    with ppo_run(cfg, inputs) as run:
-        validation = fit(run)
-        for key, value in validation.items():
-            if key.startswith("val-core/"):
-                run.tracker.message(f"{key} {value:.4f}")
-        return 0 if cfg.trainer.val_only or run.step >= run.total_steps else EXIT_REQUEUE
+    with ppo_run(cfg, inputs, processes) as run:
+        validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
+        for line in validation_lines(validation, run.tested_at, run.step):
+            run.tracker.message(line)
+    if cfg.trainer.val_only:
+        return 0
+    # A loop of the user's own may end where it likes.
+    is_done = run.step >= run.total_steps or not run.stop.requested
+    print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    return 0 if is_done else EXIT_REQUEUE
+
+
+def validation_lines(validation: Mapping[str, float], tested_at: int | None, ended_at: int) -> list[str]:
+    """The last validation. One of an earlier step says so: it must not be read as what the training came to."""
+    when = "" if tested_at == ended_at else f" (of step {tested_at}; the run ended at step {ended_at})"
+    return [f"{key} {value:.4f}{when}" for key, value in validation.items() if key.startswith("val-core/")]
 
 
 if __name__ == "__main__":

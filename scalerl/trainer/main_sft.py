@@ -4,31 +4,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from scalerl.config import compose, help_text
+from scalerl.config import compose, help_text, total_steps
 from scalerl.errors import run_main
 from scalerl.trainer.stop import EXIT_REQUEUE
+from scalerl.user_code import forget_files
+
+if TYPE_CHECKING:
+    from scalerl.controller.processes import Processes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the run is done, 75 when it was asked to stop early and can be resumed."""
+def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
+    """0 when the run is done, 75 when it was asked to stop early and can be resumed.
+
+    processes: which the run takes, and leaves when it is done; None: it has its own.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("sft"))
         return 0
+    # Of a run before this one in the same process.
+    forget_files()
     dry_run = "--dry-run" in arguments
-    cfg = compose("sft", [argument for argument in arguments if argument != "--dry-run"])
+    # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    cfg = compose("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
 
+    from scalerl.trainer import checkpoints
     from scalerl.trainer.preflight import check_sft
     from scalerl.trainer.sft import fit, sft_run
 
     inputs = check_sft(cfg)
+    num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
+    print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    with sft_run(cfg, inputs) as run:
+    with sft_run(cfg, inputs, processes) as run:
         fit(run)
-        return 0 if run.step >= run.total_steps else EXIT_REQUEUE
+    is_done = run.step >= run.total_steps
+    print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    return 0 if is_done else EXIT_REQUEUE
 
 
 if __name__ == "__main__":

@@ -8,8 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl.config import ModelRole, ModelSizes, PPOConfig, layout_violations, recompute_violations, world_size
+from scalerl.config import (
+    ModelRole,
+    ModelSizes,
+    PPOConfig,
+    layout_violations,
+    recompute_violations,
+    server_violations,
+    world_size,
+)
 from scalerl.config.judge_rules import JUDGE
+from scalerl.config.layout_rules import ROLLOUT
+from scalerl.config.rules import divisors_text
 from scalerl.config.schema import JudgeConfig, MegatronConfig, RolloutConfig
 from scalerl.controller.judge import max_model_len
 from scalerl.families import HFWeights, ModelShape, family_of
@@ -33,6 +43,7 @@ def read_model(path: str) -> ModelShape:
 
 def read_role(role: ModelRole) -> ModelShape:
     """With the head that the role needs. Raises ValueError as `read_model`, and for a model without that head."""
+    assert role.model_path is not None, "validated"
     shape = read_model(role.model_path)
     if role.name == "reward_model" and shape.head != "value":
         raise ValueError(
@@ -45,7 +56,8 @@ def read_role(role: ModelRole) -> ModelShape:
         raise ValueError(f"{role.section}: {role.model_path}: {error}") from None
 
 
-def actor_violations(cfg: PPOConfig, shape: ModelShape) -> Iterator[str]:
+def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
+    """device: cuda or cpu, as `resolve_device` says."""
     rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
     yield from model_layout_violations(
         shape,
@@ -54,9 +66,22 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape) -> Iterator[str]:
         prefix=ACTOR_MEGATRON,
         rollout_tp=rollout.tensor_model_parallel_size,
     )
+    if rollout.name == "sglang":
+        yield from _heads_on_sglang(rollout, shape, device=device)
     if shape.num_experts and rollout.name == "sglang":
-        yield from _mixture_on_sglang(rollout, shape, device=cfg.trainer.device)
+        yield from _mixture_on_sglang(rollout, shape, device=device)
     yield from _too_long(cfg, shape, "the model")
+
+
+def _heads_on_sglang(rollout: RolloutConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
+    """On a GPU SGLang repeats heads that are fewer than its ranks; on a CPU it adds some, which no checksum knows."""
+    tp_size, kv_heads = rollout.tensor_model_parallel_size, shape.num_kv_heads
+    if device == "cpu" and tp_size > kv_heads and rollout.verify_weights_every:
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server on a CPU are not "
+            f"known with more ranks than the model's {kv_heads} key/value heads; set one of {divisors_text(kv_heads)}, "
+            f"or {ROLLOUT}.verify_weights_every=0"
+        )
 
 
 def _mixture_on_sglang(rollout: RolloutConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
@@ -99,12 +124,14 @@ def role_violations(
         shape, megatron, role.world_size(cfg), prefix=f"{role.section}.megatron", rollout_tp=None
     )
     yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
-    if tokenizer is not None:
+    # Of the policy's own model `vocabulary_violations` has said it.
+    if tokenizer is not None and role.model_path != cfg.actor_rollout_ref.model.path:
         yield from _other_vocabulary(role, shape, tokenizer)
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[str]:
     """Of its files. Its family may be any that the server knows: no trainer reads it."""
+    assert judge.model.path is not None
     path = Path(judge.model.path)
     if not (path / "config.json").is_file():
         yield f"{JUDGE}.model.path = {path}: has no config.json; give the directory of a language model"
@@ -118,10 +145,28 @@ def judge_violations(judge: JudgeConfig) -> Iterator[str]:
             f"{JUDGE}.model.path = {path}: is a {heads[0]}, which writes no text; give a language model, or set "
             "reward_model.enable=true and reward_model.model.path to it"
         )
+    if judge.name == "sglang":
+        yield from served_model_violations(
+            path, f"{JUDGE}.tensor_model_parallel_size", judge.tensor_model_parallel_size
+        )
     try:
         check_context_length(path, max_model_len(judge), f"{JUDGE}.max_prompt_length + {JUDGE}.max_response_length")
     except ValueError as error:
         yield str(error)
+
+
+def served_model_violations(path: str | Path, key: str, tp_size: int) -> Iterator[str]:
+    """Of a model that a server alone reads, of any family. key: of tp_size, the ranks of a server."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # The server says what is wrong with the directory.
+        return
+    config = config.get("text_config") or config
+    heads = config.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0:
+        kv_heads = config.get("num_key_value_heads") or heads
+        yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
 
 
 def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:
@@ -136,12 +181,15 @@ def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:
 def _other_vocabulary(role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     from scalerl.data import load_tokenizer
 
-    if shape.vocab_size < len(tokenizer):
+    word, token = _last_word(tokenizer)
+    if token >= shape.vocab_size:
         yield (
-            f"{role.section}: {role.model_path} has {shape.vocab_size} words, the policy's tokenizer has "
-            f"{len(tokenizer)}: it reads the policy's tokens; give a model with the policy's tokenizer"
+            f"{role.section}: {role.model_path} has {shape.vocab_size} words (vocab_size in config.json), and the "
+            f"policy's tokenizer, whose tokens it reads, goes up to token {token} ({word!r}); give a model with at "
+            f"least {token + 1} words"
         )
         return
+    assert role.model_path is not None
     try:
         own = load_tokenizer(role.model_path, role.trust_remote_code)
     except (ValueError, OSError):
@@ -153,6 +201,23 @@ def _other_vocabulary(role: ModelRole, shape: ModelShape, tokenizer: PreTrainedT
         yield (
             f"{role.section}: {role.model_path} has another tokenizer than the policy: {word!r} is token "
             f"{theirs[word]} there and {ours.get(word, 'unknown')} here; give a model with the policy's tokenizer"
+        )
+
+
+def _last_word(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
+    """The word with the highest token. Not their number: tokens may leave some out."""
+    return max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+
+
+def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Of a model and its own tokenizer. key: names the model."""
+    word, token = _last_word(tokenizer)
+    if token >= vocab_size:
+        yield (
+            f"{key} = {path}: its tokenizer goes up to token {token} ({word!r}), and the model has {vocab_size} "
+            f"words (vocab_size in config.json), so it has no embedding for the last "
+            f"{token + 1 - vocab_size}; take the added tokens out of the tokenizer, or give the model rows for "
+            "them (transformers' resize_token_embeddings)"
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from scalerl.balance import Alignment, StepPlan, plan_step
+from scalerl.balance import Alignment, SizeKeys, StepPlan, plan_step
 from scalerl.config import micro_batch_multiple
 from scalerl.config.schema import MegatronConfig
 from scalerl.controller.batch import BatchRef
@@ -32,6 +32,7 @@ class Planner:
     """Packs a step's samples for one model.
 
     samples_per_update: of a mini-batch; None: one mini-batch of all. max_tokens: of a micro-batch on one device.
+    keys: what sets these two, for errors.
     """
 
     megatron: MegatronConfig
@@ -39,6 +40,8 @@ class Planner:
     max_tokens: int
     samples_per_update: int | None
     flops: FlopsShape
+    # Not of the rules: planners that differ in nothing else make the same plans.
+    keys: SizeKeys = field(default_factory=SizeKeys, compare=False)
 
     def fits_into(self, other: Planner) -> bool:
         """Whether the other's plans obey this one's rules (on the same ranks), though not its model's own FLOPs."""
@@ -57,6 +60,7 @@ class Planner:
             mini_batches=[rows[start : start + size] for start in range(0, len(samples), size)],
             workload_S=self.flops.forward_each(samples.num_tokens_S),
             sample_names=[f"prompt {uid}" for uid in samples.samples["prompt_uid"]],
+            keys=self.keys,
             **packing_rules(self.megatron, self.max_tokens),
         )
 

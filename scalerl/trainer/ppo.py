@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +11,12 @@ import numpy as np
 from scalerl.algorithms import KLController
 from scalerl.config import PPOConfig
 from scalerl.controller.batch import PlacedBatch
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
 from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.workers import MegatronWorker
 from scalerl.metrics import Metric, Timers, Tracking, merge_metrics, validation_metrics
 from scalerl.trainer import checkpoints
 from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
+from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
@@ -25,18 +26,18 @@ from scalerl.trainer.stop import StopRequest
 
 @dataclass
 class Run:
-    """The roles of one run, and how far it is."""
+    """The roles of one run, and how far it is: what a training loop has to work with."""
 
     config: PPOConfig
     samples: SampleStream
-    rollout: HybridRollout
-    actor: MegatronActor
-    reference: MegatronReference | None
-    critic: MegatronCritic | None
-    reward_model: MegatronRewardModel | None
+    rollout: Rollout
+    actor: Actor
+    reference: Reference | None
+    critic: Critic | None
+    reward_model: RewardModel | None
     # With algorithm.use_kl_in_reward.
     kl: KLController | None
-    # One for each pool.
+    # One for each pool, the actor's first.
     worker_groups: list[WorkerGroup]
     # By role.
     planners: dict[str, Planner]
@@ -46,12 +47,16 @@ class Run:
     total_steps: int
     stop: StopRequest
     step: int = 0
+    # The newest checkpoint: the one that the run went on from, then its own.
+    checkpoint: Path | None = None
+    # The step whose weights the last validation was of.
+    tested_at: int | None = None
 
 
 def fit(run: Run) -> dict[str, float]:
     """Trains to total_steps, or to the end of the step in which a stop was asked for; not at all with val_only.
 
-    Returns the last validation.
+    Returns the last validation, which is of step run.tested_at.
     """
     cfg = run.config.trainer
     # The servers started from files; from here on they serve what the trainer sent.
@@ -72,14 +77,10 @@ def fit(run: Run) -> dict[str, float]:
         if checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
                 tested = validation = validate(run)
-        if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
+        if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
-        timing_s = run.timers.pop()
-        # The step's time is known, so this is in the next one's.
-        with run.timers("metrics"):
-            metrics = step_metrics(run.config, outcome, run.yardsticks, timing_s, step=step, epoch=epoch)
-            run.tracker.log(metrics | tested, step=step)
+        log_step(run, outcome, epoch=epoch, more=tested)
     return validation
 
 
@@ -133,19 +134,29 @@ def train_step(run: Run, step: int) -> StepOutcome:
     return StepOutcome(batch.samples, plans["actor"], metrics)
 
 
-def model_scores(reward_model: MegatronRewardModel, batch: PlacedBatch) -> np.ndarray:
+def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, float] | None = None) -> None:
+    """Ends the step's time and logs what is known of it. more: numbers to log with it."""
+    timing_s = run.timers.pop()
+    # The step's time is known, so this is in the next one's.
+    with run.timers("metrics"):
+        metrics = step_metrics(run.config, outcome, run.yardsticks, timing_s, step=run.step, epoch=epoch)
+        run.tracker.log({**metrics, **(more or {})}, step=run.step)
+
+
+def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
     """[S]: the reward model's for samples of reward style "model", the reward function's for the others."""
     return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
 
 
 def memory(run: Run) -> dict[str, Metric]:
     """Of all ranks of all pools."""
-    return merge_metrics(part for group in run.worker_groups for part in group.memory())
+    return merge_metrics(part for group in run.worker_groups for part in group.call(MegatronWorker.memory))
 
 
 def validate(run: Run) -> dict[str, float]:
     """val-core/* over the whole validation set; a table of the first samples when configured."""
     samples, _ = run.rollout.validate(step=run.step)
+    run.tested_at = run.step
     if run.reward_model is not None:
         planner = replace(run.planners["reward_model"], samples_per_update=None)
         placed = run.rollout.place(samples, {"reward_model": planner.plan(samples)})
@@ -166,7 +177,7 @@ def save(run: Run) -> Path:
     models = {"actor": checkpoints.SavedModel(run.actor.save, cfg.actor_rollout_ref.model.path)}
     if run.critic is not None:
         models["critic"] = checkpoints.SavedModel(run.critic.save, cfg.critic.model.path, head="value")
-    return checkpoints.save(
+    run.checkpoint = checkpoints.save(
         cfg.trainer.default_local_dir,
         run.step,
         models,
@@ -178,6 +189,7 @@ def save(run: Run) -> Path:
         },
         keep=cfg.trainer.max_actor_ckpt_to_keep,
     )
+    return run.checkpoint
 
 
 def load(run: Run, resumed: checkpoints.Resumed) -> None:
@@ -194,4 +206,4 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # A run may have begun without it.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    run.step = resumed.step
+    run.step, run.checkpoint = resumed.step, resumed.directory

@@ -11,6 +11,8 @@ from scalerl.config import (
     PPOConfig,
     SFTConfig,
     model_roles,
+    too_few_conversations,
+    too_few_prompts,
     uses_critic,
     validate_ppo,
     validate_sft,
@@ -20,6 +22,7 @@ from scalerl.config.schema import DataConfig, JudgeConfig, SFTDataConfig, SFTTra
 from scalerl.families import ModelShape
 from scalerl.metrics import check_backends
 from scalerl.trainer import checkpoints
+from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.device import resolve_device
 from scalerl.trainer.findings import Findings
 from scalerl.trainer.model_checks import (
@@ -29,6 +32,7 @@ from scalerl.trainer.model_checks import (
     read_model,
     read_role,
     role_violations,
+    vocabulary_violations,
 )
 from scalerl.user_code import import_files
 
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from scalerl.data import PromptTable, RLHFDataset, SFTDataset
+    from scalerl.rewards import RewardManager
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class PPOInputs:
     val: RLHFDataset | PromptTable
     device: str
     resumed: checkpoints.Resumed
+    # trainer.custom_fit.
+    fit: Fit | None = None
 
 
 @dataclass(frozen=True)
@@ -60,23 +67,28 @@ class SFTInputs:
 
 def check_ppo(cfg: PPOConfig) -> PPOInputs:
     """Raises ConfigError with every violation that was found."""
-    from scalerl.algorithms import get_policy_loss
+    from scalerl.algorithms import get_adv_estimator, get_policy_loss
     from scalerl.data import create_rl_dataset, load_tokenizer
     from scalerl.rewards import build_reward_manager
 
     findings = Findings()
-    device = resolve_device(cfg.trainer.device)
-    findings.violations.extend(validate_ppo(cfg, device=device))
+    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    # First: which rules hold, and which models a run has, depends on what these files register.
     imported = _import_own(findings, cfg.trainer)
-    model = cfg.actor_rollout_ref.model
-    tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
-    shapes = _check_models(findings, cfg, tokenizer)
-    _check_judge(findings, cfg.reward_model.judge)
+    fit = findings.run(lambda: load_fit(cfg.trainer.custom_fit))
+    rewards = None
     # What is not imported cannot be known.
     if imported:
-        findings.run(lambda: _check_estimator(cfg))
+        findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
         findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
-        findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function).close())
+        rewards = findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
+    broken = validate_ppo(cfg, device=device)
+    findings.violations.extend(broken)
+    model = cfg.actor_rollout_ref.model
+    tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
+    # Of sizes that do not fit each other nothing can be said against a model or the data.
+    shapes = _check_models(findings, cfg, tokenizer, None if broken else device)
+    _check_judge(findings, cfg.reward_model.judge)
     train = val = None
     if tokenizer is not None:
         train = findings.run(
@@ -85,10 +97,16 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
         val = findings.run(lambda: create_rl_dataset(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples))
     if train is not None and val is not None:
         findings.violations.extend(_scorers_without_prompts(cfg, train, val))
+    if train is not None and not broken and not cfg.trainer.val_only:
+        findings.violations.extend(too_few_prompts(cfg, len(train)))
+    if rewards is not None:
+        datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
+        _try_rewards(findings, rewards, cfg, datasets, tokenizer)
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
     resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
     findings.raise_if_any()
-    return PPOInputs(shapes, tokenizer, train, val, device, resumed)
+    assert tokenizer is not None and train is not None and val is not None and resumed is not None
+    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
@@ -107,13 +125,21 @@ def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTabl
             )
 
 
-def _check_estimator(cfg: PPOConfig) -> None:
-    """Raises ValueError for a name that no one registered, and for one that needs what the run will not have."""
-    from scalerl.algorithms import get_adv_estimator
+def _try_rewards(
+    findings: Findings,
+    rewards: RewardManager,
+    cfg: PPOConfig,
+    datasets: dict[str, RLHFDataset | PromptTable],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Closes the manager."""
+    from scalerl.trainer.reward_checks import reward_violations
 
-    name = cfg.algorithm.adv_estimator
-    if "values" in get_adv_estimator(name).needs and not uses_critic(cfg):
-        raise ValueError(f"algorithm.adv_estimator={name} needs values: only gae has a critic that gives them")
+    try:
+        if tokenizer is not None:
+            findings.violations.extend(reward_violations(rewards, cfg.reward_model, datasets, tokenizer))
+    finally:
+        rewards.close()
 
 
 def trained_models(cfg: PPOConfig) -> dict[str, str]:
@@ -123,17 +149,24 @@ def trained_models(cfg: PPOConfig) -> dict[str, str]:
 
 
 def _check_models(
-    findings: Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None
+    findings: Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, device: str | None
 ) -> dict[str, ModelShape]:
-    """Role -> the model's shape, with the head of its role; without the models that cannot be read."""
+    """Role -> the model's shape, with the head of its role; without the models that cannot be read.
+
+    device: None where the models are read, and not held against the configuration.
+    """
     shapes = {"actor": findings.run(lambda: read_model(cfg.actor_rollout_ref.model.path))}
     if shapes["actor"] is not None:
-        findings.violations.extend(actor_violations(cfg, shapes["actor"]))
+        if device is not None:
+            findings.violations.extend(actor_violations(cfg, shapes["actor"], device=device))
+        if tokenizer is not None:
+            key, path = "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
+            findings.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
     for role in model_roles(cfg):
         if role.model_path is None:
             continue
         shape = shapes[role.name] = findings.run(partial(read_role, role))
-        if shape is not None:
+        if shape is not None and device is not None:
             findings.violations.extend(role_violations(cfg, role, shape, tokenizer))
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -146,9 +179,10 @@ def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
     if not judge.enable:
         return
     findings.run(lambda: load_question(judge.prompt_path))
-    if judge.model.path is not None:
+    path = judge.model.path
+    if path is not None:
         findings.violations.extend(judge_violations(judge))
-        tokenizer = findings.run(lambda: load_tokenizer(judge.model.path, judge.model.trust_remote_code))
+        tokenizer = findings.run(lambda: load_tokenizer(path, judge.model.trust_remote_code))
         if tokenizer is not None:
             findings.run(lambda: require_chat_template(tokenizer))
 
@@ -158,22 +192,28 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     from scalerl.data import SFTDataset, load_tokenizer
 
     findings = Findings()
-    device = resolve_device(cfg.trainer.device)
-    findings.violations.extend(validate_sft(cfg, device=device))
+    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
     _import_own(findings, cfg.trainer)
+    broken = validate_sft(cfg, device=device)
+    findings.violations.extend(broken)
     shape = findings.run(lambda: read_model(cfg.model.path))
-    if shape:
+    if shape and not broken:
         findings.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
     tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    if shape is not None and tokenizer is not None:
+        findings.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
     train = val = None
     if tokenizer is not None:
         train = findings.run(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
         if cfg.data.val_files:
             val = findings.run(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
+    if train is not None and not broken:
+        findings.violations.extend(too_few_conversations(cfg, len(train)))
     resumed = _check_resume(findings, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train)
     findings.raise_if_any()
+    assert shape is not None and train is not None and resumed is not None
     return SFTInputs(shape, train, val, device, resumed)
 
 

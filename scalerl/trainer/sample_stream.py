@@ -13,10 +13,11 @@ import numpy as np
 from scalerl.config import PPOConfig
 from scalerl.controller.batch import BatchRef
 from scalerl.controller.groups import Enough, GroupFilter, SampleGroup, kept_uids
-from scalerl.controller.rollout_role import Finished, Generation, HybridRollout
+from scalerl.controller.rollout_role import Finished, Generation
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
 from scalerl.metrics import Metric, merge_metrics
+from scalerl.trainer.contracts import Rollout
 from scalerl.trainer.ledger import Ledger
 
 
@@ -39,7 +40,7 @@ class SampleStream:
     prompts: where new groups come from.
     """
 
-    def __init__(self, config: PPOConfig, rollout: HybridRollout, prompts: PromptCursor, *, total_steps: int) -> None:
+    def __init__(self, config: PPOConfig, rollout: Rollout, prompts: PromptCursor, *, total_steps: int) -> None:
         self.rollout, self.prompts, self.total_steps = rollout, prompts, total_steps
         self.batch_size = config.data.train_batch_size
         self.gen_batch_size = config.data.gen_batch_size

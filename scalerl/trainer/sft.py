@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import ray
 
-from scalerl.balance import packing_metrics, plan_step
-from scalerl.config import SFTConfig, world_size
+from scalerl.balance import SizeKeys, packing_metrics, plan_step
+from scalerl.config import SFTConfig, total_steps, world_size
 from scalerl.controller.batch import ShardedBatch
-from scalerl.controller.pools import ray_cluster
+from scalerl.controller.processes import Processes, leased
 from scalerl.controller.worker_group import WorkerGroup, join
+from scalerl.controller.workers import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
 from scalerl.metrics import Timers, Tracking, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
 from scalerl.trainer import checkpoints
-from scalerl.trainer.build import flops_shape, num_steps, open_tracker, start_pool, start_workers, take_directory
+from scalerl.trainer.build import LOGS, flops_shape, open_tracker, start_pool, start_workers, take_directory
 from scalerl.trainer.packing_rules import packing_rules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import Yardstick
@@ -41,6 +41,8 @@ class SFTRun:
     total_steps: int
     stop: StopRequest
     step: int = 0
+    # The newest checkpoint: the one that the run went on from, then its own.
+    checkpoint: Path | None = None
 
 
 def fit(run: SFTRun) -> None:
@@ -51,19 +53,18 @@ def fit(run: SFTRun) -> None:
         step = run.step + 1
         with run.timers("update"):
             batch = place(run, run.train, run.rows.take(run.config.data.train_batch_size))
-            metrics, _ = run.workers.update_sft(
-                batch, totals=[{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
-            )
+            totals = [{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
+            metrics = run.workers.call(MegatronWorker.update_sft, batch, totals=totals).metrics
         run.step = step
         if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
-                tested, _ = run.workers.evaluate_sft(place(run, run.val, range(len(run.val))))
-                metrics |= tested
-        if checkpoints.is_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
+                rows = place(run, run.val, range(len(run.val)))
+                metrics |= run.workers.call(MegatronWorker.evaluate_sft, rows).metrics
+        if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
         with run.timers("metrics"):
-            metrics |= merge_metrics(run.workers.memory())
+            metrics |= merge_metrics(run.workers.call(MegatronWorker.memory))
         timing_s = run.timers.pop()
         # The step's time is known, so this is in the next one's.
         with run.timers("metrics"):
@@ -80,6 +81,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         mini_batches=[range(len(picked))],
         workload_S=run.yardstick.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
+        keys=SizeKeys("data.max_token_len_per_gpu", "data.train_batch_size"),
         **packing_rules(run.config.megatron, run.config.data.max_token_len_per_gpu),
     )
     samples = {
@@ -107,39 +109,51 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
 
 
 def save(run: SFTRun) -> Path:
+    def write(directory: str) -> None:
+        run.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
+
     cfg = run.config
-    return checkpoints.save(
+    run.checkpoint = checkpoints.save(
         cfg.trainer.default_local_dir,
         run.step,
-        {"actor": checkpoints.SavedModel(partial(run.workers.save_checkpoint, "actor"), cfg.model.path)},
+        {"actor": checkpoints.SavedModel(write, cfg.model.path)},
         state={"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
         keep=cfg.trainer.max_actor_ckpt_to_keep,
     )
+    return run.checkpoint
 
 
 @contextmanager
-def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
-    """A run that is ready for its next step; everything it started ends with the block."""
+def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None) -> Iterator[SFTRun]:
+    """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer = cfg.trainer
     resumed, stop = inputs.resumed, StopRequest()
-    # Before anything starts, so that a notice that comes early is not lost.
-    stop.listen()
-    total_steps = num_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
+    num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
+        # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
+        stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, total_steps))
+        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
         tracker.phase("start")
-        stack.enter_context(ray_cluster(num_workers=world_size(cfg), device=inputs.device))
-        pool = start_pool(stack, trainer, inputs.device, trainer.timeout_s)
-        layout = Layout.of(cfg.megatron, pool.world_size)
-        workers = start_workers(stack, pool, layout, trainer, inputs.device, cfg.megatron.seed)
-        join([workers])
-        workers.build_engine(
-            "actor", cfg.model.path, cfg.megatron, cfg.optim, trust_remote_code=cfg.model.trust_remote_code
+        lease = stack.enter_context(
+            leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=run_dir / LOGS)
         )
-        workers.set_dataset("train", ray.put(inputs.train))
+        pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
+        layout = Layout.of(cfg.megatron, pool.world_size)
+        workers = start_workers(lease, pool, layout, trainer, inputs.device, cfg.megatron.seed)
+        join([workers])
+        workers.call(
+            MegatronWorker.build_engine,
+            "actor",
+            cfg.model.path,
+            cfg.megatron,
+            cfg.optim,
+            trust_remote_code=cfg.model.trust_remote_code,
+        )
+        workers.call(MegatronWorker.set_dataset, "train", ray.put(inputs.train))
         if inputs.val is not None:
-            workers.set_dataset("val", ray.put(inputs.val))
+            workers.call(MegatronWorker.set_dataset, "val", ray.put(inputs.val))
+        peak = workers.call(MegatronWorker.peak_flops, cfg.megatron.dtype)
         run = SFTRun(
             config=cfg,
             rows=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
@@ -148,16 +162,16 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs) -> Iterator[SFTRun]:
             workers=workers,
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            yardstick=Yardstick(flops_shape(inputs.shape), workers.peak_flops(cfg.megatron.dtype), layout.world_size),
+            yardstick=Yardstick(flops_shape(inputs.shape), peak, layout.world_size),
             dp_size=layout.dp_size,
-            total_steps=total_steps,
+            total_steps=num_steps,
             stop=stop,
         )
         # It was opened beside all this; one that cannot be ends the run here, not after the first step.
         tracker.wait_started()
         if resumed.directory is not None:
-            workers.load_checkpoint("actor", str(resumed.directory / "actor"))
+            workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
-            run.step = resumed.step
+            run.step, run.checkpoint = resumed.step, resumed.directory
             tracker.message(f"resumed from {resumed.directory}")
         yield run

@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 from scalerl.parallel import platform
 
-platform.install("cpu" if not torch.cuda.is_available() else "cuda")
+platform.install("cpu")
 
 import scalerl.parallel.engine  # noqa: F401
 import tests.tiny_models  # noqa: F401

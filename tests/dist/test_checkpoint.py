@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scalerl.trainer import checkpoints
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE, Sizes
+from tests.lanes import full, mostly_full
 from tests.tiny_models import make_tiny_model
 
 # A checkpoint of each is loaded on each.
@@ -170,32 +172,54 @@ def save_others(models: dict[str, str], directories: dict[str, str]) -> None:
         checkpoint.save_engine(trainer.engine, directories[name])
 
 
-@dataclass
 class Saved:
-    """Per layout: the checkpoint directory (as the trainer commits it) and what each rank did after it."""
+    """Checkpoints of one model on several layouts, each made when it is asked for."""
 
-    model: Path
-    directories: dict[str, str]
-    continued: dict[str, list[Continued]]
+    def __init__(self, layouts: dict[str, Sizes], model: Path, root: Path) -> None:
+        self.layouts, self.model, self.root = layouts, model, root
+        # What each rank did after its checkpoint.
+        self.continued: dict[str, list[Continued]] = {}
+        self.directories: dict[str, str] = {}
+
+    def on(self, name: str) -> str:
+        """The checkpoint's directory, as the trainer commits it."""
+        if name not in self.directories:
+            self.directories[name] = self._save(name)
+        return self.directories[name]
+
+    def _save(self, name: str) -> str:
+
+        def write(directory: str) -> None:
+            sizes = self.layouts[name]
+            self.continued[name] = run_ranks(sizes["world_size"], train_and_save, str(self.model), sizes, directory)
+
+        models = {"actor": checkpoints.SavedModel(write, str(self.model))}
+        return str(checkpoints.save(str(self.root / name), 7, models, state={}, keep=None) / "actor")
+
+    def goes_on(self, layout: str, sources: Sequence[str], *others: Any) -> list[dict[str, str]]:
+        """The run of every source goes on on this layout. Returns what each rank said of the others."""
+        sizes = self.layouts[layout]
+        directories = {source: self.on(source) for source in sources}
+        ranks = run_ranks(
+            sizes["world_size"], load_and_train, str(self.model), sizes, directories, *(others or ({}, None))
+        )
+        for source in sources:
+            actual, expected = [continued[source] for continued, _ in ranks], self.continued[source]
+            assert_goes_on(actual, expected)
+            if source == layout:
+                assert_same_bits(actual, expected)
+        return [refusals for _, refusals in ranks]
 
 
-def save_on(layouts: dict[str, Sizes], model: Path, root: Path) -> Saved:
-    directories, continued = {}, {}
-    for name, sizes in layouts.items():
-
-        def write(directory: str, name: str = name, sizes: Sizes = sizes) -> None:
-            continued[name] = run_ranks(sizes["world_size"], train_and_save, str(model), sizes, directory)
-
-        models = {"actor": checkpoints.SavedModel(write, str(model))}
-        path = checkpoints.save(str(root / name), 7, models, state={}, keep=None)
-        directories[name] = str(path / "actor")
-    return Saved(model, directories, continued)
+def on_layouts(layouts: dict[str, Sizes], main: dict[str, Sequence[str]]) -> Any:
+    """Cases (layout, sources): in `make test` those of main, and in `make test-all` every layout from every layout."""
+    return [*main.items(), *(full(layout, tuple(layouts)) for layout in layouts)]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return save_on(LAYOUTS, model, tmp_path_factory.mktemp("saved"))
+    return Saved(LAYOUTS, model, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
@@ -212,18 +236,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directories = {name: str(tmp_path_factory.mktemp("others") / name) for name in OTHERS}
     run_ranks(1, save_others, models, directories)
     return directories
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def loaded(
-    request: pytest.FixtureRequest, saved: Saved, others: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[tuple[dict[str, Continued], dict[str, str]]]]:
-    """The layout, and per rank what it did with every checkpoint."""
-    deeper = make_tiny_model(tmp_path_factory.mktemp("deeper"), "qwen3", vocab_size=VOCAB_SIZE, num_layers=4)
-    sizes = LAYOUTS[request.param]
-    return request.param, run_ranks(
-        sizes["world_size"], load_and_train, str(saved.model), sizes, saved.directories, others, str(deeper)
-    )
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -255,17 +267,23 @@ def assert_same_bits(actual: list[Continued], expected: list[Continued]) -> None
         assert all(torch.equal(*pair) for pair in zip(mine.random, theirs.random, strict=True))
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_a_run_goes_on(saved: Saved, loaded: tuple[str, list], source: str) -> None:
-    layout, ranks = loaded
-    actual = [continued[source] for continued, _ in ranks]
-    assert_goes_on(actual, saved.continued[source])
-    if layout == source:
-        assert_same_bits(actual, saved.continued[source])
+@pytest.mark.parametrize(
+    ("layout", "sources"), on_layouts(LAYOUTS, {"one": ["one", "tp2_pp2"], "tp2_pp2": ["one", "tp2_pp2", "dp2"]})
+)
+def test_a_run_goes_on_and_another_model_is_refused(
+    saved: Saved, others: dict[str, str], tmp_path: Path, layout: str, sources: Sequence[str]
+) -> None:
+    deeper = make_tiny_model(tmp_path, "qwen3", vocab_size=VOCAB_SIZE, num_layers=4)
+    ranks = saved.goes_on(layout, sources, others, str(deeper))
+    for other in [*OTHERS, "fewer_layers"]:
+        messages = {refusals[other] for refusals in ranks}
+        assert len(messages) == 1, "ranks disagree"
+        assert NAMED.get(other, "decoder.layers.2.input_layernorm.weight: not in the checkpoint") in messages.pop()
 
 
 def test_the_schedule_goes_on(saved: Saved) -> None:
     """Else equal learning rates would say nothing."""
+    saved.on("one"), saved.on("tp2_pp2")
     rates = [update["lr"] for update in last_stage(saved.continued["one"]).updates]
     # Warm-up ends with the third update; the fourth is the first of the cosine's 7.
     assert rates[0] == pytest.approx(1e-3) and 0 < rates[1] < 1e-3
@@ -273,18 +291,9 @@ def test_the_schedule_goes_on(saved: Saved) -> None:
         assert [update["lr"] for update in last_stage(ranks).updates] == rates, name
 
 
-@pytest.mark.parametrize("other", [*OTHERS, "fewer_layers"])
-def test_another_model_is_refused(loaded: tuple[str, list], other: str) -> None:
-    _, ranks = loaded
-    messages = {refusals[other] for _, refusals in ranks}
-    assert len(messages) == 1, "ranks disagree"
-    wanted = NAMED.get(other, "decoder.layers.2.input_layernorm.weight: not in the checkpoint")
-    assert wanted in messages.pop()
-
-
 @pytest.mark.parametrize("broken", ["share_adam_step", "skip_optimizer"])
 def test_the_comparison_sees_a_lost_optimizer(saved: Saved, broken: str) -> None:
-    ranks = run_ranks(1, load_broken, str(saved.model), saved.directories["one"], broken)
+    ranks = run_ranks(1, load_broken, str(saved.model), saved.on("one"), broken, fresh=True)
     with pytest.raises(AssertionError):
         assert_goes_on(ranks, saved.continued["one"])
 
@@ -302,25 +311,12 @@ def load_broken(model: str, directory: str, broken: str) -> Continued:
 @pytest.fixture(scope="module")
 def saved_tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model = make_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2", vocab_size=VOCAB_SIZE, initializer_range=0.1)
-    return save_on({name: LAYOUTS[name] for name in TIED_LAYOUTS}, model, tmp_path_factory.mktemp("saved_tied"))
+    return Saved(LAYOUTS, model, tmp_path_factory.mktemp("saved_tied"))
 
 
-@pytest.mark.parametrize("layout", ["one", "pp2"])
+@pytest.mark.parametrize("layout", [full("one"), "pp2"])
 def test_tied_embeddings(saved_tied: Saved, layout: str) -> None:
-    ranks = run_ranks(
-        LAYOUTS[layout]["world_size"],
-        load_and_train,
-        str(saved_tied.model),
-        LAYOUTS[layout],
-        saved_tied.directories,
-        {},
-        None,
-    )
-    for source, expected in saved_tied.continued.items():
-        actual = [continued[source] for continued, _ in ranks]
-        assert_goes_on(actual, expected)
-        if source == layout:
-            assert_same_bits(actual, expected)
+    saved_tied.goes_on(layout, TIED_LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -328,32 +324,26 @@ def saved_deep(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     model = make_tiny_model(
         tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1
     )
-    return save_on(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_deep"))
-
-
-@pytest.mark.parametrize("layout", DEEP_LAYOUTS)
-def test_a_run_of_a_mixture_goes_on(saved_deep: Saved, layout: str) -> None:
-    sizes = DEEP_LAYOUTS[layout]
-    ranks = run_ranks(
-        sizes["world_size"], load_and_train, str(saved_deep.model), sizes, saved_deep.directories, {}, None
-    )
-    for source, expected in saved_deep.continued.items():
-        actual = [continued[source] for continued, _ in ranks]
-        assert_goes_on(actual, expected)
-        if source == layout:
-            assert_same_bits(actual, expected)
+    return Saved(DEEP_LAYOUTS, model, tmp_path_factory.mktemp("saved_deep"))
 
 
 @pytest.mark.parametrize(
-    ("which", "layout"),
-    [
-        *((which, layout) for which in ("saved", "saved_tied") for layout in TIED_LAYOUTS),
-        *(("saved_deep", layout) for layout in DEEP_LAYOUTS),
-    ],
+    ("layout", "sources"), on_layouts(DEEP_LAYOUTS, {"tp2_etp2": ["tp2_etp2", "vpp2_pp2"], "vpp2_pp2": ["ep2"]})
 )
+def test_a_run_of_a_mixture_goes_on(saved_deep: Saved, layout: str, sources: Sequence[str]) -> None:
+    saved_deep.goes_on(layout, sources)
+
+
+MERGED = [("saved", name) for name in TIED_LAYOUTS] + [("saved_tied", name) for name in TIED_LAYOUTS]
+MERGED += [("saved_deep", name) for name in DEEP_LAYOUTS]
+# Those that other tests make.
+MERGED_IN_MAIN = [("saved", "tp2_pp2"), ("saved_tied", "pp2"), ("saved_deep", "vpp2_pp2"), ("saved_deep", "tp2_etp2")]
+
+
+@pytest.mark.parametrize(("which", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))
 def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layout: str) -> None:
     found: Saved = request.getfixturevalue(which)
-    directory = Path(found.directories[layout])
+    directory = Path(found.on(layout))
     merge(directory, tmp_path / "merged")
     expected = load_file(directory / "exported.safetensors")
     actual = load_file(tmp_path / "merged" / "model.safetensors")
@@ -373,5 +363,5 @@ def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layou
 def test_the_merge_has_the_trained_weights(saved: Saved) -> None:
     """Else a merge of the starting weights would pass."""
     start = load_file(saved.model / "model.safetensors")
-    trained = load_file(Path(saved.directories["one"]) / "exported.safetensors")
+    trained = load_file(Path(saved.on("one")) / "exported.safetensors")
     assert not any(torch.equal(start[name], trained[name]) for name in start)

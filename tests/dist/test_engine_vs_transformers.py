@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.dist.launch import run_ranks
+from tests.lanes import full
 from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 # Arguments of Layout.
@@ -153,7 +154,12 @@ def measured_on(models: dict[str, str]) -> Callable[[str], list[dict[str, FromEn
     return run
 
 
-@pytest.fixture(params=CASES, ids="-".join)
+MAIN_LAYOUTS = ("one", "tp2")
+
+
+@pytest.fixture(
+    params=[case if case[0] in MAIN_LAYOUTS else full(case) for case in CASES], ids=["-".join(case) for case in CASES]
+)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
@@ -298,8 +304,17 @@ def poisoned(
     return str(error.value), unchanged, engine.update(shard, [(0, 1)], objective, temperature=1.0)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 4), (1, 2, 2)], ids=["one", "tp2_dp2", "pp2"])
+@pytest.mark.parametrize(
+    ("layout", "poison"),
+    [
+        full((1, 1, 1), math.nan, id="one-nan"),
+        full((1, 1, 1), math.inf, id="one-inf"),
+        full((2, 1, 4), math.nan, id="tp2_dp2-nan"),
+        pytest.param((2, 1, 4), math.inf, id="tp2_dp2-inf"),
+        pytest.param((1, 2, 2), math.nan, id="pp2-nan"),
+        full((1, 2, 2), math.inf, id="pp2-inf"),
+    ],
+)
 def test_a_gradient_that_is_no_number(models: dict[str, str], layout: tuple[int, int, int], poison: float) -> None:
     """No rank changes a weight or optimizer state, also where only one is poisoned; at the limit all stop."""
     for message, unchanged, following in run_ranks(layout[2], poisoned, models["qwen3"], *layout, poison):

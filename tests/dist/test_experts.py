@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.merge import merge
 from tests.dist.launch import run_ranks
+from tests.lanes import full, mostly_full
 from tests.tiny_models import make_tiny_model
 
 # Arguments of Layout.
@@ -28,6 +29,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"world_size": 2},
     "pp2": {"world_size": 2, "pp_size": 2},
 }
+MAIN = ("one", "tp2_ep2", "pp2")
 LENGTHS = (9, 17, 2, 12, 31, 8, 5, 21)
 MICRO_BATCHES = ((3, 0, 2), (4,), (7, 1, 6, 5))
 # Of two dp ranks: even and odd rows. Two micro-batches, as an interleaved pipeline of two stages wants them too.
@@ -164,7 +166,7 @@ def expected(model: Path) -> Update:
     return expected_update(model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", mostly_full(LAYOUTS, MAIN.__contains__))
 def test_losses_of_the_router(ranks_on: Callable, expected: Update, layout: str) -> None:
     """However the tokens are split and padded, losses and gradient are those of the plain formula."""
     for rank in ranks_on(layout):
@@ -180,8 +182,8 @@ def update_with_losses(model: str, layout: dict[str, int], megatron: dict[str, A
     "layout",
     [
         {"world_size": 2, "pp_size": 2, "vpp_size": 2},
-        {"world_size": 4, "pp_size": 2},
-        {"world_size": 2, "cp_size": 2, "ep_size": 2},
+        full({"world_size": 4, "pp_size": 2}),
+        full({"world_size": 2, "cp_size": 2, "ep_size": 2}),
     ],
     ids=["vpp2_pp2", "pp2_dp2", "ep2_cp2"],
 )
@@ -202,7 +204,7 @@ def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Upd
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        full({"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ],
     ids=["moe", "full"],
@@ -301,7 +303,7 @@ def test_replayed_choices_are_followed(hf: PreTrainedModel, on_one: list[dict], 
     assert changed > sum(LENGTHS) / 2
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("layout", mostly_full([name for name in LAYOUTS if name != "one"], MAIN.__contains__))
 def test_replay_on_a_layout(ranks_on: Callable, on_one: list[dict], layout: str) -> None:
     ranks = ranks_on(layout)
     for run in ("own", "again", "given"):
@@ -322,7 +324,7 @@ def bias_after_an_update(model: str, layout: dict[str, int]) -> dict[str, Tensor
     return {name: x for name, x in rank.exported().items() if name.endswith("e_score_correction_bias")}
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2_ep2", "cp2", "dp2"])
+@pytest.mark.parametrize("layout", [full("one"), "tp2_ep2", full("cp2"), "dp2"])
 @torch.no_grad()
 def test_bias_moves_against_the_load(tmp_path: Path, layout: str) -> None:
     """By the real tokens of the update alone: neither padding nor the log-prob pass counts."""
@@ -363,7 +365,7 @@ def load_and_train(model: str, layout: dict[str, int], directory: str) -> tuple[
 
 
 # deepseek_v3's first pipeline stage has no experts.
-@pytest.mark.parametrize(("layout", "loaded_on"), [("tp2_ep2", ["pp2", "tp2_etp2"]), ("pp2", ["dp2"])])
+@pytest.mark.parametrize(("layout", "loaded_on"), [("tp2_ep2", ["pp2", "tp2_etp2"]), full("pp2", ["dp2"])])
 def test_checkpoint_of_experts(model: Path, tmp_path: Path, layout: str, loaded_on: list[str]) -> None:
     actor = tmp_path / "actor"
     saved, after = run_ranks(2, train_and_save, str(model), LAYOUTS[layout], str(actor))[0]

@@ -15,11 +15,27 @@ import torch
 
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
+from tests.lanes import mostly_full
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 CASES = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 CASES += [("qwen3_moe", layout) for layout in MIXTURE_LAYOUTS]
+# Of `make test`: every layout of up to four ranks with one family, every family on three and more.
+MAIN = {
+    "tp2": "qwen3",
+    "pp2": "qwen2",
+    "vpp2_pp2": "llama",
+    "uneven_pp2": "qwen3_moe",
+    "cp2": "llama",
+    "cp4": "qwen3",
+    "dp2": "qwen2",
+    "tp2_pp2": "llama",
+    "tp2_dp2": "qwen3_moe",
+    "tp2_cp2": "qwen2",
+    "pp2_dp2": "qwen3",
+    "cp2_dp2": "qwen3_moe",
+} | dict.fromkeys(MIXTURE_LAYOUTS, "qwen3_moe")
 # Response lengths and packing differ on purpose; the last prompt is long and its response short.
 LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 TEMPERATURE = 0.7
@@ -91,7 +107,9 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
 
 
 def run(model_path: Path, sizes: dict[str, int], **options: Any) -> Outcome:
-    ranks = run_ranks(sizes["world_size"], train, str(model_path), sizes, options)
+    # A function of megatron is replaced for good.
+    fresh = "break_qk_norm" in options
+    ranks = run_ranks(sizes["world_size"], train, str(model_path), sizes, options, fresh=fresh)
     collected: dict[str, dict[int, torch.Tensor]] = {"logprobs": {}, "entropy": {}}
     for per_row, _, _ in ranks:
         for name, rows in per_row.items():
@@ -141,7 +159,7 @@ def one_process(models: Callable[[str], Path]) -> Callable[[str], Outcome]:
     return functools.cache(lambda family: run(models(family), ONE))
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout"), mostly_full(CASES, lambda case: MAIN.get(case[1]) == case[0]))
 def test_layout(models: Callable[[str], Path], one_process: Callable[[str], Outcome], family: str, layout: str) -> None:
     assert_same(run(models(family), (LAYOUTS | MIXTURE_LAYOUTS)[layout]), one_process(family))
 
@@ -155,7 +173,7 @@ def test_training_moves_the_weights(one_process: Callable[[str], Outcome], famil
     assert all(update["grad_norm"] > 0 for update in updates)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_full(FAMILIES, lambda family: family == "qwen2"))
 @pytest.mark.parametrize(
     "options",
     [

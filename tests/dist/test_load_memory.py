@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from scalerl.families import ModelShape, family_of
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
+from tests.lanes import full
 
 STORED = torch.bfloat16
 NUM_FILES = 3
@@ -48,12 +49,12 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = {"one": ONE} | LAYOUTS | MIXTURE_LAYOUTS
 CLEAR_REFS = "/proc/self/clear_refs"
 CASES = [
-    ("tied", "one", "bfloat16"),
-    ("tied", "pp2", "bfloat16"),
-    ("wide", "one", "float32"),
+    full("tied", "one", "bfloat16"),
+    full("tied", "pp2", "bfloat16"),
+    full("wide", "one", "float32"),
     ("wide", "tp2", "bfloat16"),
     ("experts", "ep2", "float32"),
-    ("experts", "tp2_etp2", "bfloat16"),
+    full("experts", "tp2_etp2", "bfloat16"),
 ]
 
 
@@ -142,7 +143,7 @@ def test_a_rank_reads_its_slices_and_takes_one_tensor(
     shape = ModelShape.from_hf(path)
     sizes = family_of(shape).hf_shapes(shape).values()
     largest = max(torch.Size(size).numel() for size in sizes) * STORED.itemsize
-    for rank in run_ranks(SIZES[layout]["world_size"], load, str(path), SIZES[layout], dtype):
+    for rank in run_ranks(SIZES[layout]["world_size"], load, str(path), SIZES[layout], dtype, fresh=True):
         assert rank["read"] == rank["shard"]
         assert rank["shard"] > 1.5 * largest and largest > 2 * SMALL_BYTES, "too small to tell"
         assert rank["peak"] <= largest + SMALL_BYTES

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerl.algorithms import masked_mean, masked_var, masked_whiten
+from scalerl.algorithms import masked_mean, masked_var, whiten_selected
 from tests.dist.launch import run_ranks
 
 # Elements per rank, and how many of them the mask selects.
@@ -43,8 +43,7 @@ def on_rank(shares: tuple[tuple[int, int], ...]) -> dict[str, Tensor]:
         "mean": masked_mean(mine, mask, group=group),
         "var": masked_var(mine, mask, group=group),
         "biased": masked_var(mine, mask, unbiased=False, group=group),
-        "whiten": masked_whiten(mine, mask, group=group),
-        "scaled": masked_whiten(mine, mask, shift_mean=False, group=group),
+        "whiten": whiten_selected(mine, mask, group=group),
     }
     for name in ("mean", "var"):
         found[f"{name} gradient"] = torch.autograd.grad(found[name], mine)[0]
@@ -64,8 +63,7 @@ def test_equals_one_place(name: str) -> None:
         "biased": masked_var(whole, mask, unbiased=False),
     }
     split = {
-        "whiten": masked_whiten(whole, mask).detach().split(sizes),
-        "scaled": masked_whiten(whole, mask, shift_mean=False).detach().split(sizes),
+        "whiten": whiten_selected(whole, mask).detach().split(sizes),
     }
     for statistic in ("mean", "var"):
         split[f"{statistic} gradient"] = torch.autograd.grad(expected[statistic], whole)[0].split(sizes)

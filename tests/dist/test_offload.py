@@ -11,6 +11,7 @@ import torch
 
 from tests.dist.launch import run_ranks
 from tests.dist.trainee import Trainee
+from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
 # (tp_size, pp_size, world_size)
@@ -61,9 +62,9 @@ def same(mine: Any, theirs: Any) -> bool:
     return mine == theirs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [full("float32"), "bfloat16"])
 @pytest.mark.parametrize(
-    ("layout", "distributed"), [("dp2", True), ("tp2", True), ("dp2", False)], ids=["dp2", "tp2", "dp2-replicated"]
+    ("layout", "distributed"), [("dp2", True), ("tp2", True), full("dp2", False)], ids=["dp2", "tp2", "dp2-replicated"]
 )
 def test_training_is_bitwise_the_same(model: str, layout: str, distributed: bool, dtype: str) -> None:
     megatron = {"dtype": dtype, "use_distributed_optimizer": distributed}
@@ -272,6 +273,7 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     """A trainer rank as the controller drives it: its metrics, and what is on the device after each call."""
     import logging
     import os
+    import socket
 
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
     from scalerl.controller.workers import MegatronWorker
@@ -286,7 +288,10 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
     worker = MegatronWorker(rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1)
-    worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        worker.listener = socket.create_server(address)
+    worker.join(address)
     config = MegatronConfig(dtype="bfloat16", **megatron)
     worker.build_engine("actor", model, config, OptimConfig(lr=1e-3))
     worker.build_engine("ref", model, config, None)
@@ -302,7 +307,7 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     )
     after = [on_device()]
     for method, options in (
-        ("compute_log_prob", {"correction": RolloutCorrectionConfig()}),
+        ("compute_log_prob", {"correction": RolloutCorrectionConfig(), "config": ActorConfig()}),
         ("compute_ref_log_prob", {}),
     ):
         _, columns = getattr(worker, method)(shard, [[[0, 1]]], temperature=1.0, **options)
@@ -319,8 +324,8 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
 
 def test_a_worker_has_its_models_on_the_device_only_while_they_compute(model: str) -> None:
     flags = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
-    stays = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], {})
-    leaves = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], flags)
+    stays = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], {}, fresh=True)
+    leaves = run_ranks(2, worker_phases, model, LAYOUTS["dp2"], flags, fresh=True)
     for rank, (there, away) in enumerate(zip(stays, leaves, strict=True)):
         assert all(sizes["actor"]["params"] > 0 < sizes["ref"]["params"] for sizes in there[0])
         assert away[0] == [dict.fromkeys(("actor", "ref"), dict.fromkeys(PARTS, 0))] * 4

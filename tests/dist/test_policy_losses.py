@@ -24,6 +24,8 @@ CHAIN = (
     ("sapo", "seq-mean-token-sum"),
     ("kl_cov", "token-mean"),
     ("clip_cov", "seq-mean-token-mean"),
+    ("dro", "seq-mean-token-sum-norm"),
+    ("gpg", "token-sum"),
 )
 SELECTING = ("kl_cov", "clip_cov")
 
@@ -84,7 +86,8 @@ def train(model_path: str, sizes: dict[str, int], budget: int, own_counts: bool)
             clip_ratio_low=0.1,
             clip_ratio_high=0.15,
             loss_agg_mode=mode,
-            policy_loss=PolicyLossConfig(name, 0.3, 0.0, 1.0, kl_cov_ratio=0.2, ppo_kl_coef=0.5),
+            loss_scale_factor=32.0,
+            policy_loss=PolicyLossConfig(name, 0.3, 0.0, 1.0, kl_cov_ratio=0.2, ppo_kl_coef=0.5, dro_beta=0.5),
         )
         given = shard
         if name in SELECTING:

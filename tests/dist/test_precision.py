@@ -12,6 +12,7 @@ import torch
 
 from tests.dist.launch import run_ranks
 from tests.dist.trainee import Trainee
+from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
 # (tp_size, pp_size, world_size)
@@ -109,7 +110,7 @@ def tiny_steps(model: str, layout: tuple[int, int, int], dtype: str, distributed
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", full("float16")])
 def test_steps_below_the_spacing_add_up(model: str, dtype: str, distributed: bool) -> None:
     """Half the spacing there is 6e-5 (bfloat16): a step of 1e-5 alone is lost in the weight, but not in its float32
     main parameter, so that 30 of them arrive."""
@@ -148,7 +149,7 @@ def overflow(model: str, layout: tuple[int, int, int], distributed: bool) -> Any
 
 @pytest.mark.parametrize(
     ("layout", "distributed"),
-    [("tp2", True), ("dp2", True), ("dp2", False), ("pp2", True)],
+    [full("tp2", True), ("dp2", True), full("dp2", False), ("pp2", True)],
     ids=["tp2", "dp2", "dp2-replicated", "pp2"],
 )
 def test_float16_skips_until_the_scale_fits(model: str, layout: str, distributed: bool) -> None:
@@ -238,8 +239,8 @@ def skipped(
     ("layout", "megatron", "layer", "rank", "value"),
     [
         ("dp2", {}, 1, 1, math.inf),
-        ("dp2", {"use_distributed_optimizer": False}, 1, 1, math.nan),
-        ("tp2", {"dtype": "bfloat16"}, 0, 1, math.nan),
+        full("dp2", {"use_distributed_optimizer": False}, 1, 1, math.nan),
+        full("tp2", {"dtype": "bfloat16"}, 0, 1, math.nan),
         ("tp2_dp2", {"dtype": "bfloat16"}, 1, 2, -math.inf),
         ("pp2", {}, 1, 1, math.inf),
         # At its lowest scale an overflow of float16 is like any other.

@@ -105,21 +105,28 @@ def test_zigzag_gives_every_rank_the_same_causal_work() -> None:
 
 
 def slice_and_gather(num_tokens: int, grad_scaler: bool) -> dict[str, Any]:
-    from scalerl.parallel.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
+    """By a group that is given; without grad_scaler by that of the process."""
+    from scalerl import compat
 
-    group = start()
+    group, errors = start(), []
     ids = torch.arange(1, num_tokens + 1)[None]
     positions = torch.arange(num_tokens)[None]
-    mine, my_positions, padding = ulysses_pad_and_slice_inputs(ids, positions, group.size(), group=group, pad_value=99)
-    hidden = mine.float().requires_grad_()
-    whole = gather_outputs_and_unpad(hidden * 2, 1, 1, padding, grad_scaler, group)
-    (whole * torch.arange(num_tokens)).sum().backward()
-    errors = []
     for arguments in ({"sp_size": 3, "group": group}, {"sp_size": 2}):
         try:
-            ulysses_pad_and_slice_inputs(ids, positions, **arguments)
+            compat.ulysses_pad_and_slice_inputs(ids, positions, **arguments)
         except ValueError as error:
             errors.append(str(error))
+    given = group if grad_scaler else None
+    compat.set_ulysses_sequence_parallel_group(None if grad_scaler else group)
+    try:
+        mine, my_positions, padding = compat.ulysses_pad_and_slice_inputs(
+            ids, positions, sp_size=2, pad_value=99, group=given
+        )
+        hidden = mine.float().requires_grad_()
+        whole = compat.gather_outputs_and_unpad(hidden * 2, 1, 1, padding, grad_scaler, given)
+    finally:
+        compat.set_ulysses_sequence_parallel_group(None)
+    (whole * torch.arange(num_tokens)).sum().backward()
     return {
         "ids": mine,
         "positions": my_positions,
@@ -149,8 +156,8 @@ def test_slices_and_gathers(num_tokens: int, grad_scaler: bool) -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    from scalerl.parallel.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
+    from scalerl.compat import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 
     ids, positions, padding = ulysses_pad_and_slice_inputs(torch.ones(1, 3, dtype=torch.int64))
     assert (ids.shape, positions, padding) == ((1, 3), None, 0)
-    assert gather_outputs_and_unpad(torch.arange(5.0), 0, 0, 2).tolist() == [0.0, 1.0, 2.0]
+    assert gather_outputs_and_unpad(torch.arange(5.0), 0, 0, 2).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

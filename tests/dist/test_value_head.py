@@ -17,6 +17,7 @@ from scalerl.families import ModelShape, value_model_config
 from scalerl.merge import merge
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
+from tests.lanes import mostly_full
 from tests.tiny_models import make_tiny_model
 
 LENGTHS = (9, 17, 1, 12, 30, 8, 3, 21)
@@ -192,7 +193,10 @@ def test_equals_transformers(model: Path, one_process: Found) -> None:
     assert torch.stack(spread).std() > 0.1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+MAIN = ("tp2_pp2", "cp2_dp2", "vpp2_pp2")
+
+
+@pytest.mark.parametrize("layout", mostly_full(LAYOUTS, MAIN.__contains__))
 def test_layout(model: Path, one_process: Found, layout: str) -> None:
     assert_same(run(model, LAYOUTS[layout]), one_process)
 

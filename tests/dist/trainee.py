@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,14 +12,20 @@ LENGTHS = (9, 17, 5, 12, 30, 8, 3, 21)
 TEMPERATURE = 0.7
 
 
-@cache
+# Of the job that this process runs.
+_groups: list[Any] = []
+
+
 def groups(layout: tuple[int, int, int]) -> Any:
-    """Of (tp_size, pp_size, world_size); megatron starts its groups once per process."""
+    """Of (tp_size, pp_size, world_size); megatron starts its groups once per job."""
     from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
 
-    tp_size, pp_size, world_size = layout
-    return initialize(Layout(world_size, tp_size, pp_size), backend=platform.backend(), timeout_s=60, seed=1)
+    if not torch.distributed.is_initialized():
+        tp_size, pp_size, world_size = layout
+        sizes = Layout(world_size, tp_size, pp_size)
+        _groups[:] = [initialize(sizes, backend=platform.backend(), timeout_s=60, seed=1)]
+    return _groups[0]
 
 
 class Trainee:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.controller.processes import Processes
 from tests.e2e.jobs import Inputs, Job
+from tests.e2e.kept import Kept
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 
@@ -23,6 +25,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
         command = [sys.executable, "-W", "ignore", str(EXAMPLE / script), "--out", str(out)]
         subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     return Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
+
+
+@pytest.fixture(scope="session")
+def kept(processes: Processes) -> Kept:
+    return Kept(processes)
 
 
 @pytest.fixture(scope="session")

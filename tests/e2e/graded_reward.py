@@ -12,6 +12,8 @@ import threading
 import time
 from pathlib import Path
 
+from scalerl.rewards.trial import TRIAL_RESPONSE
+
 _lock = threading.Lock()
 _num_train_calls = 0
 
@@ -24,7 +26,8 @@ def compute_score(
     pause_dir: str | None = None,
     strikes_file: str | None = None,
 ) -> float:
-    if (pause_dir is not None or strikes_file is not None) and extra_info["split"] == "train":
+    is_sample = extra_info is not None and extra_info["split"] == "train" and solution_str != TRIAL_RESPONSE
+    if (pause_dir is not None or strikes_file is not None) and is_sample:
         called = _count()
         if strikes_file is not None:
             _strike(json.loads(Path(strikes_file).read_text()), called)

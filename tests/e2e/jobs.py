@@ -14,12 +14,16 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from scalerl.errors import EXIT_USER_ERROR
 from tests.e2e.step_checks import check_step
+
+if TYPE_CHECKING:
+    from tests.e2e.kept import Finished
 
 MARKER = "SCALERL_E2E_JOB"
 RUN_TIMEOUT_S = 400.0
@@ -240,6 +244,8 @@ class Inputs:
             f"custom_reward_function.path={REWARD}",
             "reward_model.timeout_s=300",
             "trainer.logger=[console,file]",
+            # A run that looks at checkpoints says when they come.
+            "trainer.save_freq=0",
             f"trainer.default_local_dir={run_dir}",
             f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
             *more,
@@ -290,11 +296,17 @@ def check_first_updates(run_dir: Path, final: dict[int, dict[str, float]]) -> No
             assert abs(data["actor/ppo_kl_first_update"]) < 1e-6, f"step {step} of {run_dir}"
             for key in ("actor/pg_clipfrac_first_update", "actor/pg_clipfrac_lower_first_update"):
                 assert data.get(key, 0.0) == 0.0, f"{key} of step {step} of {run_dir}"
+            assert data["actor/entropy_loss"] > 0, f"step {step} of {run_dir}"
+            left_out = ("actor/skipped_updates", "actor/rejected_updates", "rollout_corr/rollout_rs_masked_fraction")
+            if data["actor/num_updates"] == 1 and not any(data.get(key) for key in left_out):
+                # One update has the tokens and the policy of the pass before it.
+                same = pytest.approx(data["actor/entropy_loss"], rel=1e-4)
+                assert data["actor/entropy"] == same, f"step {step} of {run_dir}"
 
 
-def refused(job: Job, timeout_s: float = 120) -> str:
-    """The message of a job that was refused: all of standard error, no stack in it."""
-    code = job.finish(timeout_s)
+def refused(job: Job | Finished, timeout_s: float = 120) -> str:
+    """The message of a run that was refused: all of standard error, no stack in it."""
+    code = job.finish(timeout_s) if isinstance(job, Job) else job.code
     assert code == EXIT_USER_ERROR, job.tail()
     for text in (job.stdout, job.stderr):
         assert "Traceback" not in text and "ray::" not in text, job.tail()

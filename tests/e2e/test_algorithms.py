@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
-from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, main_ppo
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
+from tests.e2e.kept import Kept
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -23,7 +23,7 @@ def greedy_score(model: Any, tokenizer: Any, prompt_ids: list[int]) -> float:
     return compute_score("", tokenizer.decode(ids, skip_special_tokens=True), "")
 
 
-def test_remax_and_gspo(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+def test_remax_and_gspo(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run_dir = tmp_path / "run"
@@ -38,9 +38,8 @@ def test_remax_and_gspo(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> 
         "trainer.val_before_train=false",
         "trainer.logger=[console,file]",
     )
-    job = start_job(main_ppo(arguments), tmp_path)
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
     record = Record.read(run_dir).final
     model = AutoModelForCausalLM.from_pretrained(inputs.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)

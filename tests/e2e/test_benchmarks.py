@@ -228,6 +228,23 @@ def test_rollout_client(tmp_path: Path) -> None:
     assert result["ratio_of_rounds"]["min"] <= result["ratio_of_rounds"]["median"] <= result["ratio_of_rounds"]["max"]
 
 
+@pytest.mark.full
+def test_cpu_attention(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "cpu_attention.py", tmp_path / "result.json",
+        *("--prompts", "5", "--n", "2", "--short-len", "4", "3", "--mean-len", "9", "--max-len", "20"),
+        *("--max-num-seqs", "8", "--hidden", "64", "--layers", "1", "--repeats", "2", "--warmup", "0"),
+    )  # fmt: skip
+    assert result.keys() == {"short", "ragged", "prompts"}
+    assert result["short"]["num_tokens"] == 30
+    for load in result.values():
+        # Processor time may round to nothing.
+        assert_positive(load, may_be_zero=("/server_cpu_s", "/less_processor_time"))
+        rates = load["tokens_per_s"]
+        assert rates["loop"] == pytest.approx(load["num_tokens"] / load["seconds"]["loop"]["median"])
+        assert load["speed_up"] == pytest.approx(rates["batched"] / rates["loop"])
+
+
 def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     command = [
         sys.executable,

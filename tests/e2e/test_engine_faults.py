@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.controller.groups import SampleGroup
-from scalerl.errors import EXIT_USER_ERROR
+from scalerl.errors import EXIT_FAILED
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
+from tests.e2e.kept import Kept
 from tests.e2e.test_kill_and_resume import STEPS, assert_same_samples, assert_same_weights, reproducible
 
 # With a prompt as many tokens as a micro-batch has.
@@ -28,25 +29,23 @@ def arguments(inputs: Inputs, run_dir: Path, strikes: list[Strike], *more: str) 
     file = run_dir / "strikes.json"
     file.write_text(json.dumps([strike.as_json(run_dir) for strike in strikes]))
     rollout = "actor_rollout_ref.rollout"
-    return main_ppo(
-        inputs.overrides(
-            run_dir,
-            "+layout=tp2",
-            f"data.max_response_length={RESPONSE}",
-            f"{rollout}.ignore_eos=true",
-            f"{rollout}.max_num_seqs={SAMPLES}",
-            f"{rollout}.request_timeout_s={REQUEST_TIMEOUT_S}",
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.save_freq=4",
-            "trainer.test_freq=2",
-            f"+custom_reward_function.reward_kwargs.strikes_file={file}",
-            *more,
-        )
+    return inputs.overrides(
+        run_dir,
+        "+layout=tp2",
+        f"data.max_response_length={RESPONSE}",
+        f"{rollout}.ignore_eos=true",
+        f"{rollout}.max_num_seqs={SAMPLES}",
+        f"{rollout}.request_timeout_s={REQUEST_TIMEOUT_S}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=4",
+        "trainer.test_freq=2",
+        f"+custom_reward_function.reward_kwargs.strikes_file={file}",
+        *more,
     )
 
 
 def run(start_job: StartJob, arguments: list[str], run_dir: Path) -> Job:
-    job = start_job(arguments, run_dir)
+    job = start_job(main_ppo(arguments), run_dir)
     assert job.finish() == 0, job.tail()
     job.assert_gone()
     # The last words of a server may hold one.
@@ -56,9 +55,10 @@ def run(start_job: StartJob, arguments: list[str], run_dir: Path) -> Job:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed")
-    run(start_job, arguments(inputs, run_dir, []), run_dir)
+    finished = kept.train(arguments(inputs, run_dir, []))
+    assert finished.code == 0, finished.tail()
     return run_dir
 
 
@@ -99,6 +99,18 @@ def test_two_servers_that_die_and_hang_in_turn(
     assert logs == {f"rollout-{index}{again}.log" for index in (0, 1) for again in ("", ".restart-1", ".restart-2")}
 
 
+@pytest.mark.full
+def test_the_only_server_dies(inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    only_one = "actor_rollout_ref.rollout.num_replicas=1"
+    run(start_job, arguments(inputs, run_dir, [Strike(2, 0, signal.SIGKILL)], only_one), run_dir)
+    metrics = Record.read(run_dir).final
+    assert [metrics[step]["rollout/num_restarts"] for step in range(1, STEPS + 1)] == [0.0, 1.0, 0.0, 0.0]
+    assert metrics[2]["rollout/num_resubmitted"] > 0
+    assert_same_run(undisturbed, run_dir, tmp_path)
+
+
+@pytest.mark.full
 def test_servers_on_devices_of_their_own(
     inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -123,14 +135,15 @@ def test_servers_on_devices_of_their_own(
     assert logs == {f"rollout-{index}{again}.log" for index in (0, 1) for again in ("", ".restart-1")}
 
 
+@pytest.mark.full
 def test_the_only_server_dies_again_and_again_and_ends_the_run_with_its_last_words(
     inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     strikes = [Strike(step, 0, signal.SIGABRT) for step in (2, 3)]
     limit = ["actor_rollout_ref.rollout.max_restarts=1", "actor_rollout_ref.rollout.num_replicas=1"]
-    job = start_job(arguments(inputs, run_dir, strikes, *limit), run_dir)
-    assert job.finish() == EXIT_USER_ERROR, job.tail()
+    job = start_job(main_ppo(arguments(inputs, run_dir, strikes, *limit)), run_dir)
+    assert job.finish() == EXIT_FAILED, job.tail()
     job.assert_gone()
     metrics = Record.read(run_dir).final
     assert [metrics[step]["rollout/num_restarts"] for step in (1, 2)] == [0.0, 1.0]
@@ -148,6 +161,7 @@ def test_the_only_server_dies_again_and_again_and_ends_the_run_with_its_last_wor
     assert "It was restarted 1 times in this run, actor_rollout_ref.rollout.max_restarts=1" in error
 
 
+@pytest.mark.full
 def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     more = [
@@ -157,7 +171,7 @@ def test_a_real_sglang_server_dies(inputs: Inputs, start_job: StartJob, tmp_path
         "actor_rollout_ref.actor.optim.lr=3e-2",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
-        "trainer.save_freq=-1",
+        "trainer.save_freq=0",
         "trainer.test_freq=-1",
     ]
     job = run(start_job, arguments(inputs, run_dir, [Strike(2, 0, signal.SIGKILL)], *more), run_dir)

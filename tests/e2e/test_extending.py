@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -15,9 +16,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, main_ppo, numbered, only, refused
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, numbered, only, refused
+from tests.e2e.kept import Kept
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 STEPS = 3
@@ -44,7 +46,6 @@ def settings() -> list[str]:
 
 @dataclass(frozen=True)
 class Done:
-    job: Job
     run_dir: Path
     record: Record
     inputs: Inputs
@@ -54,7 +55,7 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def done(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def done(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """One update a step, so that the step's loss is that of the weights that the dump's log-probs are of."""
     directory = tmp_path_factory.mktemp("extending")
     write_files(directory)
@@ -69,11 +70,10 @@ def done(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathF
         "trainer.val_before_train=false",
         *settings(),
     )
-    job = start_job(main_ppo(overrides), directory)
-    job.own_keys = frozenset({"actor/ratio"})
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
-    return Done(job, run_dir, Record.read(run_dir), inputs)
+    with contextlib.chdir(directory):
+        finished = kept.train(overrides, own_keys=["actor/ratio", "my/best_score", "my/largest_weight"])
+    assert finished.code == 0, finished.tail()
+    return Done(run_dir, Record.read(run_dir), inputs)
 
 
 def test_dumps_are_as_often_as_configured_and_at_the_end(done: Done) -> None:
@@ -101,6 +101,24 @@ def test_the_own_backend_has_every_number(done: Done) -> None:
     lines = (done.run_dir / "metrics.csv").read_text().splitlines()
     found = {tuple(line.split(",")[:2]) for line in lines}
     assert found == {(str(step), key) for step, data in done.record.final.items() for key in data}
+
+
+def test_the_own_loop_trains_logs_and_saves(done: Done) -> None:
+    """scalerl's loop would have logged no such number, validated before the end and saved nothing."""
+    best = float("-inf")
+    for step in range(1, STEPS + 1):
+        logged = done.record.final[step]
+        best = max(best, logged["critic/score/mean"])
+        assert logged["my/best_score"] == pytest.approx(best)
+        assert not any(key.startswith("val-core/") for key in logged)
+    assert {path.name for path in done.run_dir.glob("global_step_*")} == {f"global_step_{STEPS}"}
+    # Over all ranks, of the weights that were saved: the model began as the reference, and one update moved them by lr.
+    weights = [tensor.abs().max().item() for tensor in weights_of(done.inputs.model).values()]
+    assert done.record.final[1]["my/largest_weight"] == pytest.approx(max(weights), abs=2e-3)
+
+
+def weights_of(model: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def advantages_of(rows: Sequence[dict[str, Any]]) -> list[float]:
@@ -160,16 +178,17 @@ def test_a_dump_says_where_each_sample_was_computed_and_what_drew_it(done: Done)
 
 
 def test_what_is_wrong_with_ones_own_files_is_told_before_anything_starts(
-    inputs: Inputs, start_job: StartJob, tmp_path: Path
+    inputs: Inputs, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
     code = (tmp_path / "my_algorithms.py").read_text()
     (tmp_path / "taken.py").write_text(code.replace('"median"', '"grpo"'))
     given = ["trainer.import_files=[taken.py]", "algorithm.adv_estimator=median"]
-    violations = numbered(refused(start_job(main_ppo(inputs.overrides(tmp_path / "run", *given)), tmp_path)))
+    violations = numbered(refused(kept.train(inputs.overrides(tmp_path / "run", *given))))
     line = code.splitlines().index('@register_adv_est("median")') + 1
     only(violations, "taken.py does not import", "'grpo' is already scalerl.algorithms", f"taken.py:{line}")
     assert len(violations) == 1, "no complaint about a name that was not looked up"
     given = ["trainer.import_files=[my_algorithms.py]", "algorithm.adv_estimator=medain"]
-    violations = numbered(refused(start_job(main_ppo(inputs.overrides(tmp_path / "run", *given)), tmp_path)))
+    violations = numbered(refused(kept.train(inputs.overrides(tmp_path / "run", *given))))
     only(violations, "algorithm.adv_estimator='medain'", "Did you mean 'median'?", "trainer.import_files")

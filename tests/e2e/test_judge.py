@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conftest import EXAMPLE, StartJob
-from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, main_ppo, numbered, only, refused
+from tests.e2e.conftest import EXAMPLE
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, numbered, only, refused
+from tests.e2e.kept import Kept
 
 STEPS = 2
 JUDGE = "reward_model.judge"
@@ -92,7 +93,7 @@ def arguments(judge: Path, mixed: dict[str, Path], question: Path) -> list[str]:
 
 
 def test_a_judge_scores_its_prompts_and_no_others(
-    inputs: Inputs, start_job: StartJob, judge: Path, mixed: dict[str, Path], tmp_path: Path
+    inputs: Inputs, kept: Kept, judge: Path, mixed: dict[str, Path], tmp_path: Path
 ) -> None:
     question = tmp_path / "question.txt"
     question.write_text("{prompt}{response}={ground_truth}")
@@ -103,9 +104,8 @@ def test_a_judge_scores_its_prompts_and_no_others(
         f"trainer.test_freq={STEPS}",
         *arguments(judge, mixed, question),
     )
-    job = start_job(main_ppo(overrides), run_dir)
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
+    finished = kept.train(overrides)
+    assert finished.code == 0, finished.tail()
     record = Record.read(run_dir)
     judged: list[dict[str, Any]] = []
     for step in range(1, STEPS + 1):
@@ -146,15 +146,15 @@ def test_a_judge_scores_its_prompts_and_no_others(
 
 
 def test_a_judge_that_cannot_judge_is_refused_before_anything_starts(
-    inputs: Inputs, start_job: StartJob, judge: Path, mixed: dict[str, Path], tmp_path: Path
+    inputs: Inputs, kept: Kept, judge: Path, mixed: dict[str, Path], tmp_path: Path
 ) -> None:
     question = tmp_path / "question.txt"
     question.write_text("How good is it?")
     wrong = [f"{JUDGE}.max_response_length=100", f"{JUDGE}.model.path={tmp_path}"]
     overrides = inputs.overrides(tmp_path / "run", *arguments(judge, mixed, question))
-    violations = numbered(refused(start_job(main_ppo([*overrides, wrong[0]]), tmp_path)))
+    violations = numbered(refused(kept.train([*overrides, wrong[0]])))
     only(violations, f"{JUDGE}.prompt_path = ", "does not hold {response}")
     only(violations, f"{JUDGE}.max_prompt_length + {JUDGE}.max_response_length = 164", "max_position_embeddings=128")
     assert len(violations) == 2
-    violations = numbered(refused(start_job(main_ppo([*overrides, wrong[1]]), tmp_path)))
+    violations = numbered(refused(kept.train([*overrides, wrong[1]])))
     only(violations, f"{JUDGE}.model.path = {tmp_path}: has no config.json")

@@ -22,6 +22,7 @@ from scalerl.trainer.stop import EXIT_REQUEUE
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, numbered, only, refused, scalerl
+from tests.e2e.kept import Finished, Kept
 
 STEPS = 4
 LAYOUTS = {
@@ -42,39 +43,35 @@ LAYOUTS = {
 }
 # Clocks and memory, which no two runs share.
 MEASURED = re.compile(
-    r"timing_s/|timing_per_token_ms/|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
+    r"timing_s/|timing_per_token_ms/|train/mfu|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
     r"|perf/update_weights_gb_per_s"
 )
 
 
-def command(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = None) -> list[str]:
+def overrides(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = None) -> list[str]:
     kwargs = [] if pause is None else [f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"]
-    return main_ppo(
-        inputs.overrides(
-            run_dir,
-            *LAYOUTS[layout],
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.save_freq=2",
-            "trainer.test_freq=2",
-            "trainer.resume_mode=auto",
-            "trainer.logger=[console,file,mlflow]",
-            *kwargs,
-        )
+    return inputs.overrides(
+        run_dir,
+        *LAYOUTS[layout],
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=2",
+        "trainer.test_freq=2",
+        "trainer.resume_mode=auto",
+        "trainer.logger=[console,file,mlflow]",
+        *kwargs,
     )
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """layout -> directory of a run that nobody disturbed."""
+def uninterrupted(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """layout -> directory of a run that nobody disturbed, in processes that others had before."""
     done: dict[str, Path] = {}
 
     def run(layout: str) -> Path:
         if layout not in done:
             run_dir = tmp_path_factory.mktemp("uninterrupted")
-            job = start_job(command(inputs, layout, run_dir), run_dir)
-            assert job.finish() == 0, job.tail()
+            finished = kept.train(overrides(inputs, layout, run_dir))
+            assert finished.code == 0, finished.tail()
             done[layout] = run_dir
         return done[layout]
 
@@ -135,12 +132,11 @@ def mlflow_run_id(run_dir: Path, step: int) -> str:
     return json.loads((run_dir / f"global_step_{step}" / "trainer_state.json").read_text())["mlflow_run_id"]
 
 
-def finish_resumed(start_job: StartJob, arguments: list[str], run_dir: Path, *, resumed_from: int) -> Job:
-    job = start_job(arguments, run_dir)
-    assert job.finish() == 0, job.tail()
-    assert f"resumed from {run_dir / f'global_step_{resumed_from}'}" in job.stdout
-    assert "Traceback" not in job.stderr
-    return job
+def assert_resumed(ended: Job | Finished, run_dir: Path, *, resumed_from: int) -> None:
+    code = ended.finish() if isinstance(ended, Job) else ended.code
+    assert code == 0, ended.tail()
+    assert f"resumed from {run_dir / f'global_step_{resumed_from}'}" in ended.stdout
+    assert "Traceback" not in ended.stderr
 
 
 def make_half_written(run_dir: Path, step: int, like: int) -> str:
@@ -153,12 +149,12 @@ def make_half_written(run_dir: Path, step: int, like: int) -> str:
     return file.name
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "dp2"))])
 def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = command(inputs, layout, run_dir, pause)
+    arguments = main_ppo(overrides(inputs, layout, run_dir, pause))
     pause.in_step(4)
     killed = start_job(arguments, run_dir)
     killed.wait_for(pause.reached, "step 4")
@@ -171,7 +167,8 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     pause.over()
 
     # Step 3, which was done and logged but not saved, is done again.
-    resumed = finish_resumed(start_job, arguments, run_dir, resumed_from=2)
+    resumed = start_job(arguments, run_dir)
+    assert_resumed(resumed, run_dir, resumed_from=2)
     resumed.assert_gone()
     assert "skipping checkpoint" in resumed.stderr and "global_step_3" in resumed.stderr and broken in resumed.stderr
     assert_same_run(expected, run_dir, tmp_path)
@@ -224,12 +221,50 @@ def greedy_score(model_dir: Path, data: Path, num_rows: int) -> float:
     return sum(scores) / len(scores)
 
 
+@pytest.mark.full
+def test_a_run_with_sglang_is_killed_and_resumed(
+    inputs: Inputs, start_job: StartJob, kept: Kept, tmp_path: Path
+) -> None:
+    """Its samples are others after a resume; steps, prompts and what the servers serve are as they were."""
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    more = [
+        "actor_rollout_ref.rollout.name=sglang",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=false",
+        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
+    ]
+    arguments = inputs.overrides(run_dir, *more)
+    pause.in_step(4)
+    killed = start_job(main_ppo(arguments), run_dir)
+    killed.wait_for(pause.reached, "step 4")
+    before = Record.read(run_dir).final
+    killed.kill_driver(signal.SIGKILL)
+    assert killed.finish() == -signal.SIGKILL
+    killed.assert_gone(but_agents=True)
+    pause.over()
+    assert_resumed(kept.train(arguments), run_dir, resumed_from=2)
+    record = Record.read(run_dir).final
+    assert sorted(record) == list(range(1, STEPS + 1))
+    # What was done before the checkpoint is as it was, to the bit.
+    assert {step: record[step] for step in (1, 2)} == {step: before[step] for step in (1, 2)}
+    trained = []
+    for step in range(1, STEPS + 1):
+        rows = pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet")
+        assert set(rows["policy_version"].to_pylist()) == {step - 1}
+        trained += sorted(set(rows["prompt_uid"].to_pylist()))
+        assert record[step]["training/rollout_probs_diff_max"] < 1e-4
+    assert len(trained) == len(set(trained)) == STEPS * PROMPTS, "each prompt is trained once"
+    killed.assert_gone()
+
+
+@pytest.mark.full
 def test_sigkill_while_a_checkpoint_is_written(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected, run_dir = uninterrupted("pp2"), tmp_path / "run"
-    arguments = command(inputs, "pp2", run_dir)
-    killed = start_job(arguments, run_dir)
+    arguments = overrides(inputs, "pp2", run_dir)
+    killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(lambda: any(run_dir.glob(f"global_step_{STEPS}.tmp-*")), "the second save")
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
@@ -237,19 +272,19 @@ def test_sigkill_while_a_checkpoint_is_written(
     assert any(run_dir.glob("*.tmp-*"))
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
 
-    finish_resumed(start_job, arguments, run_dir, resumed_from=2)
+    assert_resumed(kept.train(arguments), run_dir, resumed_from=2)
     assert not any(run_dir.glob("*.tmp-*")), "what the killed save left is removed"
     assert_same_run(expected, run_dir, tmp_path)
     assert_merged_model_is_the_trained_one(inputs, start_job, run_dir, tmp_path / "model")
 
 
 def test_sigusr1_ends_the_step_saves_and_exits_75(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     expected, run_dir, pause = uninterrupted("dp2 with a critic"), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = command(inputs, "dp2 with a critic", run_dir, pause)
+    arguments = overrides(inputs, "dp2 with a critic", run_dir, pause)
     pause.in_step(3)
-    asked = start_job(arguments, run_dir)
+    asked = start_job(main_ppo(arguments), run_dir)
     asked.wait_for(pause.reached, "step 3")
     asked.kill_driver(signal.SIGUSR1)
     pause.over()
@@ -259,7 +294,7 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(Record.read(run_dir).final) == [0, 1, 2, 3]
 
-    finish_resumed(start_job, arguments, run_dir, resumed_from=3)
+    assert_resumed(kept.train(arguments), run_dir, resumed_from=3)
     # A resumed run validates where it starts, which the other did not do at step 3.
     assert_same_samples(expected, run_dir)
     assert any(name.startswith("critic ") for name in merged(run_dir, tmp_path / "critic_too"))
@@ -273,7 +308,7 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
 
 
 def test_val_only_validates_a_checkpoint_and_trains_nothing(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Also where steps of the run are left."""
     trained, step = uninterrupted("dp2"), 2
@@ -284,30 +319,30 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path={trained / f'global_step_{step}'}",
     ]
-    job = start_job(main_ppo(inputs.overrides(tmp_path, *more)), tmp_path)
-    assert job.finish() == 0, job.tail()
+    finished = kept.train(inputs.overrides(tmp_path, *more))
+    assert finished.code == 0, finished.tail()
     found = Record.read(trained).final[step]
     validation = {key: value for key, value in found.items() if key.startswith("val-")}
     assert validation_key(inputs) in validation
     assert Record.read(tmp_path / "val_only").final == {step: validation}
-    assert f"{validation_key(inputs)} {validation[validation_key(inputs)]:.4f}" in job.stdout
+    assert f"{validation_key(inputs)} {validation[validation_key(inputs)]:.4f}" in finished.stdout
     assert not list(tmp_path.glob("global_step_*")) and not (tmp_path / "rollouts").exists()
 
 
 def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     run_dir = uninterrupted("tp2")
     model = shutil.copytree(inputs.model, tmp_path / "one_layer")
     config = inputs.config | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     (model / "config.json").write_text(json.dumps(config))
     tensors = load_file(model / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
-    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+    left = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(left, model / "model.safetensors", metadata={"format": "pt"})
 
-    arguments = command(inputs, "tp2", run_dir)
+    arguments = overrides(inputs, "tp2", run_dir)
     arguments += [f"actor_rollout_ref.model.path={model}", "data.train_max_samples=100"]
-    violations = numbered(refused(start_job(arguments, tmp_path)))
+    violations = numbered(refused(kept.train(arguments)))
     checkpoint = run_dir / f"global_step_{STEPS}"
     only(
         violations,

@@ -14,9 +14,9 @@ import torch
 
 from scalerl.families import value_model_config
 from scalerl.merge import merge
-from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
-from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, main_ppo, numbered, only, refused
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, numbered, only, refused
+from tests.e2e.kept import Kept
 
 STEPS = 3
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
@@ -51,20 +51,19 @@ class Done:
     record: Record
 
 
-def run(start_job: StartJob, inputs: Inputs, run_dir: Path, *overrides: str) -> Done:
+def run(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> Done:
     arguments = inputs.overrides(
         run_dir, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={STEPS}", *overrides
     )
-    job = start_job(main_ppo(arguments), run_dir)
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
     return Done(run_dir, Record.read(run_dir))
 
 
 @pytest.fixture(scope="module")
-def colocated(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def colocated(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Done:
     run_dir = tmp_path_factory.mktemp("colocated")
-    return run(start_job, inputs, run_dir, *GAE, "trainer.critic_warmup=1", f"trainer.save_freq={STEPS}")
+    return run(kept, inputs, run_dir, *GAE, "trainer.critic_warmup=1", f"trainer.save_freq={STEPS}")
 
 
 def test_a_critic_learns_first_and_then_both(colocated: Done) -> None:
@@ -110,9 +109,9 @@ def test_gae_of_the_dumped_samples(colocated: Done) -> None:
 
 @pytest.mark.parametrize("pools", OWN_POOLS)
 def test_pools_of_their_own_change_no_number(
-    colocated: Done, inputs: Inputs, start_job: StartJob, tmp_path: Path, pools: str
+    colocated: Done, inputs: Inputs, kept: Kept, tmp_path: Path, pools: str
 ) -> None:
-    done = run(start_job, inputs, tmp_path / "run", *GAE, "trainer.critic_warmup=1", *OWN_POOLS[pools])
+    done = run(kept, inputs, tmp_path / "run", *GAE, "trainer.critic_warmup=1", *OWN_POOLS[pools])
     for step in range(1, STEPS + 1):
         expected = {key: value for key, value in colocated.record.final[step].items() if key.startswith(SAME)}
         found = {key: value for key, value in done.record.final[step].items() if key.startswith(SAME)}
@@ -172,10 +171,10 @@ def transformers_scores(model_dir: Path, sequences: Sequence[list[int]]) -> list
     "pool", [["+layout=tp2"], ["reward_model.resource_pool.nnodes=1", "reward_model.resource_pool.n_gpus_per_node=2"]]
 )
 def test_a_reward_model_scores_its_prompts_and_no_others(
-    inputs: Inputs, start_job: StartJob, reward_model: Path, mixed: dict[str, Path], tmp_path: Path, pool: list[str]
+    inputs: Inputs, kept: Kept, reward_model: Path, mixed: dict[str, Path], tmp_path: Path, pool: list[str]
 ) -> None:
     done = run(
-        start_job,
+        kept,
         inputs,
         tmp_path / "run",
         f"data.train_files={mixed['train']}",
@@ -205,7 +204,7 @@ def test_a_reward_model_scores_its_prompts_and_no_others(
 
 
 def test_roles_that_do_not_fit_are_refused_before_anything_starts(
-    inputs: Inputs, start_job: StartJob, reward_model: Path, tmp_path: Path
+    inputs: Inputs, kept: Kept, reward_model: Path, tmp_path: Path
 ) -> None:
     arguments = inputs.overrides(
         tmp_path / "run",
@@ -214,12 +213,12 @@ def test_roles_that_do_not_fit_are_refused_before_anything_starts(
         "reward_model.enable=true",
         f"reward_model.model.path={inputs.model}",
     )
-    violations = numbered(refused(start_job(main_ppo(arguments), tmp_path)))
+    violations = numbered(refused(kept.train(arguments)))
     only(violations, "critic.megatron.tensor_model_parallel_size = 2: shares the actor's processes")
     arguments = inputs.overrides(
         tmp_path / "run", "reward_model.enable=true", f"reward_model.model.path={inputs.model}"
     )
-    violations = numbered(refused(start_job(main_ppo(arguments), tmp_path)))
+    violations = numbered(refused(kept.train(arguments)))
     only(violations, "is a language model, without a score head")
 
 

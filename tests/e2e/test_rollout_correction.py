@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record, main_ppo
+from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Record
+from tests.e2e.kept import Kept
 
 STEPS = 2
 KEY = "algorithm.rollout_correction"
@@ -47,25 +47,24 @@ class Done:
         return [json.loads(line) for line in text.splitlines()]
 
 
-def run(start_job: StartJob, inputs: Inputs, run_dir: Path, *overrides: str) -> Done:
+def run(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> Done:
     arguments = inputs.overrides(
         run_dir, f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false", *overrides
     )
-    job = start_job(main_ppo(arguments), run_dir)
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
     return Done(run_dir, Record.read(run_dir).final)
 
 
 @pytest.fixture(scope="module")
-def plain(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return run(start_job, inputs, tmp_path_factory.mktemp("plain"), "trainer.rollout_data_outliers=3")
+def plain(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run(kept, inputs, tmp_path_factory.mktemp("plain"), "trainer.rollout_data_outliers=3")
 
 
 def test_where_sampler_and_trainer_agree_a_correction_changes_nothing(
-    plain: Done, inputs: Inputs, start_job: StartJob, tmp_path: Path
+    plain: Done, inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
-    corrected = run(start_job, inputs, tmp_path / "run", *EVERYTHING_ON)
+    corrected = run(kept, inputs, tmp_path / "run", *EVERYTHING_ON)
     for step in range(1, STEPS + 1):
         expected, found = plain.metrics[step], corrected.metrics[step]
         for name in ("max", "min", "seq_max", "seq_min"):
@@ -97,10 +96,8 @@ def test_the_tokens_that_differ_most_are_listed_beside_the_dump(plain: Done) -> 
             assert sample["prompt_length"] <= row["position"] < sample["prompt_length"] + sample["response_length"]
 
 
-def test_a_run_whose_samples_are_all_rejected_goes_on_and_counts(
-    inputs: Inputs, start_job: StartJob, tmp_path: Path
-) -> None:
-    done = run(start_job, inputs, tmp_path / "run", *EVERYTHING_REJECTED)
+def test_a_run_whose_samples_are_all_rejected_goes_on_and_counts(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    done = run(kept, inputs, tmp_path / "run", *EVERYTHING_REJECTED)
     for step in range(1, STEPS + 1):
         found = done.metrics[step]
         assert found["rollout_corr/rollout_rs_masked_fraction"] == 1.0

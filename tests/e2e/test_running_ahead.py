@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Pause, Record, main_ppo
+from tests.e2e.kept import Kept
 
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 OWN_POOL = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.resource_pool.nnodes=1"]
@@ -41,6 +43,7 @@ def assert_whole_groups(batch: list[dict[str, Any]]) -> None:
     assert set(Counter(row["uid"] for row in batch).values()) == {SAMPLES}
 
 
+@pytest.mark.full
 def test_one_step_off_over_a_sigkill(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
     """The servers generate step k + 1 while step k trains. What was in flight at the crash is asked for again."""
     run_dir, pause, steps = tmp_path / "run", Pause(tmp_path / "pause"), 5
@@ -87,33 +90,28 @@ def test_one_step_off_over_a_sigkill(inputs: Inputs, start_job: StartJob, tmp_pa
     assert len({row["prompt_uid"] for step in range(1, steps + 1) for row in rows(run_dir, step)}) == steps * PROMPTS
 
 
-def test_samples_that_are_interrupted_go_on_under_the_next_policy(
-    inputs: Inputs, start_job: StartJob, tmp_path: Path
-) -> None:
+def test_samples_that_are_interrupted_go_on_under_the_next_policy(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """A real SGLang server, paused with requests running at every sync. A validation runs among them."""
     run_dir, steps, length = tmp_path / "run", 4, 112
     policy = "actor_rollout_ref"
-    arguments = main_ppo(
-        inputs.overrides(
-            run_dir,
-            *OWN_POOL,
-            CORRECTED,
-            f"{policy}.rollout.name=sglang",
-            f"{policy}.rollout.partial_rollout=true",
-            # One group at a time: a batch takes longer than a step of the trainer.
-            f"{policy}.rollout.max_num_seqs={SAMPLES}",
-            f"{policy}.rollout.ignore_eos=true",
-            f"{policy}.actor.ppo_max_token_len_per_gpu=512",
-            f"data.max_response_length={length}",
-            "data.val_max_samples=4",
-            "trainer.max_staleness=2",
-            f"trainer.total_training_steps={steps}",
-            "trainer.test_freq=2",
-        )
+    arguments = inputs.overrides(
+        run_dir,
+        *OWN_POOL,
+        CORRECTED,
+        f"{policy}.rollout.name=sglang",
+        f"{policy}.rollout.partial_rollout=true",
+        # One group at a time: a batch takes longer than a step of the trainer.
+        f"{policy}.rollout.max_num_seqs={SAMPLES}",
+        f"{policy}.rollout.ignore_eos=true",
+        f"{policy}.actor.ppo_max_token_len_per_gpu=512",
+        f"data.max_response_length={length}",
+        "data.val_max_samples=4",
+        "trainer.max_staleness=2",
+        f"trainer.total_training_steps={steps}",
+        "trainer.test_freq=2",
     )
-    job = start_job(arguments, run_dir)
-    assert job.finish() == 0, job.tail()
-    job.assert_gone()
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
     record = Record.read(run_dir).final
     num_interrupted = 0
     for step in range(1, steps + 1):
@@ -134,23 +132,21 @@ def test_samples_that_are_interrupted_go_on_under_the_next_policy(
     assert {0, 2, 4} <= {step for step, data in record.items() if any(key.startswith("val-core/") for key in data)}
 
 
-def test_dapo_drops_groups_that_teach_nothing_and_refills(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+def test_dapo_drops_groups_that_teach_nothing_and_refills(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     run_dir, steps = tmp_path / "run", 4
     reward = tmp_path / "rare_reward.py"
     reward.write_text(RARE_REWARD)
-    arguments = main_ppo(
-        inputs.overrides(
-            run_dir,
-            f"custom_reward_function.path={reward}",
-            "reward_model.overlong_buffer.len=4",
-            "reward_model.overlong_buffer.penalty_factor=0.0",
-            f"trainer.total_training_steps={steps}",
-            "trainer.val_before_train=false",
-            "+recipe=[dapo,cpu]",
-        )[1:]
-    )
-    job = start_job(arguments, run_dir)
-    assert job.finish() == 0, job.tail()
+    arguments = inputs.overrides(
+        run_dir,
+        f"custom_reward_function.path={reward}",
+        "reward_model.overlong_buffer.len=4",
+        "reward_model.overlong_buffer.penalty_factor=0.0",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=false",
+        "+recipe=[dapo,cpu]",
+    )[1:]
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
     record = Record.read(run_dir).final
     uids: list[int] = []
     for step in range(1, steps + 1):
@@ -166,3 +162,29 @@ def test_dapo_drops_groups_that_teach_nothing_and_refills(inputs: Inputs, start_
     assert last["dropped/no_contrast"] > 0 and max(data["training/gen_rounds"] for data in record.values()) > 1
     assert last["dropped/unfinished"] == last["dropped/stale"] == 0
     assert len(set(uids)) == steps * PROMPTS
+
+
+def test_over_sampling_trains_the_groups_that_are_whole_first(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    run_dir, steps = tmp_path / "run", 3
+    arguments = inputs.overrides(
+        run_dir,
+        f"data.gen_batch_size={2 * PROMPTS}",
+        # One group at a time: the others have not begun when there are enough.
+        f"actor_rollout_ref.rollout.max_num_seqs={SAMPLES}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=false",
+    )
+    finished = kept.train(arguments)
+    assert finished.code == 0, finished.tail()
+    record = Record.read(run_dir).final
+    trained: list[int] = []
+    for step in range(1, steps + 1):
+        batch = rows(run_dir, step)
+        assert_whole_groups(batch)
+        assert_conserved(record[step], step)
+        trained += sorted({row["uid"] for row in batch})
+    assert len(set(trained)) == steps * PROMPTS
+    last = groups(record[steps])
+    # One that becomes whole just as there are enough is dropped for another reason than those that have not begun.
+    dropped = sum(count for reason, count in last.items() if reason.startswith("dropped/"))
+    assert last["submitted"] == 2 * PROMPTS * steps and dropped == PROMPTS * steps and last["dropped/unfinished"] > 0

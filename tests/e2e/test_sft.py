@@ -1,14 +1,16 @@
-"""`scalerl sft` on two processes: what it logs of each step."""
+"""`scalerl sft` on two processes: what it logs of each step, what it saves, and what it says of that."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import Inputs, Record, scalerl
+from tests.e2e.jobs import Inputs, Record
+from tests.e2e.kept import Kept
+from tests.e2e.test_kill_and_resume import reproducible
 
 STEPS = 3
 
@@ -21,11 +23,10 @@ def write_rows(path: Path, num_rows: int) -> Path:
     return path
 
 
-def test_metrics_of_a_run(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
-    """Memory of the phases of each step, test and checkpoint among them; no key that is not documented."""
-    overrides = [
-        f"data.train_files={write_rows(tmp_path / 'train.parquet', 16)}",
-        f"data.val_files={write_rows(tmp_path / 'val.parquet', 4)}",
+def overrides(inputs: Inputs, directory: Path, *more: str) -> list[str]:
+    return [
+        f"data.train_files={write_rows(directory / 'train.parquet', 32)}",
+        f"data.val_files={write_rows(directory / 'val.parquet', 4)}",
         "data.max_length=32",
         "data.train_batch_size=8",
         "data.max_token_len_per_gpu=64",
@@ -33,14 +34,32 @@ def test_metrics_of_a_run(inputs: Inputs, start_job: StartJob, tmp_path: Path) -
         "megatron.dtype=float32",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=2",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.test_freq=2",
-        f"trainer.save_freq={STEPS}",
         "trainer.logger=[file]",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
+        *more,
     ]
-    job = start_job(scalerl("sft", *overrides), tmp_path)
-    assert job.finish() == 0, job.tail()
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
+    inputs: Inputs, kept: Kept, tmp_path: Path
+) -> None:
+    numbers: dict[str, dict[int, dict[str, float]]] = {}
+    for name, lengths in (("whole", [4]), ("in parts", [2, 4])):
+        run_dir = tmp_path / name.replace(" ", "_")
+        for steps in lengths:
+            more = (f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2")
+            # The learning rate does not depend on how many steps there are.
+            finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={run_dir}"))
+            assert finished.code == 0, finished.tail()
+        numbers[name] = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
+    assert numbers["whole"].keys() == {1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
+    assert numbers["in parts"] == numbers["whole"]
+
+
+def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """Memory of the phases of each step, test and checkpoint among them; no key that is not documented."""
+    more = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=2")
+    finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={tmp_path / 'run'}"))
+    assert finished.code == 0, finished.tail()
     steps = Record.read(tmp_path / "run").final
     assert steps.keys() == set(range(1, STEPS + 1))
     phases = {
@@ -56,3 +75,10 @@ def test_metrics_of_a_run(inputs: Inputs, start_job: StartJob, tmp_path: Path) -
             assert all(0 < gib < 64 for gib in found.values())
         assert {"train/loss", "train/grad_norm", "perf/max_memory_allocated_gb"} <= metrics.keys()
         assert ("val/loss" in metrics) is (step > 1)
+    # Without a word about checkpoints the last step has one, and the command that is printed makes a model of it.
+    assert f"checkpoints: of the last step ({STEPS}), in {tmp_path / 'run'};" in finished.stdout
+    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [f"global_step_{STEPS}"]
+    command = finished.stdout.splitlines()[-1].strip()
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=120)
+    (model,) = (tmp_path / "run").glob("merged_*")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in model.iterdir()}

@@ -67,7 +67,7 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
         log_path = tmp_path / f"sglang-{len(started)}.log"
         server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device))
         started.append(server)
-        return RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
+        return RolloutClient(server.url, "sglang", key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
 
     yield start
     for server in started:

@@ -23,7 +23,7 @@ BUCKET_BYTES = 8 * 2**20
 LOGPROB_BOUND = 0.15
 
 
-def sync_then_move_on(model_path: str, url: str, dtype: str) -> dict[str, Any]:
+def sync_then_move_on(model_path: str, url: str, key: str, dtype: str) -> dict[str, Any]:
     """Runs alone in a process: syncs an engine's weights, then changes them and asks whether the checksums notice."""
     from scalerl.config.schema import MegatronConfig
     from scalerl.hybrid.replicas import Replica
@@ -38,7 +38,7 @@ def sync_then_move_on(model_path: str, url: str, dtype: str) -> dict[str, Any]:
     config = json.loads((Path(model_path) / "config.json").read_text())
     sync = WeightSync(
         engine,
-        [Replica(url, "sglang", 1)],
+        [Replica(url, "sglang", 1, key)],
         config,
         bucket_bytes=BUCKET_BYTES,
         max_model_len=MAX_MODEL_LEN,
@@ -72,7 +72,7 @@ def check_sync(client: RolloutClient, model_a: Path, model_b: Path, *, device: s
     assert worst_logprob_difference(model_a, generate(client)) < LOGPROB_BOUND
     assert worst_logprob_difference(model_b, generate(client)) > 3 * LOGPROB_BOUND
 
-    report = run_isolated(sync_then_move_on, str(model_b), client.url, dtype, device=device)
+    report = run_isolated(sync_then_move_on, str(model_b), client.url, client.key, dtype, device=device)
 
     assert report["devices"] == {device}
     assert report["num_bytes"] > 2 * BUCKET_BYTES

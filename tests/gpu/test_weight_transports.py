@@ -24,7 +24,9 @@ from tests.gpu.isolated import run_isolated
 from tests.gpu.test_weight_sync import BUCKET_BYTES, LOGPROB_BOUND, worst_logprob_difference
 
 
-def sync_twice(model_path: str, url: str, transport: str, backend: str | None, directory: str) -> list[dict[str, Any]]:
+def sync_twice(
+    model_path: str, url: str, key: str, transport: str, backend: str | None, directory: str
+) -> list[dict[str, Any]]:
     """Runs alone in a process; checksums are compared by the sync itself."""
     from scalerl.config.schema import MegatronConfig
     from scalerl.hybrid.replicas import Replica
@@ -37,7 +39,7 @@ def sync_twice(model_path: str, url: str, transport: str, backend: str | None, d
     engine = MegatronEngine(model_path, MegatronConfig(dtype="bfloat16"), groups, optim=None)
     sync = WeightSync(
         engine,
-        [Replica(url, "sglang", 1)],
+        [Replica(url, "sglang", 1, key)],
         json.loads((Path(model_path) / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
         max_model_len=MAX_MODEL_LEN,
@@ -54,7 +56,9 @@ def sync_twice(model_path: str, url: str, transport: str, backend: str | None, d
 def check(client: RolloutClient, model_a: Path, model_b: Path, transport: str, backend: str | None, out: Path) -> None:
     assert worst_logprob_difference(model_a, generate(client)) < LOGPROB_BOUND
     assert worst_logprob_difference(model_b, generate(client)) > 3 * LOGPROB_BOUND
-    reports = run_isolated(sync_twice, str(model_b), client.url, transport, backend, str(out), device="cuda")
+    reports = run_isolated(
+        sync_twice, str(model_b), client.url, client.key, transport, backend, str(out), device="cuda"
+    )
     assert [report["failed"] for report in reports] == [{}, {}]
     assert all(report["num_bytes"] > 2 * BUCKET_BYTES for report in reports)
     outputs = generate(client)
@@ -88,5 +92,5 @@ def test_nccl_between_two_gpus(model_a: Path, model_b: Path, tmp_path: Path) -> 
         return RolloutServer(command, env, f"http://127.0.0.1:{port}", tmp_path / "server.log", START_TIMEOUT_S)
 
     with start_on_free_port(make) as server:
-        client = RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN, timeout_s=300)
+        client = RolloutClient(server.url, "sglang", key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=300)
         check(client, model_a, model_b, "broadcast", None, tmp_path / "weights")

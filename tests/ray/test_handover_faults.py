@@ -19,6 +19,7 @@ from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.controller.groups import SampleGroup
 from scalerl.controller.policy_servers import PolicyServers
 from scalerl.controller.pools import ResourcePool
+from scalerl.controller.processes import Lease, Processes
 from scalerl.controller.rollout_role import HybridRollout
 from scalerl.controller.trainer_roles import MegatronActor
 from scalerl.controller.worker_group import WorkerGroup
@@ -30,6 +31,7 @@ from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
 from scalerl.rollout.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from tests.e2e.graded_reward import server_of
+from tests.lanes import mostly_full
 from tests.ray.conftest import START_TIMEOUT_S
 from tests.tiny_models import make_tiny_model
 
@@ -94,7 +96,7 @@ class Run:
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir)
         self.servers.at = {}
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
-        workers.build_engine("actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
+        workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
         self.rollout.wait_ready(workers)
         self.actor = MegatronActor(workers, policy.actor, policy.rollout.temperature)
         self.num_generations = 0
@@ -137,7 +139,8 @@ class Run:
         return [replica.url for replica in self.servers.replicas]
 
     def client(self, index: int) -> RolloutClient:
-        return RolloutClient(self.urls[index], "embedded", max_model_len=self.servers.max_model_len)
+        replica = self.servers.replicas[index]
+        return RolloutClient(replica.url, "embedded", key=replica.key, max_model_len=self.servers.max_model_len)
 
     def checksums(self) -> list[list[dict[str, str]]]:
         """Of each server."""
@@ -154,7 +157,9 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(
+    processes: Processes, start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
     directory = tmp_path_factory.mktemp("run")
     make_tiny_model(directory / "model", "qwen3", seed=0)
     rows = [
@@ -197,12 +202,12 @@ def run(start_group: Callable[..., WorkerGroup], tmp_path_factory: pytest.TempPa
     )
     layout = Layout.of(config.actor_rollout_ref.actor.megatron, 2)
     workers = start_group(MegatronWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
-    pool = ResourcePool.create(nnodes=1, devices_per_node=2, device="cpu", timeout_s=START_TIMEOUT_S)
-    run = Run(config, pool, workers, directory / "logs")
-    yield run
-    run.rollout.stop()
-    run.servers.stop()
-    pool.release()
+    with Lease(processes) as lease:
+        pool = lease.pool(nnodes=1, devices_per_node=2, device="cpu", timeout_s=START_TIMEOUT_S)
+        run = Run(config, pool, workers, directory / "logs")
+        lease.add(run.servers)
+        lease.add(run.rollout)
+        yield run
 
 
 def assert_in_step(run: Run, before: list[list[dict[str, str]]]) -> None:
@@ -249,7 +254,10 @@ def generate_one(client: RolloutClient) -> None:
     asyncio.run(collect())
 
 
-@pytest.mark.parametrize(("point", "index"), [(point, at % 2) for at, point in enumerate(STRIKES)])
+@pytest.mark.parametrize(
+    ("point", "index"),
+    mostly_full([(point, at % 2) for at, point in enumerate(STRIKES)], lambda case: case[0] == "after_release_kv"),
+)
 def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
     before, urls, orders = run.checksums(), run.urls, dict(run.servers.orders)
     for order in orders.values():

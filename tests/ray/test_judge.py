@@ -65,7 +65,7 @@ class Bench:
     def policy_arguments(self) -> tuple[list[Replica], RolloutConfig, int]:
         # One sample at a time.
         rollout = RolloutConfig(name="embedded", max_num_seqs=1, request_timeout_s=TIMEOUT_S)
-        return [Replica(self.policy.url, "embedded", 1)], rollout, MAX_MODEL_LEN
+        return [Replica(self.policy.url, "embedded", 1, self.policy.key)], rollout, MAX_MODEL_LEN
 
     def text(self, request: ScoreRequest) -> str:
         """The judge's, by transformers."""
@@ -169,7 +169,7 @@ def check(bench: Bench, samples: dict[str, Any], responses: list[str]) -> None:
 def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> None:
     """The policy's server stands still until the first sample has its score: no sample could come before that."""
     args, kwargs = bench.worker_arguments()
-    policy = RolloutClient(bench.policy.url, "embedded", max_model_len=MAX_MODEL_LEN)
+    policy = RolloutClient(bench.policy.url, "embedded", key=bench.policy.key, max_model_len=MAX_MODEL_LEN)
     order: list[str] = []
 
     async def run() -> tuple[dict[str, Any], list[str]]:
@@ -257,7 +257,8 @@ def test_a_sample_whose_question_is_too_long_fails_alone(bench: Bench) -> None:
 
 def test_a_server_that_is_well_and_late_is_no_reason_to_end_the_run(bench: Bench) -> None:
     """The engine is busy for longer than the request may take."""
-    client = RolloutClient(bench.servers.servers.replicas[0].url, "embedded", max_model_len=206)
+    replica = bench.servers.servers.replicas[0]
+    client = RolloutClient(replica.url, "embedded", key=replica.key, max_model_len=206)
     client.pause()
     try:
         (failed,) = judged(bench, "zero", ASKED, request_timeout_s=5.0)

@@ -62,7 +62,9 @@ class Trainer:
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def __post_init__(self) -> None:
-        self.group.build_engine("actor", str(self.model), MegatronConfig(dtype="float32"), OptimConfig(lr=1e-2))
+        self.group.call(
+            MegatronWorker.build_engine, "actor", str(self.model), MegatronConfig(dtype="float32"), OptimConfig(lr=1e-2)
+        )
         self.actor = MegatronActor(self.group, ActorConfig(), 1.0, self.correction)
 
     def batch(self, rollout_logprobs: list[torch.Tensor], rows: range = range(8)) -> PlacedBatch:

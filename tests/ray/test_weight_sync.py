@@ -20,11 +20,14 @@ from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from scalerl.controller.batch import PlacedBatch
 from scalerl.controller.trainer_roles import TOKENS, MegatronActor
 from scalerl.controller.worker_group import WorkerError, WorkerGroup
+from scalerl.controller.workers import MegatronWorker
 from scalerl.hybrid.replicas import Replica
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 from scalerl.rollout.client import GenerateRequest, RolloutClient, SamplingParams
 from scalerl.rollout.server import RolloutServer, start_on_free_port
+from scalerl.rollout.weights import EngineKind
+from tests.lanes import full
 from tests.ray.workers import SyncingWorker
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model, make_server
 
@@ -65,13 +68,16 @@ def servers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def build(group: WorkerGroup, model: Model, servers: dict[str, Future[RolloutServer]], lr: float) -> WorkerGroup:
-    group.build_engine("actor", str(model.path), MegatronConfig(dtype="float32"), OptimConfig(lr=lr))
+    group.call(
+        MegatronWorker.build_engine, "actor", str(model.path), MegatronConfig(dtype="float32"), OptimConfig(lr=lr)
+    )
     connect(group, model, replicas_of(servers))
     return group
 
 
 def connect(group: WorkerGroup, model: Model, replicas: list[Replica], **transport: str) -> None:
-    group.connect_rollout(
+    group.call(
+        MegatronWorker.connect_rollout,
         replicas,
         json.loads((model.path / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
@@ -104,12 +110,13 @@ def lone_trainer(
     return build(group, model, servers, 1e-2)
 
 
+def client_of(kind: EngineKind, server: RolloutServer) -> RolloutClient:
+    return RolloutClient(server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN)
+
+
 @pytest.fixture
 def engines(servers: dict[str, Future[RolloutServer]]) -> dict[str, Engine]:
-    return {
-        kind: Engine(kind, server.result(), RolloutClient(server.result().url, kind, max_model_len=MAX_MODEL_LEN))
-        for kind, server in servers.items()
-    }
+    return {kind: Engine(kind, server.result(), client_of(kind, server.result())) for kind, server in servers.items()}
 
 
 def train(group: WorkerGroup) -> None:
@@ -149,7 +156,8 @@ def greedy(engine: Engine) -> list[tuple[list[int], int]]:
 
 
 def replicas_of(servers: dict[str, Future[RolloutServer]]) -> list[Replica]:
-    return [Replica(servers[kind].result().url, kind, 1) for kind in KINDS]
+    started = {kind: servers[kind].result() for kind in KINDS}
+    return [Replica(server.url, kind, 1, server.key) for kind, server in started.items()]
 
 
 @pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
@@ -165,9 +173,9 @@ def test_servers_serve_what_was_trained(
     connect(trainer, model, replicas_of(servers), transport=transport, **directory)
     before = [greedy(engines[kind]) for kind in KINDS]
     train(trainer)
-    (weights, *others) = trainer.exported()
+    (weights, *others) = trainer.call(SyncingWorker.exported)
     assert not any(others)
-    parts = trainer.sync_weights(7, verify=True)
+    parts = trainer.call(MegatronWorker.sync_weights, 7, verify=True)
     # Every rank takes part, and each sees the whole model pass.
     num_bytes = sum(array.nbytes for array in weights.values())
     assert [part["num_bytes"] for part in parts] == [num_bytes] * trainer.layout.world_size
@@ -205,7 +213,7 @@ class WideServer:
     @property
     def engine(self) -> Engine:
         server = self.starting.result()
-        return Engine("sglang", server, RolloutClient(server.url, "sglang", max_model_len=MAX_MODEL_LEN))
+        return Engine("sglang", server, client_of("sglang", server))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +237,8 @@ def wide_trainer(
     """Two ranks. request.param: of WIDE_LAYOUTS."""
     layout, lr = WIDE_LAYOUTS[request.param]
     group = start_group(SyncingWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
-    group.build_engine(
+    group.call(
+        MegatronWorker.build_engine,
         "actor",
         str(wide_server.model.path),
         MegatronConfig(dtype="float32", expert_tensor_parallel_size=layout.etp_size),
@@ -244,7 +253,7 @@ def wide_trainer(
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),
-    [("qwen2", "tp2"), ("qwen3_moe", "tp2 x ep2"), ("qwen3_moe", "ep2")],
+    [("qwen2", "tp2"), full("qwen3_moe", "tp2 x ep2"), full("qwen3_moe", "ep2")],
     indirect=True,
 )
 def test_two_ranks_feed_a_server_on_two(
@@ -253,11 +262,11 @@ def test_two_ranks_feed_a_server_on_two(
     """The checksums are those of every parameter on either rank of the server."""
     engine = wide_server.engine
     directory = {"directory": str(tmp_path / "weights")} if transport == "disk" else {}
-    replicas = [Replica(engine.server.url, "sglang", 2)]
+    replicas = [Replica(engine.server.url, "sglang", 2, engine.server.key)]
     connect(wide_trainer, wide_server.model, replicas, transport=transport, **directory)
     before = engine.client.checksums()
     train(wide_trainer)
-    wide_trainer.sync_weights(8, verify=True)
+    wide_trainer.call(MegatronWorker.sync_weights, 8, verify=True)
     after = engine.client.checksums()
     for rank in range(2):
         changed = [name for name, checksum in after[rank].items() if checksum != before[rank][name]]
@@ -270,13 +279,13 @@ def test_a_lost_bucket_is_named(
     lone_trainer: WorkerGroup, servers: dict[str, Future[RolloutServer]], kind: str
 ) -> None:
     """The first bucket, the embedding alone, does not reach one of the servers."""
-    lone_trainer.lose_bucket(None, kind)
-    lone_trainer.sync_weights(1, verify=True)
+    lone_trainer.call(SyncingWorker.lose_bucket, None, kind)
+    lone_trainer.call(MegatronWorker.sync_weights, 1, verify=True)
     train(lone_trainer)
-    lone_trainer.lose_bucket(1, kind)
+    lone_trainer.call(SyncingWorker.lose_bucket, 1, kind)
     # Without the proof the loss goes by unseen.
-    lone_trainer.sync_weights(2, verify=False)
+    lone_trainer.call(MegatronWorker.sync_weights, 2, verify=False)
     with pytest.raises(WorkerError, match="1 tensors differ") as error:
-        lone_trainer.sync_weights(3, verify=True)
+        lone_trainer.call(MegatronWorker.sync_weights, 3, verify=True)
     assert f"{servers[kind].result().url} does not serve policy version 3" in str(error.value)
     assert "model.embed_tokens.weight: trainer " in str(error.value)

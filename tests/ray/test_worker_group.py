@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from ray import cloudpickle
 
 from scalerl.balance import StepPlan, plan_step
 from scalerl.controller.batch import BatchRef, Column, ShardedBatch
-from scalerl.controller.worker_group import WorkerError, WorkerGroup
+from scalerl.controller.register import WorkerMethod
+from scalerl.controller.worker_group import Limit, WorkerError, WorkerGroup
+from scalerl.controller.workers import MegatronWorker
+from scalerl.errors import RunError, UserError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
@@ -47,24 +52,34 @@ def place(lengths: list[int], max_tokens: int = 8) -> ShardedBatch:
 
 
 def test_rank_zero(group: WorkerGroup) -> None:
-    assert group.first(1, two=[2]) == (0, (1,), {"two": [2]})
+    assert group.call(PlainWorker.first, 1, two=[2]) == (0, (1,), {"two": [2]})
 
 
 def test_one_to_all(group: WorkerGroup) -> None:
     """In rank order, and every rank joined at the address of rank 0."""
-    assert group.everyone(factor=3) == [(rank, 3 * rank, "hello", "address of rank 0") for rank in range(4)]
+    assert group.call(PlainWorker.everyone, factor=3) == [
+        (rank, 3 * rank, "hello", "address of rank 0") for rank in range(4)
+    ]
 
 
-def test_only_registered_methods_are_the_groups(group: WorkerGroup) -> None:
-    assert not hasattr(group, "not_registered") and not hasattr(group, "join")
+def test_only_registered_methods_are_called(group: WorkerGroup) -> None:
+    with pytest.raises(TypeError, match=r"^PlainWorker.not_registered carries no @register: a group cannot call it$"):
+        group.call(PlainWorker.not_registered)
+    with pytest.raises(TypeError, match=r"^MegatronWorker.memory: PlainWorker, which these ranks are, has no such"):
+        group.call(MegatronWorker.memory)
+
+
+def test_a_registered_method_stays_a_method(group: WorkerGroup) -> None:
+    worker = PlainWorker(3, LAYOUT, greeting="")
+    assert worker.fail(0) == 3 and worker.first(1) == (3, (1,), {})
 
 
 def test_every_rank_gets_its_shard(group: WorkerGroup) -> None:
     batch = place(LENGTHS)
-    metrics, columns = group.see(batch)
-    assert metrics == {} and len(columns) == 2
+    metrics, samples, columns = group.call(PlainWorker.see, batch)
+    assert metrics == samples == {} and ray.get(columns) == [None, None]
     rows = rows_of(LENGTHS)
-    for rank, seen in enumerate(group.what_was_seen()):
+    for rank, seen in enumerate(group.call(PlainWorker.what_was_seen)):
         dp_rank = LAYOUT.coordinates(rank).dp_rank
         mine = list(batch.plan.rows(dp_rank))
         assert seen["uids"] == mine
@@ -76,7 +91,7 @@ def test_every_rank_gets_its_shard(group: WorkerGroup) -> None:
 
 def test_columns_of_output_ranks_are_collected(group: WorkerGroup) -> None:
     batch = place(LENGTHS)
-    metrics, columns = group.measure(batch, scale=3)
+    metrics, samples, columns = group.call(PlainWorker.measure, batch, scale=3)
     assert all(isinstance(column, ray.ObjectRef) for column in columns)
     rows = rows_of(LENGTHS)
     for dp_rank, column in enumerate(ray.get(columns)):
@@ -91,13 +106,20 @@ def test_columns_of_output_ranks_are_collected(group: WorkerGroup) -> None:
     assert metrics["num_tokens"] == Metric(len(ids), "sum", 2.0)
     assert metrics["mean_id"].value == pytest.approx(np.mean(ids))
     assert metrics["longest"].value == max(LENGTHS)
+    # Sample columns in the batch's order, of the output ranks.
+    ranks = {row: LAYOUT.output_ranks()[dp_rank] for dp_rank in range(2) for row in batch.plan.rows(dp_rank)}
+    assert samples["twice"].tolist() == [2 * length for length in LENGTHS]
+    assert samples["rank"].tolist() == [ranks[row] for row in range(len(LENGTHS))] and samples.keys() == {
+        "twice",
+        "rank",
+    }
 
 
 def test_collected_columns_reach_the_next_call(group: WorkerGroup) -> None:
     batch = place(LENGTHS)
-    _, columns = group.measure(batch, scale=7)
-    group.see(with_column(batch, columns))
-    for rank, seen in enumerate(group.what_was_seen()):
+    columns = group.call(PlainWorker.measure, batch, scale=7).columns
+    group.call(PlainWorker.see, with_column(batch, columns))
+    for rank, seen in enumerate(group.call(PlainWorker.what_was_seen)):
         assert seen["tokens"].keys() == {"input_ids", "scaled", "rank"}
         assert seen["tokens"]["scaled"] == [[7 * value for value in row] for row in seen["tokens"]["input_ids"]]
         assert {value for row in seen["tokens"]["rank"] for value in row} == {LAYOUT.coordinates(rank).dp_rank + 2}
@@ -110,40 +132,48 @@ def with_column(batch: ShardedBatch, fragments: list[ray.ObjectRef]) -> ShardedB
 def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) -> None:
     """What one pool made on its own plan, read by ranks that hold other rows in another order."""
     made = place(LENGTHS)
-    _, columns = group.measure(made, scale=7)
+    columns = group.call(PlainWorker.measure, made, scale=7).columns
     lengths = np.array(LENGTHS)
     plan = plan_step(
         LENGTHS, dp_size=2, mini_batches=[range(3), range(3, len(LENGTHS))], max_tokens_per_micro_batch=30,
         workload_S=1.0 / lengths,
     )  # fmt: skip
     assert [plan.rows(rank) for rank in range(2)] != [made.plan.rows(rank) for rank in range(2)]
-    group.see(replace(with_column(made, columns), plan=plan))
+    group.call(PlainWorker.see, replace(with_column(made, columns), plan=plan))
     rows = rows_of(LENGTHS)
-    for rank, seen in enumerate(group.what_was_seen()):
+    for rank, seen in enumerate(group.call(PlainWorker.what_was_seen)):
         mine = list(plan.rows(LAYOUT.coordinates(rank).dp_rank))
         assert seen["uids"] == mine
         assert seen["tokens"]["input_ids"] == [rows[row] for row in mine]
         assert seen["tokens"]["scaled"] == [[7 * value for value in rows[row]] for row in mine]
 
 
-def sent_through_the_driver(batch: ShardedBatch, metrics: dict[str, Metric]) -> int:
+def sent_through_the_driver(batch: ShardedBatch, fetched: list[Any]) -> int:
     """Bytes of a step's messages that the controller makes or holds: calls, results and its own batch."""
     calls = [
         (batch.plan.local_micro_batches(dp_rank), batch.shard_samples(dp_rank), {"scale": 3}, batch.parts(dp_rank))
         for dp_rank in range(2)
     ]
-    return len(cloudpickle.dumps((calls, metrics, BatchRef(0, batch.samples), batch)))
+    return len(cloudpickle.dumps((calls, fetched, BatchRef(0, batch.samples), batch)))
 
 
-def test_messages_do_not_grow_with_tokens(group: WorkerGroup) -> None:
-    sizes, stored = {}, {}
+def test_messages_do_not_grow_with_tokens(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, stored, fetch = {}, {}, ray.get
+    fetched: list[Any] = []
+
+    def seen_fetch(refs: Any) -> Any:
+        fetched.append(fetch(refs))
+        return fetched[-1]
+
+    monkeypatch.setattr(ray, "get", seen_fetch)
     # Above the 100 KB up to which Ray keeps a result inside its reference.
     for scale in (4000, 16_000):
         batch = place([length * scale for length in LENGTHS], 8 * scale)
-        metrics, columns = group.measure(batch, scale=3)
-        batch = with_column(batch, columns)
-        sizes[scale] = sent_through_the_driver(batch, metrics)
-        stored[scale] = sum(ray.get(column).tokens["scaled"].values.nbytes for column in columns)
+        fetched.clear()
+        columns = group.call(PlainWorker.measure, batch, scale=3).columns
+        assert any("longest" in repr(values) for values in fetched), "no call was seen to fetch"
+        sizes[scale] = sent_through_the_driver(with_column(batch, columns), fetched)
+        stored[scale] = sum(fetch(column).tokens["scaled"].values.nbytes for column in columns)
     assert stored[16_000] == 4 * stored[4000] > 2_000_000
     # A few bytes: small integers are pickled shorter than large ones.
     assert abs(sizes[16_000] - sizes[4000]) < 100, sizes
@@ -157,8 +187,51 @@ def test_messages_grow_with_samples() -> None:
         for count in (8, 800)
     ]
     batches = [ShardedBatch(plan, {"uid": np.arange(count)}) for plan, count in zip(plans, (8, 800), strict=True)]
-    small, large = (sent_through_the_driver(batch, {}) for batch in batches)
+    small, large = (sent_through_the_driver(batch, []) for batch in batches)
     assert large > small + 800 * 8
+
+
+# --- dispatch modes of one's own, and calls that nobody waits for ---
+
+
+def test_an_own_mode_deals_out_and_collects(group: WorkerGroup) -> None:
+    rows = [1, 20, 300, 4000, 50_000]
+    assert group.call(PlainWorker.weigh, rows, weight=2) == {"ranks": [0, 1, 2, 3], "sum": 108_642, "of": 4}
+    assert group.call(PlainWorker.weigh, [])["sum"] == 0, "the default of dispatch_fn"
+
+
+def test_an_own_mode_on_rank_zero(group: WorkerGroup) -> None:
+    assert group.call(PlainWorker.rank_and, 7) == 14
+    assert group.call(PlainWorker.lead) == 0
+
+
+def test_what_is_wrong_with_an_own_mode_names_its_function(group: WorkerGroup) -> None:
+    made = (
+        r"^weigh_too_few: argument 0 that tests.ray.workers.deal_to_one_rank_too_few made is 3 values; give a list of"
+    )
+    with pytest.raises(ValueError, match=made):
+        group.call(PlainWorker.weigh_too_few, [1])
+    with pytest.raises(LookupError, match="collected nothing"):
+        group.call(PlainWorker.weigh_in_vain, [1])
+
+
+def test_a_call_that_does_not_wait(group: WorkerGroup, tmp_path: Path) -> None:
+    """The ranks stay in it until the file is there, which is made after the call and those after it."""
+    release, batch = tmp_path / "release", place(LENGTHS)
+    waiting = group.call(PlainWorker.wait_for, str(release))
+    counted = group.call(PlainWorker.count_rows, batch)
+    weighed = group.call(PlainWorker.weigh_later, [1, 2, 3, 4], weight=3)
+    release.touch()
+    assert weighed.get()["sum"] == 30
+    assert counted.get().metrics["rows"].value == 2 * len(LENGTHS)
+    assert waiting.get() == waiting.get() == [0, 1, 2, 3]
+
+
+def test_a_call_that_does_not_wait_fails_when_it_is_waited_for(group: WorkerGroup) -> None:
+    failing = group.call(PlainWorker.fail_later, 2)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"fail_later failed on rank 2 .*: no such number"):
+            failing.get()
 
 
 # --- failures. Those that end a rank come last: each has a group of its own ---
@@ -168,17 +241,24 @@ def test_messages_grow_with_samples() -> None:
 def test_an_exception(group: WorkerGroup, rank: int) -> None:
     at = LAYOUT.coordinates(rank)
     with pytest.raises(WorkerError, match=f"fail failed on rank {rank} ") as error:
-        group.fail(rank)
+        group.call(PlainWorker.fail, rank)
     message = str(error.value)
-    # The cause first, then where it was raised.
+    # The cause first, then where it was raised, then what the rank wrote.
     assert message.startswith(f"fail failed on rank {rank} ({at}): no such number\n")
     assert "ArithmeticError" in message and "in fail" in message
-    assert group.first() == (0, (), {}), "the group is of no use after an exception"
+    assert "Last lines of its stderr, the whole is " in message and message.endswith(f"  | rank {rank} fails")
+    assert group.call(PlainWorker.first) == (0, (), {}), "the group is of no use after an exception"
+
+
+def test_a_users_error_stays_one(group: WorkerGroup) -> None:
+    with pytest.raises(UserError, match=r"refuse failed on rank \d \(.*\): rows.parquet: row 3: no prompt$") as error:
+        group.call(PlainWorker.refuse)
+    assert not isinstance(error.value, RunError)
 
 
 def test_an_exception_on_a_shard(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match=r"fail_on_shard failed on rank 2 \(.*pp_rank=1.*\): no such number"):
-        group.fail_on_shard(place(LENGTHS), rank=2)
+        group.call(PlainWorker.fail_on_shard, place(LENGTHS), rank=2)
 
 
 def test_ray_adds_no_stack_of_its_own(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,32 +266,38 @@ def test_ray_adds_no_stack_of_its_own(group: WorkerGroup, monkeypatch: pytest.Mo
     printed: list[Exception] = []
     monkeypatch.setattr(ray._private.worker, "_unhandled_error_handler", printed.append)
     with pytest.raises(WorkerError):
-        group.fail_everywhere()
+        group.call(PlainWorker.fail_everywhere)
     # The other ranks have answered too, and nothing holds their answers.
-    assert group.everyone(factor=1)
+    assert group.call(PlainWorker.everyone, factor=1)
     gc.collect()
     assert printed == []
 
 
 def test_an_unknown_argument(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match=r"measure failed on rank \d .*unexpected keyword argument 'size'"):
-        group.measure(place(LENGTHS), size=3)
+        group.call(PlainWorker.measure, place(LENGTHS), size=3)
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("die", r"die: the process of rank 1 \(.*dp_rank=1.*\) died: "),
-        ("hang", r"hang: ranks \[1\] did not answer within trainer.timeout_s=3 s"),
+        (PlainWorker.die, r"(?s)die: the process of rank 1 \(.*dp_rank=1.*\) died: .*  \| about to die$"),
+        (
+            PlainWorker.hang,
+            r"(?s)hang: ranks \[1\] did not answer within trainer.save_timeout_s=3 s; .*  \| about to hang$",
+        ),
     ],
 )
-def test_a_rank_that_does_not_answer(start_group: Callable[..., WorkerGroup], method: str, message: str) -> None:
+def test_a_rank_that_does_not_answer(
+    start_group: Callable[..., WorkerGroup], method: WorkerMethod, message: str
+) -> None:
     lost = start_group(PlainWorker, Layout(2), greeting="")
-    assert getattr(lost, method)(-1) == [0, 1]
-    lost.timeout_s = 3.0
-    with pytest.raises(WorkerError, match=message):
-        getattr(lost, method)(1)
-    start_group.stop(lost)
+    assert lost.call(method, -1) == [0, 1]
+    # A method may have a limit of its own, which the message names.
+    lost.limits = {"hang": Limit("trainer.save_timeout_s", 3.0)}
+    with pytest.raises(WorkerError, match=message) as error:
+        lost.call(method, 1)
+    start_group.stop(lost, failed=error.value)
 
 
 def test_plan_has_every_row_once() -> None:

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import Any
 
 import numpy as np
 
-from scalerl.controller.register import Dispatch, register
+from scalerl.controller.pools import Reusable
+from scalerl.controller.register import Dispatch, Execute, register
+from scalerl.controller.worker_group import WorkerGroup
 from scalerl.controller.workers import MegatronWorker, MicroBatches, Result
+from scalerl.data.problems import DataError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 from scalerl.rollout.client import RolloutClient
 
 
-class PlainWorker:
+def deal(group: WorkerGroup, rows: list[int], *, weight: int = 1) -> tuple[list[Any], dict[str, Any]]:
+    """Row i to rank i modulo their number."""
+    return [[rows[rank :: group.world_size] for rank in range(group.world_size)]], {"weight": (weight,) * 4}
+
+
+def add_up(group: WorkerGroup, values: list[tuple[int, int]]) -> dict[str, Any]:
+    return {"ranks": [rank for rank, _ in values], "sum": sum(value for _, value in values), "of": group.world_size}
+
+
+def as_given(group: WorkerGroup, number: int) -> tuple[list[Any], dict[str, Any]]:
+    return [number], {}
+
+
+def doubled(group: WorkerGroup, value: int) -> int:
+    return 2 * value
+
+
+def deal_to_one_rank_too_few(group: WorkerGroup, rows: list[int]) -> tuple[list[Any], dict[str, Any]]:
+    return [[rows] * (group.world_size - 1)], {}
+
+
+def fail_to_collect(group: WorkerGroup, values: list[int]) -> None:
+    raise LookupError("collected nothing")
+
+
+class PlainWorker(Reusable):
     """No model: says what reached it."""
 
     def __init__(self, rank: int, layout: Layout, *, greeting: str) -> None:
@@ -28,7 +57,7 @@ class PlainWorker:
     def join(self, address: str) -> None:
         self.address = address
 
-    run_on_shard = MegatronWorker.run_on_shard
+    run, run_on_shard, _method = MegatronWorker.run, MegatronWorker.run_on_shard, MegatronWorker._method
 
     @register(Dispatch.RANK_ZERO)
     def first(self, *args: Any, **kwargs: Any) -> tuple[int, tuple, dict]:
@@ -43,11 +72,12 @@ class PlainWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def measure(self, shard: DataProto, micro_batches: MicroBatches, *, scale: int) -> Result:
-        """Every rank makes the column, marked with its rank; metrics from tp rank 0 of the last stage."""
+        """Every rank makes the columns, marked with its rank; metrics from tp rank 0 of the last stage."""
         ids = shard.tokens["input_ids"]
         column = DataProto(
             {"scaled": Jagged(ids.values * scale, ids.cu_seqlens)}
-            | {"rank": Jagged(ids.values * 0 + self.rank, ids.cu_seqlens)}
+            | {"rank": Jagged(ids.values * 0 + self.rank, ids.cu_seqlens)},
+            {"twice": 2 * shard.samples["length"], "rank": np.full(len(shard), self.rank)},
         )
         at = self.layout.coordinates(self.rank)
         if at.pp_rank < self.layout.pp_size - 1:
@@ -72,6 +102,49 @@ class PlainWorker:
         self.seen = seen
         return {}, None
 
+    # --- dispatch modes of one's own ---
+
+    @register(dispatch_mode={"dispatch_fn": deal, "collect_fn": add_up}, execute_mode=Execute.ALL)
+    def weigh(self, rows: list[int], *, weight: int) -> tuple[int, int]:
+        return self.rank, weight * sum(rows)
+
+    @register({"dispatch_fn": as_given, "collect_fn": doubled}, Execute.RANK_ZERO)
+    def rank_and(self, number: int) -> int:
+        return 100 * self.rank + number
+
+    @register({"dispatch_fn": deal_to_one_rank_too_few, "collect_fn": add_up})
+    def weigh_too_few(self, rows: list[int]) -> int:
+        raise AssertionError("never called")
+
+    @register({"dispatch_fn": deal, "collect_fn": fail_to_collect})
+    def weigh_in_vain(self, rows: list[int], *, weight: int) -> int:
+        return weight
+
+    @register(Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def lead(self) -> int:
+        return self.rank
+
+    # --- calls that nobody waits for ---
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def wait_for(self, path: str) -> int:
+        """Returns when the file is there."""
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        return self.rank
+
+    @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def count_rows(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        return {"rows": Metric(float(len(shard)), "sum")}, None
+
+    @register({"dispatch_fn": deal, "collect_fn": add_up}, blocking=False)
+    def weigh_later(self, rows: list[int], *, weight: int) -> tuple[int, int]:
+        return self.rank, weight * sum(rows)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def fail_later(self, rank: int) -> int:
+        return self.fail(rank)
+
     @register(Dispatch.ONE_TO_ALL)
     def what_was_seen(self) -> dict[str, Any]:
         return self.seen
@@ -79,8 +152,13 @@ class PlainWorker:
     @register(Dispatch.ONE_TO_ALL)
     def fail(self, rank: int) -> int:
         if self.rank == rank:
+            print(f"rank {rank} fails", file=sys.stderr)
             raise ArithmeticError("no such number")
         return self.rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def refuse(self) -> None:
+        raise DataError(["rows.parquet: row 3: no prompt"])
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_everywhere(self) -> None:
@@ -88,17 +166,20 @@ class PlainWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def fail_on_shard(self, shard: DataProto, micro_batches: MicroBatches, *, rank: int) -> Result:
-        return {}, self.fail(rank)
+        self.fail(rank)
+        return {}, None
 
     @register(Dispatch.ONE_TO_ALL)
     def die(self, rank: int) -> int:
         if self.rank == rank:
+            print("about to die", file=sys.stderr)
             os._exit(7)
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL)
     def hang(self, rank: int) -> int:
         if self.rank == rank:
+            print("about to hang", file=sys.stderr)
             time.sleep(3600)
         return self.rank
 

@@ -132,7 +132,9 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         log_path = tmp_path_factory.mktemp("log") / f"{kind}.log"
         server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size))
         started.append(server)
-        client = RolloutClient(server.url, kind, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=16)
+        client = RolloutClient(
+            server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=16
+        )
         return Engine(kind, server, client)
 
     yield start

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from scalerl.rollout.access import authorization
 from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.requests import unfinished_requests
+from scalerl.rollout.supervise import descendants
 from scalerl.rollout.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
@@ -165,7 +170,9 @@ def test_a_second_session_is_refused(engine: Engine) -> None:
     engine.client.begin_weight_update()
     try:
         with pytest.raises(RolloutError, match="already open"):
-            RolloutClient(engine.client.url, engine.kind, max_model_len=MAX_MODEL_LEN).begin_weight_update()
+            RolloutClient(
+                engine.client.url, engine.kind, key=engine.server.key, max_model_len=MAX_MODEL_LEN
+            ).begin_weight_update()
     finally:
         engine.client.end_weight_update(0)
 
@@ -359,7 +366,12 @@ class StutteringClient(RolloutClient):
 
 def client_like(engine: Engine, client_type: type[RolloutClient], max_concurrency: int = 6) -> RolloutClient:
     return client_type(
-        engine.client.url, engine.kind, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=max_concurrency
+        engine.client.url,
+        engine.kind,
+        key=engine.server.key,
+        max_model_len=MAX_MODEL_LEN,
+        timeout_s=120.0,
+        max_concurrency=max_concurrency,
     )
 
 
@@ -384,7 +396,7 @@ def test_generate_samples_notices_a_lost_and_a_doubled_sample(engine: Engine) ->
 
 
 def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
-    gone = RolloutClient("http://127.0.0.1:9", engine.kind, max_model_len=MAX_MODEL_LEN)
+    gone = RolloutClient("http://127.0.0.1:9", engine.kind, key="", max_model_len=MAX_MODEL_LEN)
     requests = requests_for([[5, 6], [7, 8]], SamplingParams(max_new_tokens=3))
     with pytest.raises(RolloutError, match=r"127\.0\.0\.1:9 went away during request 'p1'"):
         asyncio.run(generate_samples([engine.client, gone], requests))
@@ -392,7 +404,7 @@ def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
 
 def test_finished_unfinished_and_failed_samples_are_the_submitted_ones(engine: Engine) -> None:
     """One server of two is gone, one request is refused, the rest is stopped when two groups are complete."""
-    gone = RolloutClient("http://127.0.0.1:9", engine.kind, max_model_len=MAX_MODEL_LEN, max_concurrency=2)
+    gone = RolloutClient("http://127.0.0.1:9", engine.kind, key="", max_model_len=MAX_MODEL_LEN, max_concurrency=2)
     short = [GenerateRequest(f"s{row}", [5 + row], 2, SamplingParams(4), [row, 100 + row]) for row in range(4)]
     refused = GenerateRequest("refused", [9], 2, SamplingParams(4, top_p=1.5), [0, 1])
     long = [GenerateRequest(f"l{row}", [50 + row], 2, LONG, [row, 100 + row]) for row in range(12)]
@@ -439,3 +451,62 @@ def test_samples_of_a_prompt_share_a_server_and_the_load_is_even(engine: Engine)
     assert [sorted(taken[client]) for client in clients] == [
         [(first, 2)] * 2 + [(first + 3, 2)] * 2 for first in (5, 6, 7)
     ]
+
+
+# --- who may ask ---
+
+PROTECTED = [
+    ("GET", "/model_info"),
+    ("GET", "/server_info"),
+    ("POST", "/generate"),
+    ("POST", "/abort_request"),
+    ("POST", "/begin_weight_update"),
+    ("POST", "/update_weights_from_tensor"),
+    ("POST", "/init_weights_update_group"),
+    ("POST", "/update_weights_from_distributed"),
+    ("POST", "/update_weights_from_disk"),
+    ("POST", "/end_weight_update"),
+    ("POST", "/update_weight_version"),
+    ("POST", "/weights_checker"),
+    ("POST", "/flush_cache"),
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("POST", "/release_memory_occupation"),
+    ("POST", "/resume_memory_occupation"),
+]
+
+
+def status_of(url: str, method: str, path: str, headers: dict[str, str]) -> int:
+    request = urllib.request.Request(
+        url + path,
+        method=method,
+        data=b"{}" if method == "POST" else None,
+        headers={"Content-Type": "application/json"} | headers,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_stranger_is_refused(engine: Engine) -> None:
+    """Without the key, and with another: everywhere but at /health, and nothing has changed."""
+    url, key = engine.server.url, engine.server.key
+    before = engine.client.checksums()
+    for headers in ({}, authorization("another"), {"Authorization": key}, authorization("")):
+        found = {path: status_of(url, method, path, headers) for method, path in PROTECTED}
+        assert found == dict.fromkeys(found, 401)
+        assert status_of(url, "GET", "/health", headers) == 200
+    assert engine.client.checksums() == before
+    assert engine.generate([GenerateRequest("own", [5], 1, ONE_TOKEN, [0])])[0].finished
+
+
+def test_the_key_is_written_nowhere(engine: Engine) -> None:
+    """Not on the command line of any process of the server, which everybody may read, and not in its log."""
+    assert engine.server._supervisor is not None
+    pids = [engine.server._supervisor.pid, *descendants(engine.server._supervisor.pid)]
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
+    assert any("--port" in command for command in commands)
+    for text in (*commands, engine.server.log_path.read_text(), " ".join(engine.server.command)):
+        assert engine.server.key not in text

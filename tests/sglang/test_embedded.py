@@ -36,7 +36,9 @@ def test_a_step_replays_bitwise_whatever_the_order_the_batching_and_the_number_o
     alone = [output for request in requests[:4] for output in embedded.generate([request])]
     assert bits(alone).items() <= together.items()
     clients = [
-        RolloutClient(embedded.client.url, "embedded", max_model_len=MAX_MODEL_LEN, max_concurrency=limit)
+        RolloutClient(
+            embedded.client.url, "embedded", key=embedded.server.key, max_model_len=MAX_MODEL_LEN, max_concurrency=limit
+        )
         for limit in (3, 5, 40)
     ]
     assert bits(asyncio.run(generate_samples(clients, requests))) == together

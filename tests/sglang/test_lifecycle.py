@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,7 +154,7 @@ def test_ports_that_are_taken_between_reservation_and_bind_are_left_to_who_took_
         with start_on_free_port(make) as server:
             assert len(set(ports)) == 3
             assert server.url == f"http://127.0.0.1:{ports[-1]}"
-            info = RolloutClient(server.url, "embedded", max_model_len=MAX_MODEL_LEN).server_info()
+            info = RolloutClient(server.url, "embedded", key=server.key, max_model_len=MAX_MODEL_LEN).server_info()
             assert info["version"] == "embedded"
     for port in ports[:2]:
         assert "Address already in use" in (tmp_path / f"{port}.log").read_text()
@@ -239,6 +241,7 @@ def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
         server.wait_ready(timeout_s=60.0)
 
 
+@pytest.mark.full
 def test_killing_the_owner_of_a_real_sglang_server_leaves_no_process(model_a: Model, tmp_path: Path) -> None:
     reserved = ReservedPort()
     reserved.release()
@@ -250,3 +253,52 @@ def test_killing_the_owner_of_a_real_sglang_server_leaves_no_process(model_a: Mo
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     wait_for(lambda: not any(alive(pid) for pid in processes))
+
+
+# A server that has in /dev/shm what SGLang has there, and files of others open.
+SHARER = """
+import os, subprocess, sys, tempfile, time
+own, tag = os.getpid(), sys.argv[1]
+open(tempfile.mkstemp()[1], "w").close()
+for name in (f"sem.loky-{own}-{tag}", f"sgl_shm_mq_{own}_{tag}"):
+    open(f"/dev/shm/{name}", "w").close()
+held = [open(f"/dev/shm/{name}", "w") for name in (f"sglang_loads_{tag}.shm", f"weights-of-others-{tag}")]
+print("ready", tempfile.gettempdir(), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("ending", ["stop", "owner killed", "server killed"])
+def test_nothing_is_left_of_a_server(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, tag = Path("/dev/shm"), uuid.uuid4().hex
+    temporary, log = tmp_path / "tmp", tmp_path / "log"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    others = [shared / f"weights-of-others-{tag}", shared / f"sem.loky-1-{tag}"]
+    for other in others:
+        other.touch()
+    command = [sys.executable, "-S", "-c", SHARER, tag]
+    try:
+        owner = supervised_owner(command, log)
+        wait_for(lambda: log.exists() and log.read_text().startswith("ready"))
+        assert Path(log.read_text().split()[1]).parent == temporary
+        assert len([path for path in shared.iterdir() if tag in path.name]) == 3 + len(others)
+        below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(owner.pid)}
+        (supervisor,) = [pid for pid, line in below.items() if b"scalerl.rollout.supervise" in line]
+        if ending == "server killed":
+            # As soon as the supervisor has looked.
+            wait_for(lambda: any(path.read_text().count("\n") == 3 for path in temporary.glob("*/shared_memory")))
+            for pid in descendants(supervisor):
+                os.kill(pid, signal.SIGKILL)
+        elif ending == "owner killed":
+            owner.kill()
+        else:
+            os.kill(supervisor, signal.SIGTERM)
+        wait_for(lambda: not alive(supervisor))
+        owner.kill()
+        owner.wait()
+        assert sorted(path for path in shared.iterdir() if tag in path.name) == sorted(others)
+        assert list(temporary.iterdir()) == []
+    finally:
+        for path in shared.glob(f"*{tag}*"):
+            path.unlink()

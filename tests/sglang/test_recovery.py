@@ -30,7 +30,12 @@ REQUEST_TIMEOUT_S = 15.0
 def client_of(engine: Engine, timeout_s: float = REQUEST_TIMEOUT_S) -> RolloutClient:
     url = engine.server.url
     return RolloutClient(
-        url, engine.kind, max_model_len=MAX_MODEL_LEN, timeout_s=timeout_s, max_concurrency=CONCURRENCY
+        url,
+        engine.kind,
+        key=engine.server.key,
+        max_model_len=MAX_MODEL_LEN,
+        timeout_s=timeout_s,
+        max_concurrency=CONCURRENCY,
     )
 
 
@@ -78,7 +83,7 @@ def gone() -> RolloutClient:
     """Of a server that is there no more."""
     reserved = ReservedPort()
     reserved.release()
-    return RolloutClient(f"http://127.0.0.1:{reserved.port}", "embedded", max_model_len=MAX_MODEL_LEN)
+    return RolloutClient(f"http://127.0.0.1:{reserved.port}", "embedded", key="", max_model_len=MAX_MODEL_LEN)
 
 
 @pytest.mark.parametrize(("has_other", "signum"), [(False, signal.SIGKILL), (True, signal.SIGSTOP)])
@@ -197,7 +202,9 @@ def test_samples_that_came_before_a_connection_is_cut_are_kept(
                         raise ServerLostError("cut off")
 
     recovery = Restart(lambda: pytest.fail("it was restarted"))
-    client = Cut(well.server.url, "embedded", max_model_len=MAX_MODEL_LEN, max_concurrency=CONCURRENCY)
+    client = Cut(
+        well.server.url, "embedded", key=well.server.key, max_model_len=MAX_MODEL_LEN, max_concurrency=CONCURRENCY
+    )
     seen: list[object] = []
     outputs = asyncio.run(
         generate_samples([client], REQUESTS, lambda output: seen.append(output.key), recovery=recovery)

@@ -40,8 +40,8 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
 
 @pytest.mark.parametrize(("family", "tp_size"), [
     ("qwen3_moe", 1),
-    pytest.param("qwen3_moe", 2, marks=TWO_CORES),
-    pytest.param("mixtral", 2, marks=TWO_CORES),
+    pytest.param("qwen3_moe", 2, marks=[TWO_CORES, pytest.mark.full]),
+    pytest.param("mixtral", 2, marks=[TWO_CORES, pytest.mark.full]),
 ])  # fmt: skip
 def test_checksums_of_a_mixture(start_engine: Callable[..., Engine], tmp_path: Path, family: str, tp_size: int) -> None:
     old, new = (make(tmp_path / str(seed), family, tp_size, seed) for seed in (0, 1))

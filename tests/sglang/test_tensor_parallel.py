@@ -58,6 +58,7 @@ def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_pat
         assert output.policy_version == 5
 
 
+@pytest.mark.full
 def test_a_crashed_rank_ends_the_server_and_not_its_owner(engine: Engine) -> None:
     """SGLang then kills its own process tree and signals its parent; the owner only sees that the server is gone.
 

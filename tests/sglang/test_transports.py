@@ -51,7 +51,7 @@ def deliver(
     transport: BroadcastTransport, engines: Sequence[Engine], config: dict, policy_version: int, tp_size: int = 1
 ) -> Delivery:
     """A whole sync, as one trainer rank that leads all of the engines does it."""
-    feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size), (0,)) for index, e in enumerate(engines)]
+    feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
     expected = {feed.index: ExpectedChecksums(config, tp_size, feed.replica.kind) for feed in feeds}
     clients = {engine.server.url: engine.client for engine in engines}
     delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1)
@@ -112,7 +112,7 @@ def test_outside_of_a_session_the_engine_refuses(
 ) -> None:
     before = engine.client.checksums()
     transport = transport_of(model_b.weights()[:2])
-    feed = Feed(0, Replica(engine.server.url, engine.kind, 1), (0,))
+    feed = Feed(0, Replica(engine.server.url, engine.kind, 1, engine.server.key), (0,))
     delivery = Delivery([feed], {engine.server.url: engine.client}, {}, rank=0, policy_version=9, bucket_bytes=1)
     delivery.tell(feed, "begin", lambda client: None)
     transport.send(delivery)
@@ -139,7 +139,9 @@ def start_on_ipv6(model: Model, tmp_path: Path) -> Engine:
         return RolloutServer(command, env, f"http://{netloc}:{port}", tmp_path / "server.log", START_TIMEOUT_S)
 
     server = start_on_free_port(make, host)
-    return Engine("embedded", server, RolloutClient(server.url, "embedded", max_model_len=MAX_MODEL_LEN))
+    return Engine(
+        "embedded", server, RolloutClient(server.url, "embedded", key=server.key, max_model_len=MAX_MODEL_LEN)
+    )
 
 
 def test_a_server_that_is_lost_takes_no_other_with_it_and_its_successor_joins(

@@ -89,7 +89,9 @@ def test_help_takes_texts_from_the_comments_and_defaults_from_the_fields():
     docs = {doc.key: doc for doc in key_docs("ppo")}
     assert docs["data.train_batch_size"].comment == "Prompts per step."
     assert docs["data.train_files"].default == "required"
-    assert docs["trainer.save_freq"].comment == "Steps between checkpoints, and at the end; -1: none at all."
+    assert docs["trainer.total_training_steps"].comment == "null: total_epochs of the data."
+    # Of two lines.
+    assert docs["trainer.save_freq"].comment.startswith("Steps between checkpoints; the last step has one, too. -1:")
     assert docs["trainer.logger"].default == "[console,mlflow]"
     assert docs["trainer.nnodes"].comment == ""
     sft = {doc.key: doc for doc in key_docs("sft")}

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from scalerl import doctor
-from scalerl.doctor import OPTIONAL, REQUIRED, Package, describe_devices, probe, run_doctor, run_python
+from scalerl.doctor import (
+    OPTIONAL,
+    REQUIRED,
+    Package,
+    describe_devices,
+    describe_platform,
+    probe,
+    run_doctor,
+    run_python,
+)
+from scalerl.nvidia import NvidiaDevice
 
 GOOD = Package("pytest", "import json", "nothing")
 ABSENT = Package("no-such-package", "import no_such_package", "the sky falls")
@@ -69,6 +79,7 @@ def test_lists_cover_what_users_ask_for() -> None:
     }
 
 
+@pytest.mark.full
 def test_sglang_imports_as_its_server_does() -> None:
     sglang = next(package for package in REQUIRED if package.name == "sglang")
     assert probe(sglang).error is None
@@ -92,3 +103,11 @@ def test_command_reports_a_broken_torch(tmp_path: Path) -> None:
     assert "torch: ImportError: libcudart.so.13: cannot open shared object file" in done.stdout
     assert "CPU platform\n  unknown: torch does not import" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_warning() -> None:
+    device = NvidiaDevice("535.104.05", ("/dev/nvidia0",))
+    found = describe_platform([], "13.0", device)
+    assert found.startswith("WARNING") and all(part in found for part in ("535.104.05", "CUDA 13.0", "/dev/nvidia0"))
+    assert describe_platform([], None, None).startswith("on: no GPU")
+    assert describe_platform([["H200", 1]], "13.0", device) == "off: CUDA 13.0 is used"

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.protocol import DataProto, Jagged, cu_seqlens_of
@@ -48,7 +48,6 @@ def assert_same(actual: DataProto, expected: DataProto) -> None:
         assert actual.samples[name].tolist() == column.tolist()
 
 
-@settings(deadline=None)
 @given(LENGTHS)
 def test_jagged_holds_its_rows(lengths: list[int]) -> None:
     column = Jagged.from_list(rows_of(lengths), torch.int64)
@@ -68,7 +67,6 @@ def test_cu_seqlens_are_int64() -> None:
     assert cu_seqlens_of([2, 0, 3]).tolist() == [0, 2, 2, 5]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.data())
 def test_select_takes_every_column(lengths: list[int], data: st.DataObject) -> None:
     picked = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=10))
@@ -81,7 +79,6 @@ def test_select_takes_every_column(lengths: list[int], data: st.DataObject) -> N
     assert selected.meta == {"step": 3}
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.data())
 def test_concat_undoes_select(lengths: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(lengths)))
@@ -90,7 +87,6 @@ def test_concat_undoes_select(lengths: list[int], data: st.DataObject) -> None:
     assert_same(DataProto.concat(parts), whole)
 
 
-@settings(deadline=None)
 @given(LENGTHS)
 def test_pickling(lengths: list[int]) -> None:
     assert_same(pickle.loads(pickle.dumps(batch_of(lengths))), batch_of(lengths))

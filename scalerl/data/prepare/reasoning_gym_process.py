@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from reasoning_gym.factory import DATASETS, create_dataset
+from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]  # an optional package
 
 # Sizes and seeds come from the command line; a mixture is made of files, one for each task.
 _NOT_OPTIONS = ("seed", "size")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
+from scalerl.config.rollout_rules import TransportName
 from scalerl.hybrid.delivery import Delivery
 
-TransportName = Literal["shared", "broadcast", "disk"]
+__all__ = ["Transport", "TransportName"]
 
 
 class Transport(Protocol):
@@ -20,6 +21,8 @@ class Transport(Protocol):
 
         A server that fails is noted in `delivery`; the others get everything.
         """
+        ...
 
     def forget(self, index: int) -> None:
         """The server of that replica is gone; what was set up with it is given back."""
+        ...

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from scalerl.errors import UserError
+from scalerl.families import files_beside_weights
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_index
 from scalerl.rollout.weights import NamedTensors
@@ -25,7 +27,6 @@ PREFIX = "weights-of-version-"
 PARTIAL = ".tmp"
 # Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
 Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
-NOT_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Beside the tensors: their names, and the files that are not weights.
 SPARE_BYTES = 64 * 2**20
@@ -85,7 +86,7 @@ class DiskTransport:
         if _is_first():
             name = f"{PREFIX}{policy_version}-{secrets.token_hex(4)}"
             error = self._failure(num_bytes, lambda: self._make_room(name, num_bytes))
-        message = [name]
+        message: list[Any] = [name]
         dist.broadcast_object_list(message, src=0)
         self._agree(error)
         return self.directory / message[0]
@@ -100,9 +101,8 @@ class DiskTransport:
         (self.directory / (name + PARTIAL)).mkdir()
 
     def _complete(self, partial: Path, target: Path, specs: Sequence[dict[str, TensorSpec]]) -> None:
-        for file in sorted(self.model_path.iterdir()):
-            if file.suffix in NOT_WEIGHTS and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, partial / file.name)
+        for file in files_beside_weights(self.model_path):
+            shutil.copyfile(file, partial / file.name)
         if len(specs) > 1:
             files = {name: file_name(number, len(specs)) for number, bucket in enumerate(specs) for name in bucket}
             write_index(partial, files, {name: spec for bucket in specs for name, spec in bucket.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch.distributed as dist
 
@@ -25,7 +26,7 @@ class GatheredTransport:
             distinct = sorted(set(feed.ranks))
             if len(distinct) > 1:
                 # Every rank creates every group.
-                self.groups[feed.index] = dist.new_group(distinct, backend="gloo")
+                self.groups[feed.index] = cast("dist.ProcessGroup", dist.new_group(distinct, backend="gloo"))
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
         num_bytes = num_buckets = 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from scalerl.errors import UserError
+from scalerl.user_code import on_forget
 
 FINISH_TIMEOUT_S = 60.0
 STATUSES = ("FINISHED", "FAILED", "KILLED")
@@ -86,6 +87,7 @@ def register_backend(name: str, *, package: str | None = None) -> Callable[[AnyO
                 "another name"
             )
         _BACKENDS[name] = _Registered(opener, package)
+        on_forget(opener, lambda: _BACKENDS.pop(name, None))
         return opener
 
     return register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -62,6 +63,7 @@ class MlflowBackend:
         self._backoff_s = 0.0
         self._num_attempts = 0
         self._last_step = -1
+        self._names = MetricNames()
         self._resume_pending = False
         try:
             self._client = make_client(self.tracking_uri)
@@ -83,7 +85,8 @@ class MlflowBackend:
             self._last_step = step
             data = {**data, **self._system.take()}
         timestamp_ms = int(time_s * 1000)
-        self._submit({"kind": "metrics", "data": dict(data), "step": step, "timestamp_ms": timestamp_ms})
+        named = {self._names.of(key): value for key, value in data.items()}
+        self._submit({"kind": "metrics", "data": named, "step": step, "timestamp_ms": timestamp_ms})
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
         """Under its own name, in the folder of the run's artifacts."""
@@ -346,6 +349,27 @@ def _list_table(client: MlflowClient, run_id: str, file: str) -> None:
     while len(json.dumps(tables)) > MAX_TAG_VAL_LENGTH:
         del tables[0]
     client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(tables))
+
+
+class MetricNames:
+    """One name for MLflow for each metric key, also where `metric_name` makes two keys alike (a@b and a_at_b)."""
+
+    def __init__(self) -> None:
+        # Name -> the key that has it.
+        self._keys: dict[str, str] = {}
+
+    def of(self, key: str) -> str:
+        """`metric_name`; for a key that finds it taken, with a digest of the key behind it."""
+        name = metric_name(key)
+        owner = self._keys.setdefault(name, key)
+        if owner == key:
+            return name
+        digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+        own = f"{name[: _MAX_NAME - 9]}_{digest}"
+        if own not in self._keys:
+            self._keys[own] = key
+            logger.warning("mlflow: the metrics %r and %r have one name there; the second is %r", owner, key, own)
+        return own
 
 
 def metric_name(key: str) -> str:

@@ -18,7 +18,7 @@ class SwanlabBackend:
     """Online, a resumed run continues the run whose id is in {run_dir}/swanlab_run_id; local runs begin anew."""
 
     def __init__(self, run: RunInfo) -> None:
-        import swanlab
+        import swanlab  # pyright: ignore[reportMissingImports]  # an optional package
 
         mode = os.environ.get("SWANLAB_MODE", "local")
         online = {}

@@ -16,7 +16,8 @@ class TensorboardBackend:
     """Scalars under their keys, tables and configuration as text. A resumed run hides the steps it repeats."""
 
     def __init__(self, run: RunInfo) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        # Protobuf makes these classes at run time.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
@@ -31,7 +32,7 @@ class TensorboardBackend:
         self._writer.flush()
 
     def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [Summary.Value(tag=key, simple_value=value) for key, value in data.items()]
         self._writer.add_event(self._event(wall_time=time_s, step=step, summary=Summary(value=values)))

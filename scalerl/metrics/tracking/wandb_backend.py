@@ -22,7 +22,7 @@ class WandbBackend:
                 "trainer.logger has wandb, but there is no API key: set WANDB_API_KEY, run `wandb login`, or set "
                 "WANDB_MODE=offline"
             )
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
         self._wandb = wandb
         self._run = wandb.init(
@@ -67,7 +67,9 @@ def kept_id(path: Path, *, new: bool) -> str:
 
 
 def _has_key() -> bool:
-    from wandb.sdk.lib.wbauth.wbnetrc import read_netrc_auth
+    from wandb.sdk.lib.wbauth.wbnetrc import (  # pyright: ignore[reportMissingImports]  # an optional package
+        read_netrc_auth,
+    )
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

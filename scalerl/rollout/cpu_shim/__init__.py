@@ -1,6 +1,8 @@
-"""Import stand-ins that let unmodified SGLang run on a CPU: `sgl_kernel` and `torchvision`.
+"""Import stand-ins that let unmodified SGLang run on a CPU: `sgl_kernel` and `torchvision`. And a `megatron` that
+cannot be imported, which SGLang takes for none.
 
-This directory goes on PYTHONPATH of the server process alone, and never where there is a GPU.
+Beside them the metadata of a distribution, whose entry point makes SGLang load `rollout/sglang_plugin.py`. This
+directory goes on PYTHONPATH of the server process alone, and never where there is a GPU.
 """
 
 from __future__ import annotations

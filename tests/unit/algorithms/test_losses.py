@@ -11,8 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.algorithms.losses import LOSS_AGG_MODES, clip_bounds, get_policy_loss, loss_weights, weighted_sum
+from scalerl.algorithms.losses import (
+    LOSS_AGG_MODES,
+    aggregated,
+    clip_bounds,
+    get_policy_loss,
+    loss_weights,
+    weighted_sum,
+)
 from scalerl.config.schema import ActorConfig
+from scalerl.metrics import merge_metrics
 
 vanilla = get_policy_loss("vanilla")
 logprob = st.floats(-30, 0)
@@ -126,6 +134,8 @@ def test_unknown_loss_lists_the_known():
 
 # Aggregation
 
+SCALE = 7.0
+
 sequences = st.lists(st.lists(st.booleans(), min_size=0, max_size=6), min_size=1, max_size=10).filter(
     lambda masks: any(any(mask) for mask in masks)
 )
@@ -140,8 +150,14 @@ def aggregate_by_hand(values: list[list[float]], masks: list[list[bool]], mode: 
     kept = [vs for vs in kept if vs]
     if mode == "token-mean":
         return math.fsum(v for vs in kept for v in vs) / sum(len(vs) for vs in kept)
-    scale = (lambda vs: 1.0) if mode == "seq-mean-token-sum" else len
-    return math.fsum(math.fsum(vs) / scale(vs) for vs in kept) / len(kept)
+    if mode == "token-sum":
+        return math.fsum(v for vs in kept for v in vs)
+    scale = {
+        "seq-mean-token-sum": lambda _: 1.0,
+        "seq-mean-token-sum-norm": lambda _: SCALE,
+        "seq-mean-token-mean": len,
+    }
+    return math.fsum(math.fsum(vs) / scale[mode](vs) for vs in kept) / len(kept)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -162,6 +178,7 @@ def test_any_split_gives_the_loss_of_the_whole(mode, masks, seed, data):
             mode,
             num_loss_tokens,
             num_sequences,
+            SCALE,
         )
         assert weights_T.dtype == torch.float32
         total += weighted_sum(f64([v for row in rows for v in values[row]]), weights_T.double()).item()
@@ -170,21 +187,65 @@ def test_any_split_gives_the_loss_of_the_whole(mode, masks, seed, data):
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_weights_of_a_sequence_do_not_depend_on_its_neighbours(mode):
-    alone = loss_weights(torch.tensor([0, 1, 1]), torch.tensor([0, 3]), mode, 17, 5)
-    packed = loss_weights(torch.tensor([1, 0, 1, 1, 1]), torch.tensor([0, 1, 4, 5]), mode, 17, 5)
+    alone = loss_weights(torch.tensor([0, 1, 1]), torch.tensor([0, 3]), mode, 17, 5, SCALE)
+    packed = loss_weights(torch.tensor([1, 0, 1, 1, 1]), torch.tensor([0, 1, 4, 5]), mode, 17, 5, SCALE)
     assert torch.equal(packed[1:4], alone)
 
 
 def test_table_of_weights():
     mask, cu_seqlens = torch.tensor([0, 1, 1, 0, 0, 1, 1]), torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32)
     # Sequences: [0 1 1], [], [0 0], [1]; the last token is alignment padding, whatever its mask says.
-    third, half, quarter = 1 / 3, 1 / 2, 1 / 4
+    third, half, quarter, eighth = 1 / 3, 1 / 2, 1 / 4, 1 / 8
     for mode, want in {
         "token-mean": [0, third, third, 0, 0, third, 0],
         "seq-mean-token-sum": [0, half, half, 0, 0, half, 0],
         "seq-mean-token-mean": [0, quarter, quarter, 0, 0, half, 0],
+        "token-sum": [0.0, 1, 1, 0, 0, 1, 0],
+        "seq-mean-token-sum-norm": [0, eighth, eighth, 0, 0, eighth, 0],
     }.items():
-        torch.testing.assert_close(loss_weights(mask, cu_seqlens, mode, 3, 2), torch.tensor(want))
+        torch.testing.assert_close(loss_weights(mask, cu_seqlens, mode, 3, 2, 4.0), torch.tensor(want))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@given(masks=sequences, seed=st.integers(0, 999))
+def test_equals_the_definition_on_a_padded_batch(mode, masks, seed):
+    """The definitions are of matrices [samples, width], of which seq-mean-token-sum-norm divides by the width."""
+    width = 9
+    mask = np.array([[*row, *[False] * (width - len(row))] for row in masks], dtype=float)
+    values = np.random.default_rng(seed).normal(size=mask.shape)
+    sums, counts = (values * mask).sum(1), mask.sum(1)
+    rows = counts > 0
+    want = {
+        "token-mean": sums.sum() / counts.sum(),
+        "token-sum": sums.sum(),
+        "seq-mean-token-sum": sums[rows].mean(),
+        "seq-mean-token-mean": (sums[rows] / counts[rows]).mean(),
+        "seq-mean-token-sum-norm": sums[rows].mean() / width,
+    }[mode]
+    flat = torch.tensor(mask.reshape(-1) > 0)
+    cu_seqlens = torch.arange(len(masks) + 1) * width
+    weights_T = loss_weights(flat, cu_seqlens, mode, int(counts.sum()), int(rows.sum()), width)
+    assert weighted_sum(torch.tensor(values.reshape(-1)), weights_T.double()).item() == pytest.approx(
+        want, rel=1e-6, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@given(masks=sequences, seed=st.integers(0, 999), data=st.data())
+def test_a_metric_merged_over_ranks_is_the_aggregate_of_the_whole(mode, masks, seed, data):
+    rng = np.random.default_rng(seed)
+    values = [rng.normal(size=len(mask)).tolist() for mask in masks]
+    rank_of = data.draw(st.lists(st.integers(0, 2), min_size=len(masks), max_size=len(masks)))
+    parts = []
+    # A rank may have no sequence, or none with a token.
+    for rank in range(3):
+        rows = [row for row in range(len(masks)) if rank_of[row] == rank]
+        # Masked tokens are NaN.
+        held = [v if m else math.nan for row in rows for v, m in zip(values[row], masks[row], strict=True)]
+        mask = torch.tensor([m for row in rows for m in masks[row]], dtype=torch.bool)
+        parts.append({"m": aggregated(f64(held), mask, cu_seqlens_of([masks[row] for row in rows]), mode, SCALE)})
+    merged = merge_metrics(parts)["m"].value
+    assert merged == pytest.approx(aggregate_by_hand(values, masks, mode), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -203,7 +264,8 @@ def test_nan_of_a_weighted_token_shows():
 @pytest.mark.parametrize(
     ("mode", "num_loss_tokens", "num_sequences", "message"),
     [
-        ("token-sum", 1, 1, r"loss_agg_mode='token-sum'.*token-mean"),
+        ("mean", 1, 1, r"loss_agg_mode='mean'.*token-mean"),
+        ("seq-mean-token-sum-norm", 1, 1, r"actor.loss_scale_factor=None: seq-mean-token-sum-norm divides by it"),
         ("token-mean", 0, 1, "num_loss_tokens=0"),
         ("seq-mean-token-mean", 1, 0, "num_sequences=0"),
     ],

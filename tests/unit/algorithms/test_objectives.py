@@ -45,7 +45,14 @@ def counts(rows: list[dict[str, torch.Tensor]], mask: str = "response_mask") -> 
 
 
 def config_of(mode: str) -> ActorConfig:
-    return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, clip_ratio_c=1.5)
+    return ActorConfig(
+        loss_agg_mode=mode,
+        loss_scale_factor=9.0,
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        clip_ratio_c=1.5,
+    )
 
 
 def run(objective, parts: list[list[dict[str, torch.Tensor]]], pack=None):
@@ -295,6 +302,7 @@ def test_metrics_alias_no_input_and_no_loss():
         (ActorConfig(policy_loss=PolicyLossConfig(loss_mode="nope")), "loss_mode='nope'"),
         (ActorConfig(use_kl_loss=True, kl_loss_type="nope"), "kl_loss_type='nope'"),
         (ActorConfig(loss_agg_mode="nope"), "loss_agg_mode='nope'"),
+        (ActorConfig(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=0.0), r"actor.loss_scale_factor=0.0"),
     ],
 )
 def test_refuses_names_before_the_first_forward(config, message):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scalerl.algorithms import LOSS_AGG_MODES, PolicyObjective, policy_loss_names, policy_loss_needs
 from scalerl.config.schema import ActorConfig, PolicyLossConfig
 
-LOW, HIGH, DUAL, TAU_POS, TAU_NEG, KL_COEF = 0.2, 0.3, 3.0, 1.5, 0.7, 0.25
+LOW, HIGH, DUAL, TAU_POS, TAU_NEG, KL_COEF, BETA, SCALE = 0.2, 0.3, 3.0, 1.5, 0.7, 0.25, 0.6, 40.0
 BOUND = 20.0
 
 
@@ -75,6 +75,11 @@ def _gpg(s: Sample, new: list, at: int):
     return -s.adv[at] * new[at]
 
 
+def _dro(s: Sample, new: list, at: int):
+    gap = new[at].value - s.old[at]
+    return -s.adv[at] * new[at] + Dual(BETA / 2 * gap**2, {at: BETA * gap})
+
+
 def _clip_cov(s: Sample, new: list, at: int):
     ratio = exp(_delta(s, new, at))
     if s.selected[at]:
@@ -97,6 +102,7 @@ FORMULAS: dict[str, Callable] = {
     "cispo": _cispo,
     "sapo": _sapo,
     "gpg": _gpg,
+    "dro": _dro,
     "clip_cov": _clip_cov,
     "kl_cov": _kl_cov,
 }
@@ -155,7 +161,9 @@ def by_hand(name: str, samples: list[Sample], mode: str) -> tuple[float, list[li
             loss = FORMULAS[name](sample, new, at)
             weight = {
                 "token-mean": 1 / num_tokens,
+                "token-sum": 1.0,
                 "seq-mean-token-sum": 1 / len(kept),
+                "seq-mean-token-sum-norm": 1 / len(kept) / SCALE,
                 "seq-mean-token-mean": 1 / len(kept) / len(sample.kept),
             }[mode]
             total += weight * loss.value
@@ -173,7 +181,8 @@ def config_of(name: str, mode: str = "token-mean") -> ActorConfig:
         tau_pos=TAU_POS,
         tau_neg=TAU_NEG,
         loss_agg_mode=mode,
-        policy_loss=PolicyLossConfig(loss_mode=name, ppo_kl_coef=KL_COEF),
+        loss_scale_factor=SCALE,
+        policy_loss=PolicyLossConfig(loss_mode=name, ppo_kl_coef=KL_COEF, dro_beta=BETA),
     )
 
 
@@ -342,6 +351,7 @@ def test_tool_output_between_does_not_matter(name):
         ("sapo", {"tau_pos": 9.0}),
         ("sapo", {"tau_neg": 9.0}),
         ("kl_cov", {"policy_loss": PolicyLossConfig(loss_mode="kl_cov", ppo_kl_coef=9.0)}),
+        ("dro", {"policy_loss": PolicyLossConfig(loss_mode="dro", dro_beta=9.0)}),
     ],
 )
 def test_every_option_changes_the_loss(name, change):
@@ -350,6 +360,20 @@ def test_every_option_changes_the_loss(name, change):
     config = config_of(name)
     base = PolicyObjective(config, *counts(samples))(new, None, columns)[0]
     assert PolicyObjective(replace(config, **change), *counts(samples))(new, None, columns)[0] != base
+
+
+@pytest.mark.parametrize("beta", [None, 0.0, -1.0, math.nan])
+def test_dro_needs_its_weight(beta):
+    samples = draw(1)
+    config = replace(config_of("dro"), policy_loss=PolicyLossConfig(loss_mode="dro", dro_beta=beta))
+    with pytest.raises(ValueError, match=r"dro_beta=.*number over 0"):
+        PolicyObjective(config, *counts(samples))(*packed(samples)[:1], None, packed(samples)[1])
+
+
+def test_dro_pulls_a_token_back_from_any_distance():
+    """Every other loss stops at a log-ratio of 20."""
+    sample = Sample([50.0], [-50.0], [1.0], [True], [False])
+    assert run("dro", [[sample]], "token-mean")[2][id(sample)] == pytest.approx([BETA * 100 - 1])
 
 
 def test_a_loss_that_needs_a_column_says_so():

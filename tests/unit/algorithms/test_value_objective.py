@@ -20,7 +20,7 @@ Rows = list[dict[str, torch.Tensor]]
 
 
 def config_of(mode: str, cliprange_value: float = CLIP_RANGE) -> CriticConfig:
-    return CriticConfig(loss_agg_mode=mode, cliprange_value=cliprange_value)
+    return CriticConfig(loss_agg_mode=mode, loss_scale_factor=8.0, cliprange_value=cliprange_value)
 
 
 def sequences(seed: int) -> Rows:
@@ -81,6 +81,8 @@ def by_hand(rows: Rows, mode: str):
         mask = row["response_mask"].tolist()
         weight = {
             "token-mean": 1 / num_tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum-norm": 1 / num_sequences / 8.0,
             "seq-mean-token-sum": 1 / num_sequences,
             "seq-mean-token-mean": 1 / (num_sequences * max(sum(mask), 1)),
         }[mode]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from scalerl.balance import Alignment, StepPlan, packing_metrics, plan_step, seqlen_metrics
+from scalerl.balance import Alignment, SizeKeys, StepPlan, packing_metrics, plan_step, seqlen_metrics
 
 CAP = 64
 
@@ -189,6 +189,26 @@ def test_refuses_what_equal_counts_cannot_hold():
         ValueError, match=r"mini-batch 0 of 5 samples needs 6 micro-batches of 64 tokens.*multiple of 2"
     ):
         plan_step([60] * 5, dp_size=2, mini_batches=[range(5)], max_tokens_per_micro_batch=CAP)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dp_size", "message"),
+    [
+        ([4, CAP + 1], 1, f"set a.budget to at least {CAP + 1}, or"),
+        ([4], 2, "make a.batch x n at least 2, or"),
+        ([60] * 5, 2, "raise a.budget, or make a.batch x n a multiple of 2"),
+    ],
+)
+def test_errors_name_the_keys_of_the_role(num_tokens, dp_size, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        plan_step(
+            num_tokens,
+            dp_size=dp_size,
+            mini_batches=[range(len(num_tokens))],
+            max_tokens_per_micro_batch=CAP,
+            keys=SizeKeys("a.budget", "a.batch x n"),
+        )
+    assert "actor" not in str(caught.value)
 
 
 @given(problems())

@@ -1,12 +1,17 @@
-"""A user's error is one message and exit code 2; a defect keeps its stack."""
+"""A user's error is one message and exit code 2, one of what a run is made of 70; a defect keeps its stack."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 from ray.exceptions import RayTaskError
 
 from scalerl.config import ConfigError
+from scalerl.controller.pools import ResourceError
+from scalerl.controller.worker_group import WorkerError
 from scalerl.errors import UserError, run_main
+from scalerl.rollout.requests import RolloutError, ServerLostError
 
 
 def remote(cause: Exception) -> Exception:
@@ -34,6 +39,16 @@ def test_user_errors(capsys, monkeypatch, error, message):
     monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
     assert run_main(fail, error) == 2
     assert capsys.readouterr() == ("", message)
+
+
+@pytest.mark.parametrize("kind", [WorkerError, ResourceError, RolloutError, ServerLostError])
+def test_errors_of_what_a_run_is_made_of(capsys, monkeypatch, kind):
+    """sysexits.h EX_SOFTWARE: nothing in the input explains them."""
+    monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
+    for error in (kind("rank 3 died"), remote(kind("rank 3 died"))):
+        assert not isinstance(error, UserError)
+        assert run_main(fail, error) == os.EX_SOFTWARE == 70
+        assert capsys.readouterr() == ("", "error: rank 3 died\n")
 
 
 def test_the_stack_on_request(capsys, monkeypatch):

@@ -34,7 +34,7 @@ def test_nearest_key(wrong, right):
     assert PPO.unknown(wrong) == f"{wrong}: no such key; did you mean {right}?"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(key=st.sampled_from(sorted(PPO.leaves)), data=st.data())
 def test_a_key_with_one_letter_dropped_is_found_again(key, data):
     last = key.rsplit(".", 1)[-1]

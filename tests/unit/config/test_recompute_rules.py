@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -46,13 +47,15 @@ ALLOWED = [
 ]
 
 
+MODEL_PATH = "actor_rollout_ref.model.path=m"
+VALID = {
+    "ppo": compose("ppo", ["data.train_files=a", "data.val_files=b", MODEL_PATH, "actor_rollout_ref.rollout.n=4"]),
+    "sft": compose("sft", ["data.train_files=a", "model.path=m"]),
+}
+
+
 def violations(kind: str, changes: dict[str, Any]) -> list[str]:
-    model = "actor_rollout_ref.model.path=m"
-    required = {
-        "ppo": ["data.train_files=a", "data.val_files=b", model, "actor_rollout_ref.rollout.n=4"],
-        "sft": ["data.train_files=a", "model.path=m"],
-    }
-    cfg = compose(kind, required[kind])
+    cfg = copy.deepcopy(VALID[kind])
     megatron = cfg.actor_rollout_ref.actor.megatron if kind == "ppo" else cfg.megatron
     for name, value in changes.items():
         assert hasattr(megatron, name)

@@ -51,6 +51,15 @@ def test_shards_follow_the_plan(plan: StepPlan) -> None:
     assert sorted(name for shard in shards for name in shard["name"]) == list("abcdefgh")
 
 
+def test_sample_columns_of_the_ranks_are_put_in_the_batchs_order(plan: StepPlan) -> None:
+    batch = ShardedBatch(plan, samples())
+    joined = batch.joined_samples([batch.shard_samples(dp_rank) for dp_rank in range(2)])
+    assert {name: column.tolist() for name, column in joined.items()} == {
+        name: column.tolist() for name, column in samples().items()
+    }
+    assert batch.joined_samples([{}, {}]) == {}
+
+
 def test_columns_are_added_and_named(plan: StepPlan) -> None:
     first = PlacedBatch(samples(), {"actor": plan}).with_column("tokens", "actor", ["ids 0", "ids 1"])
     second = first.with_column("old", "actor", ["old 0", "old 1"])
@@ -76,7 +85,7 @@ def test_samples_are_added(plan: StepPlan) -> None:
     made=st.tuples(st.integers(1, 4), st.integers(40, 80)),
     wanted=st.tuples(st.integers(1, 4), st.integers(40, 80)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_column_of_another_plan_is_put_together(
     lengths: list[int], made: tuple[int, int], wanted: tuple[int, int]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.config.schema import RolloutConfig
@@ -62,7 +62,6 @@ def test_a_replica_larger_than_the_trainer() -> None:
     assert [(plan.index, plan.node) for plan in plans] == [(0, 0)]
 
 
-@settings(deadline=None)
 @given(nnodes=st.integers(1, 4), replicas_per_node=st.integers(1, 4), tp_size=st.integers(1, 4))
 def test_every_device_has_one_replica(nnodes: int, replicas_per_node: int, tp_size: int) -> None:
     pool = pool_of(nnodes, replicas_per_node * tp_size)
@@ -71,13 +70,13 @@ def test_every_device_has_one_replica(nnodes: int, replicas_per_node: int, tp_si
     assert sorted(places) == [(node, device) for node in range(nnodes) for device in range(pool.devices_per_node)]
     assert [plan.index for plan in plans] == list(range(nnodes * replicas_per_node))
     # The rank that feeds an engine rank sits on the same device of the same node.
-    feeds = plan_feeds([Replica("", "sglang", tp_size)] * len(plans), pool.world_size)
+    feeds = plan_feeds([Replica("", "sglang", tp_size, "")] * len(plans), pool.world_size)
     for plan, ranks in zip(plans, feeds, strict=True):
         assert [divmod(rank, pool.devices_per_node) for rank in ranks] == [(plan.node, d) for d in plan.devices]
 
 
 def test_feeds_count_engine_ranks_over_all_replicas() -> None:
-    replicas = [Replica("a", "sglang", 2), Replica("b", "embedded", 1), Replica("c", "sglang", 2)]
+    replicas = [Replica("a", "sglang", 2, ""), Replica("b", "embedded", 1, ""), Replica("c", "sglang", 2, "")]
     assert plan_feeds(replicas, 8) == [(0, 1), (2,), (3, 4)]
     # More engine ranks than trainer ranks: around again.
     assert plan_feeds(replicas, 2) == [(0, 1), (0,), (1, 0)]
@@ -91,7 +90,6 @@ def test_feeds_of_no_replica() -> None:
 NUMBERS = st.integers(0, 2**31)
 
 
-@settings(deadline=None)
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
 def test_sample_seed(seed: int, step: int, position: int, sample: int) -> None:
     value = sample_seed(seed, step, position, sample)

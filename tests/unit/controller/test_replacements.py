@@ -11,7 +11,7 @@ from scalerl.rollout.client import GenerateRequest, RolloutClient, RolloutError,
 
 
 def client(name: str) -> RolloutClient:
-    return RolloutClient(f"http://{name}", "embedded", max_model_len=8)
+    return RolloutClient(f"http://{name}", "embedded", key="key", max_model_len=8)
 
 
 async def settle() -> None:

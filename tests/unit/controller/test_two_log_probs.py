@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutCorrectionConfig
-from scalerl.controller.two_log_probs import compare_log_probs, num_loss_tokens, worst_tokens
+from scalerl.controller.two_log_probs import compare_log_probs, worst_tokens
 from scalerl.protocol import DataProto, Jagged
 
 # Three samples: (token, sampled, rollout_logprob, old_logprob).
@@ -42,7 +42,7 @@ def compare(**keys):
 def test_the_mismatch_is_measured_with_and_without_a_correction():
     metrics, columns = compare()
     corrected, _ = compare(rollout_is="token")
-    assert columns.tokens == {} and metrics.items() <= corrected.items()
+    assert columns.tokens == columns.samples == {} and metrics.items() <= corrected.items()
     # Sampled tokens: log-ratios -0.5, 1, 0, -0.1
     assert metrics["rollout_corr/kl"].value == pytest.approx(-0.4 / 4)
     assert metrics["rollout_corr/token_log_ratio_max"].value == pytest.approx(1.0)
@@ -61,7 +61,8 @@ def test_weights_and_mask_are_columns_of_the_rows():
     assert weights.values[:4].tolist() == [0.0] * 4
     assert (weights.values.dtype, mask.values.dtype) == (torch.float32, torch.bool)
     assert metrics["rollout_corr/rollout_rs_num_dropped"].value == 1
-    assert num_loss_tokens(mask).tolist() == [0, 0, 2]
+    counts = columns.samples["num_loss_tokens"]
+    assert counts.tolist() == [0, 0, 2] and isinstance(counts, np.ndarray)
     shard().union(columns)
 
 
@@ -82,7 +83,14 @@ def test_the_worst_token_of_each_row():
     assert all(len(values) == 3 and isinstance(values, np.ndarray) for values in found.values())
 
 
-def test_a_row_without_tokens_at_the_end():
-    """Counts of rows are differences of running sums: the last ones must be there too."""
-    mask = Jagged.from_list([[True, False], [], [True, True], []], torch.bool)
-    assert num_loss_tokens(mask).tolist() == [1, 0, 2, 0]
+def test_rows_without_tokens_are_counted_too():
+    def column(rows: list[list[float]], dtype: torch.dtype) -> Jagged:
+        return Jagged.from_list(rows, dtype)
+
+    masks, zeros = [[1.0, 0.0], [], [1.0, 1.0], []], [[0.0, 0.0], [], [0.0, 0.0], []]
+    tokens = {"response_mask": column(masks, torch.bool)}
+    tokens |= {name: column(zeros, torch.float32) for name in ("rollout_logprobs", "old_logprobs")}
+    _, columns = compare_log_probs(
+        DataProto(tokens), RolloutCorrectionConfig(rollout_is="token"), group=None, device="cpu"
+    )
+    assert columns.samples["num_loss_tokens"].tolist() == [1, 0, 2, 0]

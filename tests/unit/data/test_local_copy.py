@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import http.server
@@ -385,3 +386,34 @@ def test_urls_that_fail_are_named_together_and_before_any_copy_is_made(store, to
         RLHFDataset(["memory://b/x.json", "memory://b/x.csv", str(tmp_path / "no.json")], tokenizer, config)
     assert len(caught.value.problems) == 2 and "memory://b/x.csv must end in" in caught.value.problems[0]
     assert not list(tmp_path.rglob("x.json"))
+
+
+def test_a_lock_that_is_held_without_copying(store, tmp_path, monkeypatch):
+    """The message names the file, the holder and what to do; a copy that grows is waited for."""
+    monkeypatch.setattr(local_copy, "LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(local_copy, "LOCK_POLL_S", 0.01)
+    store.pipe("/data.txt", b"x")
+    url = "memory://data.txt"
+    done = Path(copy_to_local(url, tmp_path))
+    entry = done.parents[1]
+    with open(entry / ".file.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("process 12 on node7")
+        held.flush()
+        with pytest.raises(DataError, match=r"process 12 on node7 has held the lock .*\.file\.lock .*data\.cache_dir"):
+            copy_to_local(url, tmp_path)
+        grown, polls = entry / "unfinished-1", []
+
+        def growing(seconds: float) -> None:
+            polls.append(seconds)
+            with open(grown, "ab") as file:
+                file.write(b"x")
+            # As if each poll took longer than the limit.
+            monkeypatch.setattr(local_copy, "LOCK_TIMEOUT_S", 0.0)
+            if len(polls) == 20:
+                fcntl.flock(held, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(local_copy.time, "sleep", growing)
+        assert copy_to_local(url, tmp_path) == str(done)
+    assert len(polls) == 20
+    assert (entry / ".file.lock").read_text().startswith(f"process {os.getpid()} on ")

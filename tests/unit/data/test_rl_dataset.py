@@ -11,6 +11,7 @@ import pytest
 from scalerl.config.schema import DataConfig
 from scalerl.data import DataError, RLHFDataset, prompt_tokens
 from scalerl.data import files as files_module
+from tests.lanes import full
 
 
 def problems_of(data_files, tokenizer, config=None, **kwargs) -> str:
@@ -238,7 +239,7 @@ def many(write, make_row, monkeypatch):
     return [write(rows[:15], "a.parquet"), write(rows[15:17], "b.jsonl"), write(rows[17:], "c.json")]
 
 
-@pytest.mark.parametrize("max_samples", [-1, 14])
+@pytest.mark.parametrize("max_samples", [14, full(-1)])
 def test_the_rows_do_not_depend_on_the_number_of_processes(many, tokenizer, caplog, max_samples):
     def read(workers: int) -> RLHFDataset:
         config = DataConfig(
@@ -252,6 +253,7 @@ def test_the_rows_do_not_depend_on_the_number_of_processes(many, tokenizer, capl
     assert caplog.text.count(f"{one.num_filtered} of {len(one) + one.num_filtered} prompts dropped") == 2
 
 
+@pytest.mark.full
 def test_problems_found_in_other_processes_name_the_row(write, make_tokenizer, make_row, monkeypatch):
     monkeypatch.setattr(files_module, "CHUNK_ROWS", 2)
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
@@ -260,6 +262,7 @@ def test_problems_found_in_other_processes_name_the_row(write, make_tokenizer, m
     assert "train.parquet: row 5, column 'prompt': found messages that the chat template refuses" in message
 
 
+@pytest.mark.full
 def test_a_lost_process_is_a_clear_error(write, make_tokenizer, make_row, monkeypatch):
     monkeypatch.setattr(files_module, "CHUNK_ROWS", 1)
     # The lambda looks its names up in the globals: the messages are the locals.

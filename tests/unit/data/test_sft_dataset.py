@@ -50,7 +50,7 @@ def test_only_the_assistant_and_its_end_of_turn_are_learned(write, tokenizer):
 words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=12).filter(lambda s: s.strip())
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
 def test_learned_text_is_the_assistants_text(tokenizer, turns):
     messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]

@@ -131,7 +131,7 @@ def test_tied_embeddings_have_no_head_of_their_own():
     assert "output_layer.weight" in [p.name for p in family_of({"model_type": "qwen2"}).params(shape_of())]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kv_heads_per_rank=st.integers(1, 3),
     tp_size=st.sampled_from([1, 2, 3, 4]),

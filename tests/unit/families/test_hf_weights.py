@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scalerl.families import HFWeights, ModelShape, family_of
+from scalerl.families import HFWeights, ModelShape, family_of, files_beside_weights
 from tests.tiny_models import make_tiny_model
 
 
@@ -116,3 +116,11 @@ def test_an_index_that_names_absent_files(model_dir):
 def test_a_tensor_that_is_not_there(model_dir):
     with HFWeights(model_dir) as weights, pytest.raises(ValueError, match="has no tensor nope"):
         weights.read("nope")
+
+
+def test_files_beside_the_weights(tmp_path):
+    wanted = {"config.json", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "merges.txt", "modeling.py"}
+    others = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "README.md"}
+    for name in wanted | others:
+        (tmp_path / name).touch()
+    assert {file.name for file in files_beside_weights(tmp_path)} == wanted

@@ -63,7 +63,7 @@ def transport_to(directory: Path, model_path: Path, buckets: list = BUCKETS) -> 
 
 
 def deliver(transport: DiskTransport, policy_version: int, client: Any) -> tuple[int, int]:
-    feed = Feed(0, Replica("server", "sglang", 1), (0,))
+    feed = Feed(0, Replica("server", "sglang", 1, "key"), (0,))
     delivery = Delivery([feed], {"server": client}, {}, rank=0, policy_version=policy_version, bucket_bytes=1)
     delivery.tell(feed, "begin", lambda client: None)
     return transport.send(delivery)
@@ -141,6 +141,7 @@ for spare, middle, limit in ((disk.SPARE_BYTES, 10**6, -1), (-10**9, 10**6, -1),
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_is_said_before_a_server_loads_anything(tmp_path: Path, model_path: Path) -> None:
     mount = tmp_path / "mount"
     mount.mkdir()

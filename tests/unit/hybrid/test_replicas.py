@@ -27,7 +27,7 @@ def test_leads_are_far_apart() -> None:
 
 
 def test_one_rank_talks_to_a_server_on_a_network_and_several_share_its_devices() -> None:
-    replicas = [Replica("a", "sglang", 2), Replica("b", "sglang", 2)]
+    replicas = [Replica("a", "sglang", 2, "key"), Replica("b", "sglang", 2, "key")]
     assert [feed.ranks for feed in feeds_of("shared", replicas, 4)] == [(0, 1), (2, 3)]
     for name in ("broadcast", "disk"):
         feeds = feeds_of(name, replicas, 4)

@@ -81,7 +81,7 @@ timing_s/dump_rollout_generations timing_per_token_ms/{gen,ref,values,adv,update
 perf/{total_num_tokens,time_per_step,throughput} perf/mfu/{actor,critic,actor_infer}
 perf/{max_memory_allocated_gb,max_memory_reserved_gb,cpu_memory_used_gb}
 global_seqlen/{min,max,minmax_diff,balanced_min,balanced_max,mean}
-actor/{loss,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,entropy,kl_loss,kl_coef,grad_norm,lr}
+actor/{loss,pg_loss,pg_clipfrac,pg_clipfrac_lower,ppo_kl,entropy,entropy_loss,kl_loss,kl_coef,grad_norm,lr}
 actor/{reward_kl_penalty,reward_kl_penalty_coeff} critic/{vf_loss,vf_clipfrac,vpred_mean,grad_norm,lr}
 training/{global_step,epoch,rollout_probs_diff_valid,rollout_probs_diff_max,rollout_probs_diff_mean}
 training/{rollout_probs_diff_std,rollout_actor_probs_pearson_corr}

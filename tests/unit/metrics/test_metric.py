@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.metrics import Metric, append_to_dict, merge_metrics, reduce_metrics, to_floats
+from scalerl.metrics import Metric, merge_metrics, to_floats
 
 finite = st.floats(-1e6, 1e6)
 weights = st.floats(0.1, 1e4)
@@ -72,26 +72,3 @@ def test_parts_that_disagree_on_the_reduction_are_refused():
 def test_metric_refuses_what_it_cannot_reduce(kwargs, problem):
     with pytest.raises(ValueError, match=problem):
         Metric(1.0, **{"reduction": "mean"} | kwargs)
-
-
-def test_plain_lists_reduce_by_name():
-    metrics = {"loss": [1.0, 2.0, 3.0], "accuracy": [0.8, 0.9, 0.7], "max_reward": [5, 8, 6], "min_error": [0.1, 0.05]}
-    reduced = reduce_metrics(metrics)
-    assert reduced == pytest.approx({"loss": 2.0, "accuracy": 0.8, "max_reward": 8.0, "min_error": 0.05})
-    assert metrics["loss"] == [1.0, 2.0, 3.0]
-
-
-def test_a_metric_reduces_by_itself_whatever_its_name_says():
-    assert reduce_metrics({"minmax_diff": [Metric(1, "mean"), Metric(3, "mean")]}) == {"minmax_diff": 2.0}
-
-
-@pytest.mark.parametrize(("values", "problem"), [([], "'k' has an empty list"), ([1.0, Metric(1, "max")], "'k' mixes")])
-def test_lists_that_cannot_be_reduced_name_their_key(values, problem):
-    with pytest.raises(ValueError, match=problem):
-        reduce_metrics({"k": values})
-
-
-def test_append_to_dict_prefixes_once_and_appends_in_place():
-    data = {"actor/loss": [1.0]}
-    assert append_to_dict(data, {"loss": 2.0, "actor/lr": 3.0, "list": [4, 5]}, prefix="actor/") is None
-    assert data == {"actor/loss": [1.0, 2.0], "actor/lr": [3.0], "actor/list": [[4, 5]]}

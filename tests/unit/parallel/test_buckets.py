@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.families import Family, ModelShape, family_of
@@ -24,7 +24,6 @@ def num_bytes(param: object, shape: ModelShape, itemsize: int) -> int:
     return itemsize * sum(math.prod(size) for size in param.hf_shapes(shape).values())
 
 
-@settings(deadline=None)
 @given(bucket_bytes=st.integers(1, 600_000), itemsize=st.sampled_from([2, 4]), num_layers=st.integers(1, 5))
 def test_buckets(model: tuple[Family, ModelShape], bucket_bytes: int, itemsize: int, num_layers: int) -> None:
     family, shape = model[0], replace(model[1], num_layers=num_layers)

@@ -73,15 +73,16 @@ def test_layers_of_stages(layout: Layout, num_layers: int, expected: list[list[l
 @pytest.mark.parametrize(
     ("layout", "num_layers", "message"),
     [
-        (Layout(2, pp_size=2), 3, "num_hidden_layers 3 cannot be divided evenly over pipeline_model_parallel_size 2"),
-        (Layout(2, pp_size=2, vpp_size=2), 6, r"the stages have \[3, 3\] layers; each must be a multiple of the 2"),
-        (Layout(2, pp_size=2, first_stage_layers=1, last_stage_layers=1), 3, r"num_hidden_layers 3, .* fixed by stage"),
-        (Layout(1, first_stage_layers=1), 3, "there is one stage only"),
+        (Layout(2, pp_size=2), 3, "pipeline_model_parallel_size = 2: must divide the model's 3 layers"),
+        (Layout(2, pp_size=2, vpp_size=2), 6, "virtual_pipeline_model_parallel_size = 2: must divide the 3 layers of"),
+        (Layout(2, pp_size=2, first_stage_layers=1, last_stage_layers=1), 3, "leave 1 of the model's 3 layers to 0"),
+        (Layout(3, pp_size=3, first_stage_layers=3), 3, "leave 0 of the model's 3 layers to 2 stages"),
+        (Layout(1, first_stage_layers=1), 3, "needs megatron.pipeline_model_parallel_size above 1"),
     ],
 )
 def test_layers_that_do_not_divide(layout: Layout, num_layers: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout.stage_sizes(num_layers)
+        layout.layers(num_layers, 0)
 
 
 def test_a_world_that_does_not_divide() -> None:

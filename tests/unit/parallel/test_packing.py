@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.balance import Alignment
@@ -49,7 +49,6 @@ def packed_on_every_rank(batch: DataProto, rows: list[int], tp_size: int, cp_siz
     ]
 
 
-@settings(deadline=None)
 @given(packed_case())
 def test_unpack_undoes_pack(case: Case) -> None:
     lengths, micro_batches, tp_size, cp_size = case
@@ -60,7 +59,6 @@ def test_unpack_undoes_pack(case: Case) -> None:
         assert torch.equal(back.values, column.values) and torch.equal(back.cu_seqlens, column.cu_seqlens)
 
 
-@settings(deadline=None)
 @given(packed_case())
 def test_every_token_is_on_one_rank_and_padding_after_its_sequence(case: Case) -> None:
     lengths, micro_batches, tp_size, cp_size = case
@@ -93,7 +91,6 @@ def test_every_token_is_on_one_rank_and_padding_after_its_sequence(case: Case) -
             assert cu_seqlens.dtype == torch.int32 and cu_seqlens.diff().tolist() == padded
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_padding_is_what_the_layout_forces(lengths: list[int], tp_size: int, cp_size: int) -> None:
     padded = packed_on_every_rank(batch_of(lengths), list(range(len(lengths))), tp_size, cp_size)[0].packing.lengths
@@ -111,7 +108,6 @@ def test_a_row_in_no_micro_batch() -> None:
         unpack(2, packed, [packed[0].columns["advantages"]])
 
 
-@settings(deadline=None)
 @given(packed_case())
 def test_results_find_their_token(case: Case) -> None:
     """A result that every place makes about itself or about the next token ends at that token, on any layout."""

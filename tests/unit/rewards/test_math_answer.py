@@ -23,7 +23,19 @@ HANGS = "9^{9^{9^{9}}}"
         (r"\fbox{8}", "8"),
         (r"\boxed{9} and \boxed{unclosed", "9"),
         (r"\boxed{unclosed", None),
-        (r"\boxed 5", None),
+        (r"\boxed 5", "5"),
+        (r"so $\boxed 42$.", "42"),
+        (r"so \boxed 42.", "42"),
+        (r"so \boxed 42, as above", "42"),
+        (r"so \(\boxed -3 + x\)", "-3 + x"),
+        (r"\fbox 8", "8"),
+        (r"\boxed{1}, no: \boxed 2", "2"),
+        (r"\boxed 1, no: \boxed{2}", "2"),
+        (r"\boxed{7} is the \boxed answer", "7"),
+        (r"put it in \boxed form", None),
+        (r"\boxed5", None),
+        ("\\boxed", None),
+        ("\\boxed $", None),
         (r"\boxed{}", ""),
         ("5", None),
         ("\\boxed{" * 2000, None),
@@ -78,6 +90,12 @@ def test_equality(answer, truth, expected):
 def test_the_answer_without_a_box_scores_zero_and_the_box_of_a_solution_is_the_truth():
     assert math_answer.compute_score("it is 42", "42") == {"score": 0.0, "acc": False, "pred": ""}
     assert math_answer.compute_score(r"\boxed{42}", r"We see that \boxed{42}.")["score"] == 1.0
+
+
+def test_a_box_without_braces_is_one_in_answer_and_truth():
+    assert math_answer.compute_score(r"so $\boxed 42$", "42") == {"score": 1.0, "acc": True, "pred": "42"}
+    assert math_answer.compute_score(r"\boxed{42}", r"We see that $\boxed 42$.")["score"] == 1.0
+    assert math_answer.compute_score(r"so \boxed 41", "42")["score"] == 0.0
 
 
 @pytest.mark.parametrize("truth", ["", "  ", r"\boxed{}"])

@@ -210,6 +210,7 @@ def test_prime_async_function(scores_of):
     assert scores_of("prime", source, [GSM8K]) == [ScoreResult(2.0)]
 
 
+@pytest.mark.full
 def test_a_worker_ends_itself_when_nobody_is_left_to_end_it(tmp_path):
     """A process that only its own clock can stop."""
     (tmp_path / "reward.py").write_text(

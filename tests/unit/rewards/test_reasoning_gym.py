@@ -138,6 +138,7 @@ def test_an_entry_is_not_run(tmp_path, task, row):
 
 
 @installed
+@pytest.mark.full
 def test_only_known_rules_evaluate_python():
     """What another version of the package evaluates has to be looked at before it is pinned."""
     from scalerl.rewards.reasoning_gym_task import EVALUATES_ANSWERS
@@ -183,6 +184,7 @@ def test_an_answer_that_the_rule_cannot_read_scores_zero_and_says_why():
 
 
 @installed
+@pytest.mark.full
 def test_an_answer_that_hangs_or_eats_memory_is_stopped(monkeypatch):
     monkeypatch.setattr(rule, "TIMEOUT_S", 2.0)
     with pytest.raises(RewardError, match=r"countdown.*(did not score .* in 2 s|MemoryError)"):

@@ -428,7 +428,9 @@ def test_registry():
 
 
 def test_unknown_manager_lists_the_known():
-    with pytest.raises(ValueError, match=r"reward_model\.reward_manager='nave' is unknown; use one of .*naive"):
+    with pytest.raises(
+        ValueError, match=r"reward_model\.reward_manager='nave': no such reward manager; .*mean 'naive'"
+    ):
         build_reward_manager(RewardModelConfig(reward_manager="nave"), CustomRewardFunctionConfig())
 
 

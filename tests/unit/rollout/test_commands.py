@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -12,6 +13,8 @@ import torch
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.rollout.context_length import check_context_length
+from scalerl.rollout.cpu_shim import SHIM_DIR, shim_environment
+from scalerl.rollout.sglang_plugin import ATTENTION_BACKEND, PLUGIN, register
 from scalerl.rollout.sglang_server import CONTEXT_SLACK, sglang_command
 
 ARGUMENTS = {"model_path": "/models/m", "port": 4000, "max_model_len": 1024}
@@ -25,6 +28,7 @@ def test_cpu_command_caps_the_cache_and_binds_each_rank_to_a_core() -> None:
     rollout = RolloutConfig(dtype="float32", tensor_model_parallel_size=2, max_num_seqs=8)
     command, env = sglang_command(**ARGUMENTS, rollout=rollout, device="cpu")
     assert value_of(command, "--tp-size") == "2"
+    assert value_of(command, "--attention-backend") == ATTENTION_BACKEND
     assert value_of(command, "--max-total-tokens") == str(8 * (1024 + CONTEXT_SLACK))
     assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert env["CUDA_VISIBLE_DEVICES"] == ""
@@ -88,3 +92,22 @@ def test_the_cpu_shim_is_only_where_a_server_without_a_gpu_is(monkeypatch: pytes
     assert env["SGLANG_USE_CPU_ENGINE"] == "1" and Path(shim, "sgl_kernel").exists() and others == ["mine"]
     _, env = sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cuda")
     assert not {"SGLANG_USE_CPU_ENGINE", "PYTHONPATH"} & env.keys()
+
+
+def test_a_server_without_a_gpu_does_not_import_megatron() -> None:
+    program = "try:\n    from megatron.core import parallel_state\nexcept ImportError as error:\n    print(error)"
+    env = os.environ | shim_environment()
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    assert "a rollout server has no trainer" in found
+
+
+def test_sglang_finds_the_plugin_beside_the_cpu_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[SHIM_DIR])
+    (entry_point,) = distribution.entry_points.select(group="sglang.srt.plugins")
+    assert (entry_point.name, entry_point.load()) == (PLUGIN, register)
+    # A user's list of what SGLang may load does not take the attention backend away.
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    assert "SGLANG_PLUGINS" not in sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cpu")[1]
+    monkeypatch.setenv("SGLANG_PLUGINS", "mine")
+    _, env = sglang_command(**ARGUMENTS, rollout=RolloutConfig(), device="cpu")
+    assert env["SGLANG_PLUGINS"].split(",") == ["mine", PLUGIN]

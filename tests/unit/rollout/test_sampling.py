@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.rollout.sampling import SampleSettings, counter_uniform, sample
@@ -21,7 +21,6 @@ def splitmix64(state: int) -> int:
 
 
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
-@settings(deadline=None)
 def test_uniforms_are_splitmix64_of_seed_and_position(seed: int, position: int) -> None:
     mask = (1 << 64) - 1
     # The generator's state after `seed` steps from 0, then after `position` steps from that step's output.

@@ -96,8 +96,8 @@ def test_sglang_checksums_of_two_ranks_in_any_order_of_the_stream(order: str) ->
 
 
 MIXTURE_CONFIG = {
-    "qwen3_moe": CONFIG | {"num_experts": 3},
-    "mixtral": CONFIG | {"num_local_experts": 3},
+    "qwen3_moe": CONFIG | {"model_type": "qwen3_moe", "num_experts": 3},
+    "mixtral": CONFIG | {"model_type": "mixtral", "num_local_experts": 3},
 }
 MIXTURE_NAMES = {
     "qwen3_moe": (LAYER + "mlp.", "gate_proj", "up_proj", "down_proj"),

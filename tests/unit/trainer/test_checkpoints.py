@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scalerl.config.schema import TrainerConfig
-from scalerl.families import ModelShape
+from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.families import ModelShape, files_beside_weights
+from scalerl.merge.command import build_parser
 from scalerl.trainer import checkpoints
-from scalerl.trainer.build import num_steps
 from tests.tiny_models import make_tiny_model
 
 
@@ -60,18 +61,47 @@ def test_is_due(step: int, every: int, total: int, due: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "num_rows", "batch_size", "steps"),
+    ("save_freq", "saved"),
+    [(-1, [10]), (0, []), (1, list(range(1, 11))), (4, [4, 8, 10]), (5, [5, 10]), (100, [10])],
+)
+def test_the_last_step_is_saved_unless_none_is_wanted(save_freq: int, saved: list[int]) -> None:
+    assert [step for step in range(1, 11) if checkpoints.is_save_due(step, save_freq, 10)] == saved
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
     [
-        (TrainerConfig(total_epochs=1), 64, 16, 4),
-        (TrainerConfig(total_epochs=3), 64, 16, 12),
-        (TrainerConfig(total_epochs=1), 65, 16, 5),  # the last batch runs into the next epoch
-        (TrainerConfig(total_epochs=3), 10, 16, 2),
-        (TrainerConfig(total_epochs=1), 1, 16, 1),
-        (TrainerConfig(total_epochs=5, total_training_steps=7), 64, 16, 7),
+        ({}, "checkpoints: of the last step (10), in out; trainer.save_freq=N for one every N steps"),
+        ({"save_freq": 0}, "checkpoints: none (trainer.save_freq=0), the trained weights will be lost"),
+        ({"save_freq": 4}, "checkpoints: every 4 steps and of the last step (10), in out"),
+        (
+            {"save_freq": 4, "max_actor_ckpt_to_keep": 2},
+            "checkpoints: every 4 steps and of the last step (10), in out; the newest 2 stay",
+        ),
     ],
 )
-def test_num_steps(trainer: TrainerConfig, num_rows: int, batch_size: int, steps: int) -> None:
-    assert num_steps(trainer, num_rows, batch_size) == steps
+@pytest.mark.parametrize("section", [TrainerConfig, SFTTrainerConfig])
+def test_the_start_says_when_checkpoints_come(section: type, changes: dict[str, int], expected: str) -> None:
+    trainer = section(default_local_dir="out", **({"max_actor_ckpt_to_keep": None} | changes))
+    assert checkpoints.announcement(trainer, 10).startswith(expected)
+
+
+def test_the_end_says_how_to_merge_the_last_checkpoint(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "a directory"
+    last = save(root, 9, model)
+    monkeypatch.chdir(root)
+    text = checkpoints.closing(".", Path(last.name), is_done=True)
+    assert f"Checkpoints are in {root}, the last one is global_step_9." in text
+    words = shlex.split(text.splitlines()[-1])
+    arguments = build_parser().parse_args(words[words.index("merge", 1 if words[0] == "scalerl" else 3) :])
+    assert Path(arguments.local_dir) == last / "actor" and not Path(arguments.target_dir).exists()
+    assert "The same command goes on" in checkpoints.closing(".", last, is_done=False)
+
+
+def test_the_end_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    assert checkpoints.closing(str(tmp_path), None, is_done=True).startswith("No checkpoint was saved")
 
 
 def test_a_fresh_start(tmp_path: Path) -> None:
@@ -126,6 +156,7 @@ def test_merge_finds_the_model_files(tmp_path: Path, model: Path) -> None:
     copied = {file.name for file in directory.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= copied
     assert not any(name.endswith((".safetensors", ".index.json")) for name in copied)
+    assert copied == {file.name for file in files_beside_weights(model)}
     assert (directory / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 

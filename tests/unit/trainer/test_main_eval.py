@@ -161,7 +161,7 @@ def test_all_that_is_wrong_with_the_configuration_comes_together(here):
     with pytest.raises(ConfigError) as caught:
         evaluate("data.output_path=in.parquet", "reward_model.reward_manager=nobody")
     first, second, third = caught.value.violations
-    assert "'nobody' is unknown" in first
+    assert "'nobody': no such reward manager" in first
     assert "data.output_path = in.parquet: is the input in.parquet" in second
     assert "has a column scores already" in third
 

@@ -77,6 +77,15 @@ def test_prompts_are_those_of_the_rows_through_the_chat_template(here):
     assert {prompt.sampling.max_new_tokens for prompt in inputs.prompts} == {8}
 
 
+def test_a_model_whose_heads_do_not_fit_the_ranks_of_a_server(here):
+    sizes = ["rollout.name=sglang", "rollout.tensor_model_parallel_size=8", "trainer.n_gpus_per_node=8"]
+    assert check_generation(config(*sizes[:1], "rollout.tensor_model_parallel_size=4", sizes[2]))
+    with pytest.raises(ConfigError) as caught:
+        check_generation(config(*sizes))
+    (heads,) = caught.value.violations
+    assert heads.startswith("rollout.tensor_model_parallel_size = 8: must divide the model's 4 attention heads")
+
+
 def test_rows_count_over_files_and_may_ask_for_their_own_sampling(here):
     write([ROWS[0] | {"extra_info": {"sampling": {"temperature": 0.5, "max_new_tokens": None}}}], "own.parquet")
     first, *_, last = check_generation(config("data.path=[in.parquet,own.parquet]")).prompts

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 
 from scalerl.trainer import ppo, sft
+from tests.e2e.step_checks import check_timing
 
 # No work: comparisons of numbers, and bookkeeping of what is in memory.
-TRIFLES = {"is_due", "pop", "trained", "StepOutcome", "train_step"}
+TRIFLES = {"is_due", "is_save_due", "pop", "trained", "StepOutcome", "train_step", "log_step"}
 
 
 def name_of(call: ast.Call) -> str:
@@ -37,10 +38,11 @@ def untimed_calls(node: ast.AST) -> Iterator[str]:
 
 
 def loop_of(code: str) -> list[ast.AST]:
-    """What runs once a step: the body of fit's loop, and train_step where there is one."""
+    """What runs once a step: the body of fit's loop, and train_step and log_step where there are any."""
     functions = {node.name: node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
     (loop,) = (node for node in ast.walk(functions["fit"]) if isinstance(node, ast.While))
-    return [*loop.body, *(functions["train_step"].body if "train_step" in functions else [])]
+    called = [functions[name] for name in ("train_step", "log_step") if name in functions]
+    return [*loop.body, *(node for function in called for node in function.body)]
 
 
 @pytest.mark.parametrize("module", [ppo, sft], ids=["ppo", "sft"])
@@ -62,3 +64,10 @@ def fit(run):
                 more()
 """
     assert [name for node in loop_of(code) for name in untimed_calls(node)] == ["rest"]
+
+
+def test_whole_runs_notice_a_part_without_a_timer() -> None:
+    timed = {"timing_s/step": 1.0, "timing_s/gen": 0.6, "timing_s/gen/wait": 0.5, "timing_s/update_actor": 0.385}
+    check_timing(timed | {"timing_s/untimed": 0.015})
+    with pytest.raises(AssertionError):
+        check_timing(timed | {"timing_s/update_actor": 0.3, "timing_s/untimed": 0.1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalerl.config import ConfigError, PPOConfig, compose
-from scalerl.trainer.model_checks import actor_violations, read_model
-from scalerl.trainer.preflight import check_ppo
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
+from scalerl.data import load_tokenizer
+from scalerl.trainer import preflight
+from scalerl.trainer.preflight import check_ppo, check_sft
 from tests.tiny_models import make_tiny_model
 
 ROW = {
@@ -89,10 +91,13 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
     assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
 
 
-def test_checksums_of_a_mixture_on_a_gpu_are_refused(directory: Path) -> None:
-    cfg = config(directory, "mixtral", "sglang", 1)
-    cfg.trainer.device = "cuda"
-    (found,) = [one for one in actor_violations(cfg, read_model(str(directory / "mixtral"))) if VERIFY in one]
+def test_checksums_of_a_mixture_on_a_gpu_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the default trainer.device, auto, where there is a GPU."""
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    cfg = config(directory, "mixtral", "sglang", 1, "trainer.device=auto")
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(cfg)
+    (found,) = [one for one in caught.value.violations if VERIFY in one]
     assert "on a GPU are not known for a mixture of experts (mixtral); set it to 0" in found
 
 
@@ -156,3 +161,135 @@ def test_a_judge_or_reward_model_without_a_prompt_to_score_is_refused(directory:
         check_ppo(config(directory, "qwen3", "embedded", 0, *on, *rows))
     (found,) = [one for one in caught.value.violations if one.startswith(f"{model}.enable = true")]
     assert "'model'" in found and "(their styles: judge, other, rule)" in found
+
+
+def violations(cfg: PPOConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_ppo(cfg)
+    return caught.value.violations
+
+
+TP_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = violations(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4"))
+    assert found.startswith(f"{TP_SIZE} = 4: the checksums of an SGLang server on a CPU are not known")
+    assert "2 key/value heads; set one of 1, 2, or " in found and f"{VERIFY}=0" in found
+    assert check_ppo(config(directory, "qwen3", "sglang", 10, f"{TP_SIZE}=2")) is not None
+    assert check_ppo(config(directory, "qwen3", "sglang", 0, f"{TP_SIZE}=4")) is not None
+    # On a GPU heads are repeated, and the checksums know how.
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    on_gpu = config(
+        directory, "qwen3", "sglang", 10, f"{TP_SIZE}=4", "trainer.n_gpus_per_node=4", "trainer.device=auto"
+    )
+    on_gpu.actor_rollout_ref.actor.ppo_mini_batch_size = 4
+    assert check_ppo(on_gpu) is not None
+
+
+def test_the_ranks_of_a_judges_server_cut_its_heads(directory: Path, tmp_path: Path) -> None:
+    judge = "reward_model.judge"
+    on = [
+        f"{judge}.enable=true",
+        f"{judge}.model.path={directory / 'qwen3'}",
+        f"{judge}.max_prompt_length=1000",
+        f"{judge}.resource_pool.nnodes=1",
+        f"{judge}.resource_pool.n_gpus_per_node=8",
+        *rows_of(tmp_path / "rows.parquet", "judge", "judge", "judge", "judge"),
+    ]
+    assert check_ppo(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.tensor_model_parallel_size=4"))
+    (found,) = violations(config(directory, "qwen3", "embedded", 0, *on, f"{judge}.tensor_model_parallel_size=8"))
+    assert (
+        found
+        == f"{judge}.tensor_model_parallel_size = 8: must divide the model's 4 attention heads; set one of 1, 2, 4"
+    )
+
+
+def test_fewer_prompts_than_a_step_takes_are_refused(directory: Path, tmp_path: Path) -> None:
+    cfg = config(directory, "qwen3", "embedded", 0, *rows_of(tmp_path / "rows.parquet", "rule", "rule", "rule"))
+    (found,) = violations(cfg)
+    assert found.startswith("data.train_batch_size = 4: data.train_files give 3 prompts")
+    cfg.trainer.val_only = True
+    assert check_ppo(cfg) is not None
+
+
+def with_words(directory: Path, source: Path, num_added: int) -> Path:
+    """The model with words that its tokenizer has and it has not."""
+    shutil.copytree(source, directory)
+    tokenizer = load_tokenizer(directory)
+    tokenizer.add_tokens([f"<|added_{number}|>" for number in range(num_added)])
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def test_a_tokenizer_with_more_words_than_its_model(directory: Path, tmp_path: Path) -> None:
+    model = with_words(tmp_path / "model", directory / "qwen3", 2)
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    for more in ([], [kl]):
+        cfg = config(directory, "qwen3", "embedded", 0, f"actor_rollout_ref.model.path={model}", *more)
+        (found,) = violations(cfg)
+        assert found.startswith(f"actor_rollout_ref.model.path = {model}: its tokenizer goes up to token 513")
+        assert "the model has 512 words" in found and "no embedding for the last 2" in found
+    # Another reference of the same number of words, whatever its own tokenizer has.
+    cfg.actor_rollout_ref.ref.model_path = str(directory / "qwen3")
+    _, of_ref = violations(cfg)
+    assert of_ref.startswith(f"actor_rollout_ref.ref: {directory / 'qwen3'} has 512 words")
+    assert "goes up to token 513 ('<|added_1|>'); give a model with at least 514 words" in of_ref
+
+
+def sft(directory: Path, tmp_path: Path, *more: str) -> SFTConfig:
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": turns}] * 3), tmp_path / "sft.parquet")
+    return compose(
+        "sft",
+        [
+            f"data.train_files={tmp_path / 'sft.parquet'}",
+            "data.max_length=64",
+            "data.train_batch_size=3",
+            f"model.path={directory / 'qwen3'}",
+            "megatron.dtype=float32",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=1",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            *more,
+        ],
+    )
+
+
+def test_sft_with_a_tokenizer_or_data_that_do_not_fit(directory: Path, tmp_path: Path) -> None:
+    assert check_sft(sft(directory, tmp_path)) is not None
+    model = with_words(tmp_path / "model", directory / "qwen3", 1)
+    with pytest.raises(ConfigError) as caught:
+        check_sft(sft(directory, tmp_path, f"model.path={model}", "data.train_batch_size=4"))
+    words, rows = caught.value.violations
+    assert words.startswith(f"model.path = {model}: its tokenizer goes up to token 512 ('<|added_0|>')")
+    assert rows.startswith("data.train_batch_size = 4: data.train_files give 3 conversations")
+
+
+def test_broken_rules_and_wrong_files_come_in_one_round(directory: Path, tmp_path: Path) -> None:
+    """What `scalerl train` does: the rules between keys are left to the preflight."""
+    arguments = [
+        f"data.train_files={tmp_path / 'no.parquet'}",
+        f"data.val_files={directory / 'rows.parquet'}",
+        "data.train_batch_size=5",
+        f"actor_rollout_ref.model.path={tmp_path / 'no_model'}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=2",
+        f"custom_reward_function.path={tmp_path / 'no.py'}",
+        "algorithm.adv_estimator=grppo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+    ]
+    text = "\n".join(violations(compose("ppo", arguments, rules=False)))
+    for part in (
+        "algorithm.adv_estimator='grppo': no such",
+        "loss_mode='vanila': no such",
+        "no.py does not exist",
+        "ppo_mini_batch_size = 4: must divide data.train_batch_size = 5",
+        f"{tmp_path / 'no_model'}",
+    ):
+        assert text.count(part) >= 1, part
+    assert text.count("no such advantage estimator") == 1

@@ -24,7 +24,7 @@ N, NUM_PROMPTS = 2, 37
 
 @dataclass
 class Servers:
-    """Keeps to the contract of `HybridRollout.begin` and `finish`; what is finished and how it scores is drawn."""
+    """Keeps to the contract of `Rollout.begin` and `finish`; what is finished and how it scores is drawn."""
 
     rng: random.Random
     share_alike: float = 0.0

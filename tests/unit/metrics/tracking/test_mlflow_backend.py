@@ -234,6 +234,23 @@ def test_deleted_runs_and_experiments_are_fatal_with_the_way_back(run_dir):
         Tracking("p", "e", "mlflow", run_dir=run_dir)
 
 
+def test_keys_that_mlflow_would_call_alike_keep_a_curve_each(tmp_path, caplog):
+    long = "x" * 300
+    with Tracking("p", "e", "mlflow", run_dir=tmp_path) as tracking:
+        for step in (1, 2):
+            tracking.log(
+                {"a@b": 1.0, "a_at_b": 2.0, "a#b": 3.0, "a_b": 4.0, f"{long}1": 5.0, f"{long}2": 6.0}, step=step
+            )
+    run = client(tmp_path).get_run(tracking.run_id)
+    ours = {name: value for name, value in run.data.metrics.items() if name.startswith(("a_", "x"))}
+    assert sorted(ours.values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert ours["a_at_b"] == 1.0 and all(len(name) <= 250 for name in ours)
+    (other,) = [name for name, value in ours.items() if value == 2.0]
+    assert other.startswith("a_at_b_")
+    assert len(client(tmp_path).get_metric_history(tracking.run_id, other)) == 2
+    assert caplog.text.count("the metrics 'a@b' and 'a_at_b' have one name there") == 1
+
+
 @pytest.mark.parametrize(
     ("key", "name"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
 import sys
@@ -66,18 +67,28 @@ RUN = """
 """
 
 
-def run_in_its_own_process(name: str, run_dir: Path, environment: dict[str, str]) -> None:
-    """These packages start helpers and change the process; a warning of ours on standard error is a failure."""
+# Where .ci/run installs them, each with its own dependencies, which are not the locked ones.
+APART = Path(sys.prefix) / "optional"
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    missing = find_spec(name) is None and not (APART / name).is_dir()
+    return pytest.mark.skipif(missing, reason=f"pip install 'scalerl[{name}]'")
+
+
+def run_in_its_own_process(code: str, name: str, run_dir: Path, environment: dict[str, str]) -> str:
+    """Standard output. These packages start helpers and change the process; a warning of ours is a failure."""
+    path = [str(APART / name), *filter(None, sys.path)] if (APART / name).is_dir() else filter(None, sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RUN), name, str(run_dir)],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(run_dir), "PYTHONPATH": ":".join(filter(None, sys.path))}
-        | environment,
+        [sys.executable, "-c", textwrap.dedent(code), name, str(run_dir)],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(run_dir), "PYTHONPATH": ":".join(path)} | environment,
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
     assert "tracking backend" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def leveldb_records(content: bytes) -> Iterator[bytes]:
@@ -97,13 +108,14 @@ def leveldb_records(content: bytes) -> Iterator[bytes]:
             record = b""
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install 'scalerl[wandb]'")
-def test_wandb_offline_keeps_every_step_in_one_run(tmp_path):
+READ_WANDB = """
+    import json, sys
+    from pathlib import Path
     from wandb.proto import wandb_internal_pb2
+    from tests.unit.metrics.tracking.test_optional_backends import leveldb_records
 
-    run_in_its_own_process("wandb", tmp_path, {"WANDB_MODE": "offline"})
     points, ids = [], set()
-    for path in sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")):
+    for path in sorted((Path(sys.argv[2]) / "wandb").glob("offline-run-*/run-*.wandb")):
         for data in leveldb_records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
@@ -112,22 +124,37 @@ def test_wandb_offline_keeps_every_step_in_one_run(tmp_path):
             items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
             if "x" in items:
                 points.append((int(items["step"]), float(items["x"])))
-    assert points == [(1, 1), (2, 2), (3, 3), (3, 23), (4, 24)]
-    assert ids == {(tmp_path / "wandb_run_id").read_text().strip()}
+    print(json.dumps([points, sorted(ids)]))
+"""
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="pip install 'scalerl[wandb]'")
-def test_wandb_without_a_key_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match="there is no API key: set WANDB_API_KEY"):
-        Tracking("p", "e", "wandb", run_dir=tmp_path)
+@needs("wandb")
+def test_wandb_offline_keeps_every_step_in_one_run(tmp_path):
+    run_in_its_own_process(RUN, "wandb", tmp_path, {"WANDB_MODE": "offline"})
+    points, ids = json.loads(run_in_its_own_process(READ_WANDB, "wandb", tmp_path, {}))
+    assert points == [[1, 1], [2, 2], [3, 3], [3, 23], [4, 24]]
+    assert ids == [(tmp_path / "wandb_run_id").read_text().strip()]
 
 
-@pytest.mark.skipif(find_spec("swanlab") is None, reason="pip install 'scalerl[swanlab]'")
+WITHOUT_KEY = """
+    import sys
+    from scalerl.metrics import Tracking
+
+    try:
+        Tracking("p", "e", sys.argv[1], run_dir=sys.argv[2])
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@needs("wandb")
+def test_wandb_without_a_key_says_what_to_do(tmp_path):
+    assert "there is no API key: set WANDB_API_KEY" in run_in_its_own_process(WITHOUT_KEY, "wandb", tmp_path, {})
+
+
+@needs("swanlab")
 def test_swanlab_local_writes_below_the_run_directory(tmp_path):
-    run_in_its_own_process("swanlab", tmp_path, {})
+    run_in_its_own_process(RUN, "swanlab", tmp_path, {})
     files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
     assert len([path for path in (tmp_path / "swanlog").iterdir() if path.is_dir()]) >= 2
     assert any(b"mean@4" in path.read_bytes() for path in files)

@@ -1,7 +1,8 @@
-"""Micro-batches of one rank's padded batch, by token budget."""
+"""Micro-batches of one rank's padded batch, by token budget. A run is packed by `balance.plan_step`, for all ranks."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,13 +24,14 @@ def rearrange_micro_batches(
 ) -> tuple[list[Any], list[list[int]]]:
     """Splits a batch into micro-batches of at most max_token_len tokens each (a hard cap).
 
-    batch: mapping of [B, ...] tensors (or an object indexed the same way, such as a TensorDict) with `attention_mask`
+    batch: a TensorDict [B], a mapping of [B, ...] tensors, or an object indexed as either, with `attention_mask`
     [B, S]; a row's tokens are the sum of its mask.
     dp_group: with same_micro_num_in_dp, all ranks of the group get the largest count of any (collective call).
     num_batches_divided_by: the count is a multiple of it (virtual pipeline size).  min_num_micro_batch: lowest count.
     use_dynamic_bsz_balance: balance tokens between micro-batches; False: the packing as it was found.
     Where the count asked for exceeds B, the rest are micro-batches with 0 rows.
-    Returns (micro-batches of batch's kind, row indices of each); `get_reverse_idx` of all indices restores the order.
+    Returns (micro-batches: TensorDicts of one, dicts of another mapping; row indices of each); `get_reverse_idx` of all
+    indices restores the order.
     Raises ValueError naming the row for one over max_token_len; then the other ranks of dp_group raise too.
     """
     mask = batch["attention_mask"]
@@ -88,6 +90,13 @@ def _over_the_cap(num_tokens: np.ndarray, cap: int) -> str | None:
 
 
 def _take(batch: Any, rows: list[int]) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: column[torch.tensor(rows, dtype=torch.int64)] for name, column in batch.items()}
-    return batch[torch.tensor(rows, dtype=torch.int64)]
+    indices = torch.tensor(rows, dtype=torch.int64)
+    if isinstance(batch, Mapping) and not _is_tensordict(batch):
+        return {name: column[indices] for name, column in batch.items()}
+    return batch[indices]
+
+
+def _is_tensordict(batch: Any) -> bool:
+    """A TensorDict is a mapping too. Who has one has imported its package, which scalerl does not need."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)

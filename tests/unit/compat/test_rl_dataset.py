@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from scalerl.data import collate_fn
+from scalerl.compat import collate_fn
 
 
 def test_tensors_are_stacked_and_the_rest_are_object_arrays():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.balance import get_reverse_idx, rearrange_micro_batches
+from scalerl.compat import get_reverse_idx, rearrange_micro_batches
 
 WIDTH = 12
 
@@ -93,6 +95,28 @@ def test_works_on_what_is_indexed_like_a_tensor_dict():
     micros, indices = rearrange_micro_batches(Rows(padded([5, 5, 2])["attention_mask"]), 7)
     assert all(isinstance(micro, Rows) for micro in micros)
     assert [micro.mask.sum(1).tolist() for micro in micros] == [[[5, 5, 2][row] for row in rows] for rows in indices]
+
+
+def test_a_tensordict_gives_tensordicts():
+    """They are mappings too, and indexing keeps what else they hold."""
+    from tensordict import NonTensorData, TensorDict
+
+    columns = padded([5, 5, 2, 4])
+    batch = TensorDict(columns | {"nested": {"score": columns["score"]}}, batch_size=[4])
+    batch["name"] = NonTensorData(list("abcd"), batch_size=[4])
+    micros, indices = rearrange_micro_batches(batch, 7, min_num_micro_batch=5)
+    assert [micro.batch_size for micro in micros] == [torch.Size([len(rows)]) for rows in indices]
+    assert all(isinstance(micro, TensorDict) for micro in micros)
+    for micro, rows in zip(micros, indices, strict=True):
+        assert torch.equal(micro["input_ids"], columns["input_ids"][rows])
+        assert torch.equal(micro["nested", "score"], columns["score"][rows])
+    joined = torch.cat(micros)[get_reverse_idx([row for rows in indices for row in rows])]
+    assert torch.equal(joined["input_ids"], columns["input_ids"])
+
+
+def test_another_mapping_gives_dicts():
+    micros, _ = rearrange_micro_batches(UserDict(padded([5, 2])), 5)
+    assert [type(micro) for micro in micros] == [dict, dict]
 
 
 def test_a_row_over_the_cap_is_named():

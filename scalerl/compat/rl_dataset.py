@@ -1,4 +1,4 @@
-"""Rows of a batch -> columns."""
+"""Rows of a batch -> columns. A run's columns are `protocol.DataProto`'s, without padding."""
 
 from __future__ import annotations
 

@@ -1,0 +1,92 @@
+"""How many layers each pipeline stage has, and which numbers do not divide."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from scalerl.config.rules import divisors_text
+from scalerl.config.schema import MegatronConfig
+
+_STAGES = "pipeline_model_parallel_size"
+_CHUNKS = "virtual_pipeline_model_parallel_size"
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@dataclass(frozen=True)
+class PipelineSizes:
+    """pp_size: stages.  vpp_size: model chunks of a stage (1: not interleaved).
+
+    first, last: layers of that stage where they differ from the others.
+    """
+
+    pp_size: int
+    vpp_size: int = 1
+    first: int | None = None
+    last: int | None = None
+
+    @classmethod
+    def of(cls, megatron: MegatronConfig) -> PipelineSizes:
+        return cls(
+            megatron.pipeline_model_parallel_size,
+            megatron.virtual_pipeline_model_parallel_size or 1,
+            megatron.num_layers_in_first_pipeline_stage,
+            megatron.num_layers_in_last_pipeline_stage,
+        )
+
+    def stages(self, num_layers: int) -> list[int]:
+        """Layers of each stage. Raises ValueError with the first of `violations`."""
+        for violation in self.violations(num_layers):
+            raise ValueError(violation)
+        return self._divided(num_layers)
+
+    def chunks(self, num_layers: int) -> list[int]:
+        """Layers of one model chunk of each stage. Raises ValueError as `stages`."""
+        return [size // self.vpp_size for size in self.stages(num_layers)]
+
+    def violations(self, num_layers: int, prefix: str = "megatron") -> list[str]:
+        """prefix: key of the MegatronConfig."""
+        if self.pp_size == 1:
+            return self._given_for_one_stage(prefix)
+        left, stages_left = self._rest(num_layers)
+        if stages_left == self.pp_size:
+            if num_layers % self.pp_size:
+                return [
+                    f"{prefix}.{_STAGES} = {self.pp_size}: must divide the model's {num_layers} layers; set one of "
+                    f"{divisors_text(num_layers)}"
+                ]
+        elif left < 0 or (left and not stages_left) or (stages_left and (left % stages_left or not left)):
+            return [
+                f"{prefix}.{_FIRST} = {self.first}, {_LAST} = {self.last}: leave {left} of the model's {num_layers} "
+                f"layers to {stages_left} stages; the rest must be the same number for each"
+            ]
+        sizes = set(self._divided(num_layers))
+        wrong = sorted(size for size in sizes if size % self.vpp_size)
+        if wrong:
+            return [
+                f"{prefix}.{_CHUNKS} = {self.vpp_size}: must divide the {', '.join(map(str, wrong))} layers of a "
+                f"stage; set one of {divisors_text(functools.reduce(math.gcd, sizes))} (1 is null)"
+            ]
+        return []
+
+    def _given_for_one_stage(self, prefix: str) -> list[str]:
+        given = ((_FIRST, self.first), (_LAST, self.last), (_CHUNKS, self.vpp_size if self.vpp_size > 1 else None))
+        return [
+            f"{prefix}.{name} = {value}: needs {prefix}.{_STAGES} above 1; set {prefix}.{name}=null"
+            for name, value in given
+            if value is not None
+        ]
+
+    def _rest(self, num_layers: int) -> tuple[int, int]:
+        """(layers, stages) that neither first nor last says."""
+        given = [size for size in (self.first, self.last) if size is not None]
+        return num_layers - sum(given), self.pp_size - len(given)
+
+    def _divided(self, num_layers: int) -> list[int]:
+        left, stages_left = self._rest(num_layers)
+        sizes = [left // max(stages_left, 1)] * self.pp_size
+        for stage, size in ((0, self.first), (-1, self.last)):
+            if size is not None:
+                sizes[stage] = size
+        return sizes

@@ -1,0 +1,64 @@
+"""How many steps a run takes, and what its data must have for one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+from scalerl.config.layout_rules import ACTOR
+from scalerl.config.model_roles import uses_critic
+from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.validate import validate_ppo, validate_sft
+
+
+def total_steps(trainer: TrainerConfig | SFTTrainerConfig, num_rows: int, batch_size: int) -> int:
+    """total_training_steps, or total_epochs of the data (the last batch runs into the next epoch's order)."""
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    return math.ceil(num_rows * trainer.total_epochs / batch_size)
+
+
+def too_few_prompts(cfg: PPOConfig, num_prompts: int) -> Iterator[str]:
+    """The violation of a run whose step takes more prompts than the training data has. `cfg` must be valid."""
+    batch, begun = cfg.data.train_batch_size, cfg.data.gen_batch_size
+    if batch > num_prompts:
+        yield f"data.train_batch_size = {batch}: {_repeats(num_prompts, 'prompts', batch)}{_smaller(cfg, num_prompts)}"
+    elif begun > num_prompts:
+        yield (
+            f"data.gen_batch_size = {begun}: {_repeats(num_prompts, 'prompts', begun)}, or set "
+            f"data.gen_batch_size={num_prompts} or less"
+        )
+
+
+def _smaller(cfg: PPOConfig, num_prompts: int) -> str:
+    """The largest sizes that the data has prompts for; empty where the layout needs more."""
+    smaller = copy.deepcopy(cfg)
+    actor, critic, with_critic = smaller.actor_rollout_ref.actor, smaller.critic, uses_critic(cfg)
+    whole = math.lcm(actor.ppo_mini_batch_size, critic.ppo_mini_batch_size if with_critic else 1)
+    size = num_prompts // whole * whole or num_prompts
+    advice = f", or set data.train_batch_size={size}"
+    smaller.data.train_batch_size = smaller.data.gen_batch_size = size
+    if num_prompts < whole:
+        advice += f", {ACTOR}.ppo_mini_batch_size={size}"
+        if with_critic and critic.ppo_mini_batch_size != actor.ppo_mini_batch_size:
+            advice += f", critic.ppo_mini_batch_size={size}"
+        actor.ppo_mini_batch_size = critic.ppo_mini_batch_size = size
+    return "" if validate_ppo(smaller) else advice
+
+
+def too_few_conversations(cfg: SFTConfig, num_rows: int) -> Iterator[str]:
+    """As `too_few_prompts`, for `scalerl sft`."""
+    batch = cfg.data.train_batch_size
+    if batch > num_rows:
+        smaller = copy.deepcopy(cfg)
+        smaller.data.train_batch_size = num_rows
+        advice = "" if validate_sft(smaller) else f", or set data.train_batch_size={num_rows}"
+        yield f"data.train_batch_size = {batch}: {_repeats(num_rows, 'conversations', batch)}{advice}"
+
+
+def _repeats(num_rows: int, what: str, needed: int) -> str:
+    return (
+        f"data.train_files give {num_rows} {what}, so a step would take some of them more than once; give at least "
+        f"{needed}"
+    )

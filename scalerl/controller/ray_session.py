@@ -1,0 +1,86 @@
+"""A Ray of this process's own: its directory, which goes with it, its token, and the signal handlers it replaces."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalerl.errors import UserError
+from scalerl.scratch import scratch_directory
+
+# Of directories of Ray sessions, one a run. Short: sockets lie in them, and their paths have at most 107 characters.
+PREFIX = "scalerl-ray-"
+AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@contextmanager
+def session_directory(logs_to: Path | None = None, parent: Path | None = None) -> Iterator[Path]:
+    """A directory for Ray's sockets and logs, gone after the block; the next run removes that of a killed one.
+
+    logs_to: gets Ray's logs when the block ends by an error that the user did not cause.  parent: of the directory; the
+    system's for temporary files.
+    """
+    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) if parent is None else parent
+    with scratch_directory(PREFIX, parent) as directory:
+        try:
+            yield directory
+        except Exception as error:
+            if logs_to is not None and not isinstance(error, UserError):
+                _keep_logs(directory, logs_to)
+            raise
+
+
+def _keep_logs(directory: Path, logs_to: Path) -> None:
+    for logs in directory.glob("session_*/logs"):
+        if not logs.parent.is_symlink():
+            shutil.copytree(logs, logs_to, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
+
+@contextmanager
+def own_token() -> Iterator[None]:
+    """Ray's processes accept calls only of who has this run's random token; RAY_AUTH_MODE=disabled turns it off.
+
+    A token that the user has set is used as it is.
+    """
+    # Compiled: Ray's types do not have it.
+    from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
+
+    before = {name: os.environ.get(name) for name in AUTH_VARIABLES}
+    if not (before["RAY_AUTH_TOKEN"] or before["RAY_AUTH_TOKEN_PATH"]):
+        # Else Ray would make one for all clusters of this user and keep it in the home directory.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # Ray reads the token once in a process's life, unless told.
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Around ray.init, which installs SIGTERM handlers of its own, one in Python and one below that ends the process
+    with a crash dump: whoever had installed one has it again afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        # Of Ray's handler.
+        if error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)

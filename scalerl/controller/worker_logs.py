@@ -1,0 +1,72 @@
+"""What the process of a Ray actor last wrote to stderr, wherever it runs or ran."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+TAIL_LINES = 20
+# Of a log, read from its end.
+TAIL_BYTES = 64 * 1024
+# For another node to answer.
+FETCH_TIMEOUT_S = 60.0
+
+# Where the logs of the session that ends with this process will be; None: they stay where Ray writes them.
+_kept_in: Path | None = None
+
+
+def logs_are_kept_in(directory: Path | None) -> None:
+    """directory: gets the logs of Ray's session, of this node, when the run fails (`ray_session.session_directory`)."""
+    global _kept_in
+    _kept_in = directory
+
+
+def last_words(actor: Any) -> str:
+    """Text for the end of a message: the last lines of the actor's stderr, and the path of the whole. Never raises.
+
+    actor: its handle, or its number as Ray's errors have it.
+    """
+    try:
+        # Ray imports its private modules by itself, which its types do not say.
+        private: Any = ray._private
+        found = private.state.actors(actor if isinstance(actor, str) else actor._actor_id.hex())
+        node, pid = found["Address"]["NodeID"], found["Pid"]
+        logs = Path(private.worker._global_node.get_logs_dir_path())
+        is_here = node == ray.get_runtime_context().get_node_id()
+        if is_here:
+            path, lines = tail_of(str(logs), pid)
+        else:
+            # Every node of a cluster has its session at the same path.
+            fetch = ray.remote(num_cpus=0)(tail_of).options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            )
+            path, lines = ray.get(fetch.remote(str(logs), pid), timeout=FETCH_TIMEOUT_S)
+    except Exception as error:
+        said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        return f"Its stderr could not be read ({said})."
+    if is_here and _kept_in is not None:
+        path = str(_kept_in / Path(path).name)
+    where = path if is_here else f"{path} on node {found['Address']['IPAddress']}"
+    return shown(lines, where)
+
+
+def tail_of(logs: str, pid: int) -> tuple[str, list[str]]:
+    """-> (path, last lines that are not empty) of that process's stderr. Raises FileNotFoundError without one."""
+    # The last one: numbers of processes come again.
+    path = max(Path(logs).glob(f"worker-*-{pid}.err"), key=lambda file: file.stat().st_mtime, default=None)
+    if path is None:
+        raise FileNotFoundError(f"no worker-*-{pid}.err in {logs}")
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    return str(path), [line.rstrip() for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+
+
+def shown(lines: Sequence[str], where: str) -> str:
+    """The lines, indented, under the path that has the rest."""
+    text = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
+    return f"Last lines of its stderr, the whole is {where}:\n{text}"

@@ -1,0 +1,45 @@
+"""Whether this machine has an NVIDIA device, asked without torch: what torch does not see may still be there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# Of the processes that compute: which devices they may use.
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DRIVER_FILE = "proc/driver/nvidia/version"
+_DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s")
+
+
+@dataclass(frozen=True)
+class NvidiaDevice:
+    """driver: its version, None where the system does not tell.  signs: the files that show it."""
+
+    driver: str | None
+    signs: tuple[str, ...]
+
+
+def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
+    """None where nothing shows one. root: of the file system."""
+    signs = sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*"))
+    driver = None
+    if (version_file := root / _DRIVER_FILE).exists():
+        signs.append(str(version_file))
+        found = _DRIVER_VERSION.search(version_file.read_text(encoding="utf-8", errors="replace"))
+        driver = found.group(1) if found else None
+    for folder in ("usr/bin", "usr/local/bin", "usr/local/nvidia/bin", "usr/lib/wsl/lib"):
+        if (tool := root / folder / "nvidia-smi").exists():
+            signs.append(str(tool))
+    return NvidiaDevice(driver, tuple(signs)) if signs else None
+
+
+def are_hidden() -> bool:
+    """Whether the user has hidden the devices of this process."""
+    return os.environ.get(VISIBLE_DEVICES) in ("", "-1")
+
+
+def hide() -> None:
+    """From this process, if it has not used one yet, and from those that it starts."""
+    os.environ[VISIBLE_DEVICES] = ""

@@ -1,0 +1,155 @@
+"""Processes that one run leaves and the next one takes: the numbers of new processes, and nothing of the run before."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from scalerl.rewards.trial import TRIAL_RESPONSE
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import Inputs, Record, main_ppo, numbered, only, refused
+from tests.e2e.kept import Kept
+from tests.e2e.test_kill_and_resume import reproducible
+
+STEPS = 2
+SHORT = (f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false")
+CRITIC = ("algorithm.adv_estimator=gae",)
+NARROW_SERVERS = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+# Other worlds, layouts, roles and pools than the run that is compared.
+OTHERS = {
+    "four_ranks": ("trainer.n_gpus_per_node=4", "+layout=tp2_pp2", NARROW_SERVERS),
+    "a_pool_for_the_critic": (
+        *CRITIC,
+        "trainer.n_gpus_per_node=1",
+        "critic.resource_pool.nnodes=1",
+        "critic.resource_pool.n_gpus_per_node=2",
+    ),
+    "one_rank": ("trainer.n_gpus_per_node=1", "data.max_response_length=12"),
+}
+OWN_ESTIMATOR = """
+import torch
+from scalerl.algorithms import register_adv_est
+
+@register_adv_est("own")
+def own(rewards_S, uids_S, config):
+    return torch.full_like(rewards_S, {value})
+"""
+
+
+def processes_of(title: str) -> set[int]:
+    """Live ones below this process."""
+    return {
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(title)
+    }
+
+
+def ranks() -> set[int]:
+    return processes_of("ray::MegatronWork")
+
+
+def train(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
+    finished = kept.train(inputs.overrides(run_dir, *SHORT, *overrides))
+    assert finished.code == 0, finished.tail()
+    return Record.read(run_dir).final
+
+
+def test_the_numbers_are_those_of_new_processes(
+    inputs: Inputs, kept: Kept, start_job: StartJob, tmp_path: Path
+) -> None:
+    new = start_job(main_ppo(inputs.overrides(tmp_path / "new", *SHORT, *CRITIC)), tmp_path / "new")
+    assert new.finish() == 0, new.tail()
+    wanted = {step: reproducible(data) for step, data in Record.read(tmp_path / "new").final.items()}
+    assert wanted[STEPS]["actor/grad_norm"] > 0 and wanted[STEPS]["critic/grad_norm"] > 0
+    for name, overrides in OTHERS.items():
+        train(kept, inputs, tmp_path / name / "other", *overrides)
+        before = ranks()
+        found = train(kept, inputs, tmp_path / name / "run", *CRITIC)
+        assert {step: reproducible(data) for step, data in found.items()} == wanted, f"after {name}"
+        for step in range(1, STEPS + 1):
+            at = (tmp_path / "new", tmp_path / name / "run")
+            theirs, ours = (pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet") for run_dir in at)
+            assert ours.equals(theirs), f"samples of step {step} after {name}"
+    again = train(kept, inputs, tmp_path / "again", *CRITIC)
+    assert {step: reproducible(data) for step, data in again.items()} == wanted
+    assert len(before) >= 2 and ranks() == before, "the last two runs had the same processes"
+
+
+def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
+    inputs: Inputs, kept: Kept, tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        train(kept, inputs, tmp_path / name)
+    logs = [(tmp_path / name / "logs" / "rollout-0.log").resolve() for name in ("first", "second")]
+    assert logs[0] == logs[1] and logs[0].is_file()
+
+
+def test_files_of_the_user_are_forgotten(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """Two files register the same name, one after the other; then nobody does."""
+    for number, value in enumerate((0.25, 0.5)):
+        path = tmp_path / f"own_{number}.py"
+        path.write_text(OWN_ESTIMATOR.format(value=value))
+        record = train(
+            kept, inputs, tmp_path / f"run_{number}", f"trainer.import_files=[{path}]", "algorithm.adv_estimator=own"
+        )
+        assert record[1]["critic/advantages/mean"] == pytest.approx(value)
+    arguments = inputs.overrides(tmp_path / "run", *SHORT, "algorithm.adv_estimator=own")
+    only(numbered(refused(kept.train(arguments))), "algorithm.adv_estimator='own'")
+
+
+def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
+    inputs: Inputs, kept: Kept, tmp_path: Path
+) -> None:
+    train(kept, inputs, tmp_path / "before")
+    before = ranks()
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    if extra_info['split'] == 'train' and solution_str != {TRIAL_RESPONSE!r}:\n"
+        "        raise LookupError('no score')\n"
+        "    return 0.0\n"
+    )
+    finished = kept.train(inputs.overrides(tmp_path / "run", *SHORT, f"custom_reward_function.path={reward}"))
+    assert finished.code == 2 and "LookupError: no score" in finished.stderr
+    psutil.wait_procs([psutil.Process(pid) for pid in before if psutil.pid_exists(pid)], timeout=60)
+    assert not before & ranks(), "what they were in the middle of is not known"
+    train(kept, inputs, tmp_path / "after")
+
+
+def test_a_process_that_died_while_it_waited_is_not_taken(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    train(kept, inputs, tmp_path / "before")
+    for pid in ranks():
+        os.kill(pid, signal.SIGKILL)
+    train(kept, inputs, tmp_path / "after")
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """Resident memory of ranks, rollout worker and server, after 4 and after 24 runs of changing layouts."""
+    layouts: list[tuple[str, ...]] = [(), ("+layout=tp2", NARROW_SERVERS), CRITIC]
+    kinds = re.compile(r"ray::(MegatronWorker|RolloutWorker|ReplicaHost)|.*(embedded_server)")
+
+    def resident_mib() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for process in psutil.Process().children(recursive=True):
+            if kind := kinds.match(" ".join(process.cmdline())):
+                name = kind[1] or kind[2]
+                found[name] = max(found.get(name, 0.0), process.memory_info().rss / 2**20)
+        return found
+
+    for number in range(4):
+        train(kept, inputs, tmp_path / f"warm_{number}", *layouts[number % 3])
+    before = resident_mib()
+    for number in range(20):
+        train(kept, inputs, tmp_path / f"run_{number}", *layouts[number % 3])
+    after = resident_mib()
+    assert before.keys() == after.keys() and {"MegatronWorker", "RolloutWorker", "embedded_server"} <= before.keys()
+    # A model with its gradients and optimizer has 4 MiB, imports 500.
+    assert {name: after[name] - before[name] < 40 for name in before} == dict.fromkeys(before, True), (before, after)

@@ -1,0 +1,124 @@
+"""Whole runs on every kind of layout, of every family: step 1 has the numbers of one process. Embedded engine.
+
+The engine alone is compared more strictly, and on more layouts, in tests/dist; this is about what lies between: plans,
+shards, columns, advantages, weight sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import Inputs, Record
+from tests.e2e.kept import Kept
+from tests.tiny_models import FAMILIES, make_tiny_model
+
+STEPS = 2
+MEGATRON = "actor_rollout_ref.actor.megatron"
+TP, PP, VPP = (f"{MEGATRON}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
+# Numbers of the batch and of its update; what an update of the weights leads to is step 2's.
+SAME = ("actor/", "critic/", "response", "prompt_length", "training/rollout_")
+LAYOUTS = {
+    "dp2": (2, []),
+    "tp2": (2, [f"{TP}=2"]),
+    "pp2": (2, [f"{PP}=2"]),
+    "cp2": (2, [f"{CP}=2"]),
+    "vpp": (2, [f"{PP}=2", f"{VPP}=2"]),
+    "tp2 x dp2": (4, [f"{TP}=2"]),
+    "recompute": (1, [f"{MEGATRON}.recompute_granularity=full", f"{MEGATRON}.recompute_method=uniform",
+                      f"{MEGATRON}.recompute_num_layers=1"]),
+    "ep2": (2, [f"{EP}=2"]),
+    "ep2 x tp2": (4, [f"{EP}=2", f"{TP}=2"]),
+}  # fmt: skip
+CORE = [("qwen3", name) for name in ("dp2", "tp2", "pp2", "cp2", "vpp", "recompute")] + [("qwen3_moe", "ep2")]
+FULL = [
+    ("qwen3", "tp2 x dp2"),
+    ("qwen3_moe", "ep2 x tp2"),
+    ("qwen3_moe", "tp2"),
+    ("qwen2", "tp2"),
+    ("llama", "pp2"),
+    ("mistral", "cp2"),
+    ("mixtral", "ep2"),
+    ("deepseek_v3", "tp2"),
+    ("deepseek_v3", "ep2"),
+]
+assert {family for family, _ in CORE + FULL} == set(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def run(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Record]:
+    """(family, number of ranks, overrides) -> what the run logged; each once."""
+    models: dict[str, Path] = {}
+    done: dict[tuple[str, int, tuple[str, ...]], Record] = {}
+
+    def run(family: str, num_ranks: int, *overrides: str) -> Record:
+        if family not in models:
+            # Four layers, so that two stages can have two chunks each.
+            models[family] = make_tiny_model(tmp_path_factory.mktemp(family), family, num_layers=4)
+        key = (family, num_ranks, overrides)
+        if key not in done:
+            run_dir = tmp_path_factory.mktemp("run")
+            finished = kept.train(
+                Inputs(models[family], inputs.train, inputs.val).overrides(
+                    run_dir,
+                    "data.max_prompt_length=64",
+                    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160",
+                    f"trainer.n_gpus_per_node={num_ranks}",
+                    f"trainer.total_training_steps={STEPS}",
+                    "trainer.val_before_train=false",
+                    "trainer.save_freq=0",
+                    "actor_rollout_ref.actor.use_kl_loss=true",
+                    *overrides,
+                )
+            )
+            assert finished.code == 0, finished.tail()
+            done[key] = Record.read(run_dir)
+        return done[key]
+
+    return run
+
+
+def assert_same_first_step(found: Record, expected: Record, rel: float) -> None:
+    wanted = {key: value for key, value in expected.final[1].items() if key.startswith(SAME)}
+    ours = {key: value for key, value in found.final[1].items() if key.startswith(SAME)}
+    assert ours.keys() == wanted.keys()
+    assert wanted["actor/grad_norm"] > 0 and wanted["critic/score/max"] > wanted["critic/score/min"]
+    assert ours == pytest.approx(wanted, rel=rel, abs=1e-6)
+    for step in range(1, STEPS + 1):
+        # What was trained is what samples.
+        assert found.final[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize(("family", "layout"), CORE)
+def test_the_numbers_of_one_process(run: Callable[..., Record], family: str, layout: str) -> None:
+    num_ranks, overrides = LAYOUTS[layout]
+    assert_same_first_step(run(family, num_ranks, *overrides), run(family, 1), rel=1e-5)
+
+
+def test_a_run_in_bfloat16_learns_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
+    """Of the sampler and of two trainer ranks. The numbers of float32 are others, since the samples are."""
+    low = ("actor_rollout_ref.actor.megatron.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16")
+    found = run("qwen3", 2, *low).final
+    for step in range(1, STEPS + 1):
+        assert found[step]["actor/grad_norm"] > 0 and found[step]["actor/num_updates"] == 2
+        # bfloat16 has 8 bits: two roundings of the same log-prob of a likely token differ by some 2^-8 of it.
+        assert 0 < found[step]["training/rollout_probs_diff_mean"] < 2**-6
+
+
+@pytest.mark.full
+def test_a_wide_sglang_server_samples_from_what_two_ranks_train(run: Callable[..., Record]) -> None:
+    wide = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    found = run("qwen3", 2, f"{TP}=2", *wide, "actor_rollout_ref.rollout.verify_weights_every=1").final
+    for step in range(1, STEPS + 1):
+        assert found[step]["actor/grad_norm"] > 0 and found[step]["timing_s/update_weights/verify"] > 0
+        assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "layout"), FULL)
+def test_the_numbers_of_one_process_of_all_families(run: Callable[..., Record], family: str, layout: str) -> None:
+    num_ranks, overrides = LAYOUTS[layout]
+    assert_same_first_step(run(family, num_ranks, *overrides), run(family, 1), rel=1e-5)

@@ -1,0 +1,56 @@
+"""SIGTERM to the driver: everything ends, nothing is left, and the exit code says who ended it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalerl.trainer.stop import EXIT_TERMINATED, TERMINATED
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
+
+MORE = (
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "trainer.n_gpus_per_node=1",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The job's directory for temporary files. Of a short name: Ray's sockets lie below it."""
+    directory = Path(tempfile.mkdtemp(prefix="e2e-", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(directory))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def starting_ray(job: Job) -> bool:
+    """ray.init is under way: its first server runs."""
+    return any("gcs_server" in command for command in job.commands())
+
+
+@pytest.mark.parametrize("moment", [pytest.param("start", marks=pytest.mark.full), "step"])
+def test_sigterm(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary: Path, moment: str) -> None:
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(1)
+    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
+    job = start_job(main_ppo(inputs.overrides(run_dir, *MORE, paused)), tmp_path)
+    if moment == "start":
+        job.wait_for(lambda: starting_ray(job), "the start of Ray")
+    else:
+        job.wait_for(pause.reached, "the first step")
+    assert (moment == "start") or any(temporary.iterdir()), "the test does not see where Ray is"
+    job.kill_driver(signal.SIGTERM)
+    assert job.finish() == EXIT_TERMINATED, job.tail()
+    # No crash dump of Ray's, no stack.
+    assert job.stderr == f"{TERMINATED}\n", job.tail()
+    job.assert_gone()
+    # torch's cache of compiled code is one per user.
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

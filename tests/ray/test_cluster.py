@@ -1,0 +1,84 @@
+"""The cluster of a run: who may call it, what its workers see, and how long a generation may take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.controller.calls import answer_of
+from scalerl.controller.pools import WORKER_ENV
+from scalerl.controller.processes import Processes
+from scalerl.controller.rollout_role import HybridRollout
+from scalerl.controller.worker_group import WorkerError
+
+ASK = """
+import sys
+from ray._raylet import GcsClient
+print(GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None))
+"""
+
+
+def ask(**environment: str) -> subprocess.CompletedProcess[str]:
+    """What a process of this environment gets from the cluster."""
+    address = ray.get_runtime_context().gcs_address
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    return subprocess.run(
+        [sys.executable, "-c", ASK, address], env=kept | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_stranger_is_refused(cluster: Processes) -> None:
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token).returncode == 0
+    for stranger in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        refused = ask(**stranger)
+        assert refused.returncode != 0 and "InvalidAuthToken" in refused.stderr
+
+
+@ray.remote(num_cpus=0)
+def visible_devices() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_workers_on_a_cpu_see_no_gpu(cluster: Processes) -> None:
+    assert ray.get(visible_devices.remote(), timeout=120) == ""
+
+
+def test_users_code_may_download() -> None:
+    assert "HF_HUB_OFFLINE" not in WORKER_ENV
+
+
+@ray.remote(num_cpus=0)
+class Dying:
+    def die(self) -> None:
+        print("no more room", file=sys.stderr)
+        os._exit(9)
+
+
+def test_the_last_words_of_an_actor_that_died(cluster: Processes) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)^rollout worker die: the process died: .*  \| no more room$"):
+        answer_of("rollout worker", Dying.remote().die, timeout_s=120)
+
+
+@ray.remote(num_cpus=0)
+def never() -> None:
+    time.sleep(3600)
+
+
+def test_a_generation_has_a_limit_of_its_own(cluster: Processes) -> None:
+    rollout = HybridRollout.__new__(HybridRollout)
+    rollout.judge, rollout.timeout_s = None, 3600.0
+    rollout.rollout = RolloutConfig(generation_timeout_s=1.0)
+    calls = rollout.lost, call = never.remote(), never.remote()
+    try:
+        with pytest.raises(WorkerError, match=r"actor_rollout_ref\.rollout\.generation_timeout_s=1 s"):
+            rollout._attend(call)
+    finally:
+        for one in calls:
+            ray.cancel(one, force=True)

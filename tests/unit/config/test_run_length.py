@@ -1,0 +1,81 @@
+"""How many steps a run takes, and data too small for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scalerl.config import PPOConfig, compose, too_few_conversations, too_few_prompts, total_steps, validate_ppo
+from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+
+ACTOR = "actor_rollout_ref.actor"
+PPO = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=4"]
+SFT = ["data.train_files=a", "model.path=m"]
+
+
+@pytest.mark.parametrize("section", [TrainerConfig, SFTTrainerConfig])
+@pytest.mark.parametrize(
+    ("changes", "num_rows", "batch_size", "steps"),
+    [
+        ({"total_epochs": 1}, 64, 16, 4),
+        ({"total_epochs": 3}, 64, 16, 12),
+        ({"total_epochs": 1}, 65, 16, 5),  # the last batch runs into the next epoch
+        ({"total_epochs": 5}, 17, 8, 11),
+        ({"total_epochs": 5, "total_training_steps": 7}, 64, 16, 7),
+    ],
+)
+def test_total_steps(section: Callable, changes: dict[str, int], num_rows: int, batch_size: int, steps: int) -> None:
+    assert total_steps(section(**changes), num_rows, batch_size) == steps
+
+
+def ppo(*overrides: str) -> PPOConfig:
+    return compose("ppo", [*PPO, "trainer.n_gpus_per_node=2", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "overrides", "expected"),
+    [
+        (3, [8, 2], "data.train_batch_size = 8: data.train_files give 3 prompts"),
+        (3, [8, 2], "give at least 8, or set data.train_batch_size=2"),
+        (7, [8, 2], "or set data.train_batch_size=6"),
+        # Fewer than a mini-batch: both sizes; and neither where the two ranks would not have a sample each.
+        (3, [8, 8], f"or set data.train_batch_size=3, {ACTOR}.ppo_mini_batch_size=3"),
+        (1, [8, 8, "trainer.n_gpus_per_node=8"], "give at least 8"),
+        (
+            3,
+            [8, 8, "algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=4"],
+            f"data.train_batch_size=3, {ACTOR}.ppo_mini_batch_size=3, critic.ppo_mini_batch_size=3",
+        ),
+        (5, [4, 4, "data.gen_batch_size=6"], "data.gen_batch_size = 6: data.train_files give 5 prompts"),
+        (5, [4, 4, "data.gen_batch_size=6"], "give at least 6, or set data.gen_batch_size=5 or less"),
+    ],
+)
+def test_fewer_prompts_than_a_step_takes(num_prompts: int, overrides: list, expected: str) -> None:
+    batch, mini, *more = overrides
+    cfg = ppo(f"data.train_batch_size={batch}", f"{ACTOR}.ppo_mini_batch_size={mini}", *more)
+    (found,) = too_few_prompts(cfg, num_prompts)
+    assert expected in found
+    if num_prompts == 1:
+        assert "set data" not in found
+
+
+def test_the_sizes_that_are_proposed_are_valid() -> None:
+    (found,) = too_few_prompts(ppo("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"), 3)
+    cfg = ppo(*found.rpartition("or set ")[2].split(", "))
+    assert validate_ppo(cfg) == [] and list(too_few_prompts(cfg, 3)) == []
+
+
+def test_as_many_prompts_as_a_step_takes_are_enough() -> None:
+    assert list(too_few_prompts(ppo("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4"), 8)) == []
+
+
+def test_fewer_conversations_than_an_update_takes() -> None:
+    cfg = compose("sft", [*SFT, "data.train_batch_size=8", "trainer.n_gpus_per_node=4"])
+    assert list(too_few_conversations(cfg, 8)) == []
+    (found,) = too_few_conversations(cfg, 5)
+    assert found.startswith("data.train_batch_size = 8: data.train_files give 5 conversations")
+    assert found.endswith("give at least 8, or set data.train_batch_size=5")
+    # Four ranks need a row each.
+    (found,) = too_few_conversations(cfg, 3)
+    assert found.endswith("give at least 8")

@@ -1,0 +1,55 @@
+"""An NVIDIA device as the file system shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalerl.nvidia import VISIBLE_DEVICES, are_hidden, find_nvidia_device, hide
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs@U16)\n"
+CLOSED = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12\n"
+)
+
+
+def write(root: Path, name: str, text: str = "") -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_no_device(tmp_path: Path) -> None:
+    # The control device is there without one.
+    for name in ("dev/nvidiactl", "dev/null", "dev/nvidia-uvm", "usr/bin/python3"):
+        write(tmp_path, name)
+    assert find_nvidia_device(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["dev/nvidia0", "usr/bin/nvidia-smi", "usr/lib/wsl/lib/nvidia-smi"])
+def test_one_sign_is_enough(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name)
+    found = find_nvidia_device(tmp_path)
+    assert found is not None and found.signs == (str(path),) and found.driver is None
+
+
+@pytest.mark.parametrize(("text", "driver"), [(OPEN, "570.124.06"), (CLOSED, "535.104.05"), ("something else\n", None)])
+def test_the_driver(tmp_path: Path, text: str, driver: str | None) -> None:
+    path = write(tmp_path, "proc/driver/nvidia/version", text)
+    write(tmp_path, "dev/nvidia10")
+    found = find_nvidia_device(tmp_path)
+    assert found is not None and found.driver == driver
+    assert found.signs == (str(tmp_path / "dev/nvidia10"), str(path))
+
+
+def test_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    assert not are_hidden()
+    for value, expected in (("0", False), ("-1", True), ("", True)):
+        monkeypatch.setenv(VISIBLE_DEVICES, value)
+        assert are_hidden() is expected
+    monkeypatch.setenv(VISIBLE_DEVICES, "0,1")
+    hide()
+    assert are_hidden()

@@ -1,0 +1,52 @@
+"""The plans of a run's roles: an error of one names that role's own keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalerl.config import compose
+from scalerl.controller.batch import BatchRef
+from scalerl.families import ModelShape
+from scalerl.trainer.build import planners
+from scalerl.trainer.checkpoints import Resumed
+from scalerl.trainer.preflight import PPOInputs
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("role", "keys"),
+    [
+        ("actor", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("critic", "critic.ppo_max_token_len_per_gpu"),
+        ("ref", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    ],
+)
+def test_a_sample_over_the_budget_of_a_role(tmp_path: Path, role: str, keys: str) -> None:
+    shape = ModelShape.from_hf(make_tiny_model(tmp_path / "model", num_layers=1))
+    cfg = compose(
+        "ppo",
+        [
+            "data.train_files=a",
+            "data.val_files=b",
+            "data.train_batch_size=2",
+            "data.max_prompt_length=8",
+            "data.max_response_length=8",
+            "actor_rollout_ref.model.path=m",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=31",
+            "critic.ppo_max_token_len_per_gpu=30",
+            "algorithm.adv_estimator=gae",
+            "trainer.n_gpus_per_node=1",
+        ],
+    )
+    inputs = PPOInputs({"actor": shape, "critic": shape, "ref": shape}, None, None, None, "cpu", Resumed(None, {}))
+    planner = planners(cfg, inputs)[role]
+    columns = {"uid": [0, 1], "prompt_uid": [0, 1], "prompt_length": [8, 2], "response_length": [32, 2]}
+    samples = BatchRef(0, {name: np.array(values) for name, values in columns.items()})
+    with pytest.raises(ValueError, match=rf"set {keys} to at least 40"):
+        planner.plan(samples)

@@ -1,0 +1,153 @@
+"""One real row of each data source is scored before a run starts anything."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalerl.config import ConfigError, compose
+from scalerl.rewards.trial import TRIAL_RESPONSE
+from scalerl.trainer.preflight import check_ppo
+from tests.tiny_models import make_tiny_model
+
+RULE = {"style": "rule", "ground_truth": "2"}
+
+
+def row(data_source: str, reward_model: dict[str, Any] = RULE) -> dict[str, Any]:
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "ability": "math",
+        "reward_model": reward_model,
+        "extra_info": {"index": 0},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+class Run:
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.directory, self.model = directory, model
+
+    def check(self, train: list[dict], val: list[dict], reward: str | None, *overrides: str) -> list[str]:
+        """The violations. reward: body of the reward function."""
+        for name, rows in (("train", train), ("val", val)):
+            pq.write_table(pa.Table.from_pylist(rows), self.directory / f"{name}.parquet")
+        own = []
+        if reward is not None:
+            signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+            (self.directory / "reward.py").write_text(f"{signature}\n    {reward}\n")
+            own = [f"custom_reward_function.path={self.directory / 'reward.py'}"]
+        cfg = compose(
+            "ppo",
+            [
+                f"data.train_files={self.directory / 'train.parquet'}",
+                f"data.val_files={self.directory / 'val.parquet'}",
+                "data.max_prompt_length=64",
+                "data.max_response_length=8",
+                "data.train_batch_size=2",
+                f"actor_rollout_ref.model.path={self.model}",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.rollout.n=2",
+                "trainer.device=cpu",
+                "trainer.n_gpus_per_node=1",
+                f"trainer.default_local_dir={self.directory / 'run'}",
+                *own,
+                *overrides,
+            ],
+        )
+        try:
+            check_ppo(cfg)
+        except ConfigError as error:
+            return error.violations
+        return []
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Run:
+    return Run(tmp_path, model)
+
+
+def test_a_data_source_without_a_rule(run: Run) -> None:
+    known = row("openai/gsm8k")
+    assert run.check([known] * 2, [known], None) == []
+    (found,) = run.check([known, known, row("sums")], [known], None)
+    assert "train prompt 2" in found and "no reward rule for data_source 'sums'" in found
+    (found,) = run.check([known] * 2, [known, row("sums")], None)
+    assert "val prompt 1" in found and "no reward rule for data_source 'sums'" in found
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("return {}['answer']", "KeyError: 'answer'"),
+        ("return float('nan')", "it returned nan, not a finite number"),
+        ("return 'good'", "it returned str 'good', not a number"),
+        ("return {'reward': 1.0}", "it returned a dict without 'score'"),
+        ("raise ConnectionError('http://judge:80 is down')", "ConnectionError: http://judge:80 is down"),
+    ],
+)
+@pytest.mark.parametrize("manager", ["naive", "dapo"])
+def test_a_reward_that_fails(run: Run, body: str, cause: str, manager: str) -> None:
+    found = run.check([row("a")] * 2, [row("a")], body, f"reward_model.reward_manager={manager}")
+    assert len(found) == 2, "train and val"
+    for text in found:
+        assert cause in text and "reward_model.on_error=zero" in text and repr(TRIAL_RESPONSE) in text
+
+
+def test_a_reward_that_takes_too_long(run: Run) -> None:
+    body = "import threading; threading.Event().wait(30)"
+    found = run.check([row("a")] * 2, [row("a")], body, "reward_model.timeout_s=0.2")
+    assert "no result after reward_model.timeout_s=0.2 s" in found[0]
+
+
+def test_each_data_source_is_scored_once_with_its_own_row(run: Run) -> None:
+    calls = run.directory / "calls"
+    body = f"open({str(calls)!r}, 'a').write(f'{{data_source}} {{ground_truth}} {{solution_str}}\\n'); return 0.0"
+    rows = [row("a"), row("b", RULE | {"ground_truth": "3"}), row("a", RULE | {"ground_truth": "4"})]
+    assert run.check(rows, [row("b")], body) == []
+    assert sorted(calls.read_text().splitlines()) == sorted(
+        f"{call} {TRIAL_RESPONSE}" for call in ("a 2", "b 3", "b 2")
+    )
+
+
+def test_failures_that_score_zero_are_said_and_no_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert run.check([row("a")] * 2, [row("a")], "return 1 / 0", "reward_model.on_error=zero") == []
+    assert "scores 0 (reward_model.on_error=zero): ZeroDivisionError" in caplog.text
+
+
+def test_rows_of_a_judge_or_reward_model_are_left_to_it(run: Run, model: Path) -> None:
+    judge = "reward_model.judge"
+    on = [
+        f"{judge}.enable=true",
+        f"{judge}.model.path={model}",
+        f"{judge}.max_prompt_length=1000",
+        f"{judge}.resource_pool.nnodes=1",
+    ]
+    rows = [row("a", RULE | {"style": "judge"})] * 2
+    assert run.check(rows, rows, "return 1 / 0", *on) == []
+    (found,) = run.check([*rows, row("a")], rows, "return 1 / 0", *on)
+    assert "train prompt 2" in found and "ZeroDivisionError" in found
+
+
+def test_many_failures_are_counted(run: Run) -> None:
+    rows = [row(f"source_{number}") for number in range(9)]
+    found = run.check(rows, rows[:1], None)
+    assert len(found) == 4 and found[-1].startswith("10 of 10 trial scores failed")
+
+
+def test_the_batch_manager(run: Run) -> None:
+    path = run.directory / "batch.py"
+    path.write_text("def scores(data_sources, solution_strs, ground_truths, extra_infos):\n    return [None] * 9\n")
+    own = [f"custom_reward_function.path={path}", "custom_reward_function.name=scores"]
+    found = run.check([row("a")] * 2, [row("b")], None, *own, "reward_model.reward_manager=batch")
+    assert len(found) == 2 and "list of 9 for 2 samples" in found[0]
