@@ -87,7 +87,7 @@ lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup ## pyright over scalerl/
+types: setup ## pyright over scalerl/ and tests/types/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: setup ## ruff: fix and format

@@ -280,6 +280,7 @@ def test_broken_rules_and_wrong_files_come_in_one_round(directory: Path, tmp_pat
         f"custom_reward_function.path={tmp_path / 'no.py'}",
         "algorithm.adv_estimator=grppo",
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
+        f"trainer.custom_fit.path={tmp_path / 'no_loop.py'}",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
     ]
@@ -288,6 +289,7 @@ def test_broken_rules_and_wrong_files_come_in_one_round(directory: Path, tmp_pat
         "algorithm.adv_estimator='grppo': no such",
         "loss_mode='vanila': no such",
         "no.py does not exist",
+        "no_loop.py does not exist",
         "ppo_mini_batch_size = 4: must divide data.train_batch_size = 5",
         f"{tmp_path / 'no_model'}",
     ):

@@ -1,0 +1,29 @@
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+"""Mistakes in calls of workers that pyright finds. Nothing runs this: `make types` reads it, and a mistake that pyright
+did not find any more would leave its comment without a use, which is an error."""
+
+from __future__ import annotations
+
+from scalerl.controller.batch import ShardedBatch
+from scalerl.controller.worker_group import WorkerGroup
+from scalerl.controller.workers import MegatronWorker
+from scalerl.metrics import Metric
+
+
+def right(workers: WorkerGroup, batch: ShardedBatch) -> tuple[float | None, dict[str, Metric], list[None]]:
+    peak = workers.call(MegatronWorker.peak_flops, "bfloat16")
+    metrics = workers.call(MegatronWorker.compute_values, batch).metrics
+    return peak, metrics, workers.call(MegatronWorker.save_checkpoint, "actor", directory="/checkpoint")
+
+
+def wrong(workers: WorkerGroup, batch: ShardedBatch) -> None:
+    workers.call(MegatronWorker.peak_flops)  # pyright: ignore[reportCallIssue]
+    workers.call(MegatronWorker.peak_flops, 16)  # pyright: ignore[reportArgumentType]
+    workers.call(MegatronWorker.save_checkpoint, "actor", path="/checkpoint")  # pyright: ignore[reportCallIssue]
+    # The ranks get shards of it, the caller gives the whole.
+    workers.call(MegatronWorker.compute_values, batch.plan)  # pyright: ignore[reportArgumentType]
+    workers.call(MegatronWorker.compute_value, batch)  # pyright: ignore[reportAttributeAccessIssue]
+    # Not registered: the ranks' own.
+    workers.call(MegatronWorker.join, ("localhost", 29500))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    peaks: list[float] = workers.call(MegatronWorker.peak_flops, "bfloat16")  # pyright: ignore[reportAssignmentType]
+    del peaks
