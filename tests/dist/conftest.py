@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.dist.launch import end_ranks
+from tests.folders import is_last_of_its_folder
 
 
-@pytest.fixture(scope="package", autouse=True)
-def kept_ranks() -> Iterator[None]:
-    yield
-    end_ranks()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if is_last_of_its_folder(item, nextitem):
+        end_ranks()

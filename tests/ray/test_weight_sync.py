@@ -44,12 +44,12 @@ BUCKET_BYTES = 100_000
 TIMEOUT_S = 120.0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.load(make_model(tmp_path_factory.mktemp("model"), "qwen3", seed=0))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def servers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[RolloutServer]]]:
     """Both kinds, starting while the first trainer does."""
     logs = tmp_path_factory.mktemp("servers")

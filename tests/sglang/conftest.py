@@ -19,6 +19,7 @@ from scalerl.rollout.embedded_launch import embedded_command
 from scalerl.rollout.server import RolloutServer, start_on_free_port
 from scalerl.rollout.sglang_server import sglang_command
 from scalerl.rollout.weights import EngineKind, serialize_bucket
+from tests.folders import is_last_of_its_folder
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 MAX_MODEL_LEN = 96
@@ -124,22 +125,30 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model.load(make_model(tmp_path_factory.mktemp("model_b"), "qwen3", seed=1))
 
 
+_started: list[RolloutServer] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if is_last_of_its_folder(item, nextitem):
+        while _started:
+            _started.pop().stop()
+
+
 @pytest.fixture(scope="session")
-def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    started: list[RolloutServer] = []
+def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
+    """They end with the last test of this folder."""
 
     def start(kind: EngineKind, model_path: Path, tp_size: int = 1) -> Engine:
         log_path = tmp_path_factory.mktemp("log") / f"{kind}.log"
         server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size))
-        started.append(server)
+        _started.append(server)
         client = RolloutClient(
             server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=16
         )
         return Engine(kind, server, client)
 
-    yield start
-    for server in started:
-        server.stop()
+    return start
 
 
 @pytest.fixture(scope="session", params=["embedded", "sglang"])
