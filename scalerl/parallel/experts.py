@@ -109,14 +109,30 @@ class Mixture(MoELayer):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.is_recomputed and self.training):
-            return super().forward(hidden_states, *args, **kwargs)
+            return self._forward(hidden_states, *args, **kwargs)
         micro_batch = self.router.micro_batch
 
         def run(hidden: Tensor) -> Tensor:
             self.router.micro_batch = micro_batch
-            return super(Mixture, self).forward(hidden, *args, **kwargs)[0]
+            return self._forward(hidden, *args, **kwargs)[0]
 
         return checkpoint(run, False, hidden_states), None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        _forget_graph(self.token_dispatcher)
+        return outputs
+
+
+def _forget_graph(holder: object) -> None:
+    """Drops what autograd made of a pass.
+
+    Its graph leads back to the parameters by ways that the garbage collector does not see, so the model would keep
+    itself, and its process groups, for ever.
+    """
+    for name, value in vars(holder).items():
+        if torch.is_tensor(value) and value.grad_fn is not None:
+            setattr(holder, name, None)
 
 
 class Router(TopKRouter):

@@ -179,6 +179,8 @@ def initialize(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    # What a run before this one left to threads that were still at work (megatron's writer of checkpoints).
+    gc.collect()
     if not dist.is_initialized():
         place = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
@@ -233,8 +235,9 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
     # megatron keeps these, and `initialize` would find them on the next layout.
     parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
-    # Engines are full of cycles: buffers would stay until the next collection.
-    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Engines are full of cycles, and hold groups: buffers, and the threads of gloo's groups, would stay until the next
+    # collection.
+    gc.collect()
     torch.cuda.empty_cache()

@@ -121,11 +121,11 @@ def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
     )
     finished = kept.train(inputs.overrides(tmp_path / "run", *SHORT, f"custom_reward_function.path={reward}"))
     assert finished.code == 2 and "LookupError: no score" in finished.stderr
-    # Those of other tests may wait beside them.
+    # Their pool goes, with all that waits there. Other pools, of other tests, stay.
     deadline = time.monotonic() + 60
     while len(before - ranks()) < WORLD_SIZE and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(before - ranks()) == WORLD_SIZE, "what they were in the middle of is not known"
+    assert len(before - ranks()) >= WORLD_SIZE, "what they were in the middle of is not known"
     train(kept, inputs, tmp_path / "after")
 
 
