@@ -273,7 +273,7 @@ def compare(
     """
     import numpy as np
 
-    from scalerl.balance.packing import lower_bound, round_up
+    from scalerl.balance.bin_packing import lower_bound, round_up
 
     batches = [distribution.draw(np.random.default_rng([seed, at]), num_samples) for at in range(num_batches)]
     bounds = [lower_bound(lengths, distribution.cap) for lengths in batches]
@@ -333,7 +333,7 @@ def time_plan(
     """Our planner on one large batch: processor seconds of its one thread, and wall seconds."""
     import numpy as np
 
-    from scalerl.balance.packing import lower_bound, round_up
+    from scalerl.balance.bin_packing import lower_bound, round_up
 
     lengths = distribution.draw(np.random.default_rng(seed), num_samples)
     workload = shape.forward_each(lengths)

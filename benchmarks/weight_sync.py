@@ -41,7 +41,7 @@ class SyncJob:
     model_path: str
     url: str
     key: str
-    kind: str
+    engine: str
     server_tp: int
     layout: tuple[int, int, int]
     dtype: str
@@ -116,19 +116,15 @@ def main(arguments: list[str]) -> int:
 def measure_server(options: argparse.Namespace, model_path: str, server_tp: int) -> list[dict[str, Any]]:
     """One server, synced from trainers of every layout."""
     from scalerl.config.schema import RolloutConfig
-    from scalerl.rollout.embedded_launch import embedded_command
-    from scalerl.rollout.server import RolloutServer, start_on_free_port
-    from scalerl.rollout.sglang_server import sglang_command
+    from scalerl.servers.engines import ENGINES, Launch
+    from scalerl.servers.process import RolloutServer, start_on_free_port
 
     config = RolloutConfig(
         name=options.rollout, dtype=options.dtype, max_num_seqs=2, tensor_model_parallel_size=server_tp
     )
-    command_of = sglang_command if options.rollout == "sglang" else embedded_command
 
     def make_server(port: int) -> RolloutServer:
-        command, env = command_of(
-            model_path=model_path, rollout=config, port=port, max_model_len=MAX_MODEL_LEN, device="cpu"
-        )
+        command, env = ENGINES[config.name].command(Launch(model_path, config, "cpu", MAX_MODEL_LEN, port=port))
         return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, options.start_timeout_s)
 
     measured = []
@@ -141,7 +137,7 @@ def measure_server(options: argparse.Namespace, model_path: str, server_tp: int)
                     model_path=model_path,
                     url=server.url,
                     key=server.key,
-                    kind=options.rollout,
+                    engine=options.rollout,
                     server_tp=server_tp,
                     layout=LAYOUTS[layout],
                     dtype=options.dtype,
@@ -226,13 +222,14 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
     import torch
     import torch.distributed as dist
 
-    from scalerl.hybrid.replicas import Replica
     from scalerl.hybrid.transports.gathered import GatheredTransport
     from scalerl.hybrid.weight_sync import WeightSync
+    from scalerl.servers.engines import ENGINES
+    from scalerl.servers.replica import Replica
 
     sync = WeightSync(
         engine,
-        [Replica(job.url, job.kind, job.server_tp if job.kind == "sglang" else 1, job.key)],
+        [Replica(job.url, job.engine, ENGINES[job.engine].num_ranks(job.server_tp), job.key)],
         json.loads((Path(job.model_path) / "config.json").read_text()),
         bucket_bytes=bucket_mb * 2**20,
         max_model_len=MAX_MODEL_LEN,

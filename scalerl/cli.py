@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import scalerl
 from scalerl.config import help_text
-from scalerl.config.reference import Kind
+from scalerl.config.help import Kind
 from scalerl.errors import EXIT_USER_ERROR, run_main
 
 USAGE = """\
@@ -59,13 +59,13 @@ def _sft(argv: list[str]) -> int | None:
 
 
 def _generate(argv: list[str]) -> int | None:
-    from scalerl.trainer.main_generation import main as program
+    from scalerl.inference.main_generation import main as program
 
     return program(argv)
 
 
 def _eval(argv: list[str]) -> int | None:
-    from scalerl.trainer.main_eval import main as program
+    from scalerl.inference.main_eval import main as program
 
     return program(argv)
 

@@ -50,7 +50,7 @@ REQUIRED = (
     Package(
         "sglang",
         # As the server process does: its environment has to be there before the interpreter starts.
-        "import os, sys, torch; from scalerl.rollout.cpu_shim import shim_environment; "
+        "import os, sys, torch; from scalerl.servers.sglang.cpu_shim import shim_environment; "
         "env = {} if torch.cuda.is_available() else shim_environment(); "
         "os.execve(sys.executable, [sys.executable, '-c', 'import sglang.srt.entrypoints.engine'], "
         "{**os.environ, **env})",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from scalerl.controller.processes import Processes
+    from scalerl.cluster.processes import Processes
 
 # Before torch or numpy is imported: tests run several processes on few cores.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -36,7 +36,7 @@ NUM_WORKERS = 16
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Processes]:
     """Ray, and what runs and groups of workers leave for each other: started once."""
-    from scalerl.controller.processes import Processes
+    from scalerl.cluster.processes import Processes
 
     with Processes.start(num_workers=NUM_WORKERS, device="cpu", keep=True) as started:
         yield started

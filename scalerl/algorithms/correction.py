@@ -34,7 +34,7 @@ from scalerl.algorithms.correction_rejection import outside_bounds, rejection_st
 from scalerl.algorithms.correction_weights import aggregate_log_ratio, masked_weights, truncated_weights
 from scalerl.algorithms.masked import masked_mean
 from scalerl.algorithms.sequences import Sequences
-from scalerl.config.correction_rules import correction_violations, is_bounds, rs_bounds
+from scalerl.config.correction import correction_violations, is_bounds, rs_bounds
 from scalerl.config.schema import RolloutCorrectionConfig
 from scalerl.metrics.metric import Metric
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scalerl.algorithms.sequences import Sequences
-from scalerl.config.correction_rules import Bounds
+from scalerl.config.correction import Bounds
 
 # Above this log-ratio k3 stays at e^20 - 21 = 4.9e8, so that sums of it are finite.
 K3_LOG_RATIO_BOUND = 20.0

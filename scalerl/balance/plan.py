@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scalerl.balance.alignment import Alignment
-from scalerl.balance.packing import (
+from scalerl.balance.bin_packing import (
     Bins,
     bin_sums,
     fewest_bins,

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from scalerl.balance.packing import bin_sums
+from scalerl.balance.bin_packing import bin_sums
 
 # Stop when the heaviest rank is this close to the mean; a step then waits for it less than its own noise.
 _TARGET_IMBALANCE = 0.002

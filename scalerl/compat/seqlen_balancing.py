@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scalerl.balance.packing import Bins, fewest_bins, least_loaded, pack, split_to
+from scalerl.balance.bin_packing import Bins, fewest_bins, least_loaded, pack, split_to
 
 
 def rearrange_micro_batches(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from scalerl.config.batch_table import batch_table
+from scalerl.config.batch_summary import batch_table
 from scalerl.config.compose import compose
 from scalerl.config.errors import ConfigError
-from scalerl.config.layout_rules import (
+from scalerl.config.help import help_text
+from scalerl.config.model_specs import ModelRole, model_roles, num_devices, uses_critic
+from scalerl.config.pipeline_sizes import PipelineSizes
+from scalerl.config.rules.layout import (
     ModelSizes,
     alignment,
     dp_size,
@@ -15,13 +18,10 @@ from scalerl.config.layout_rules import (
     server_violations,
     world_size,
 )
-from scalerl.config.model_roles import ModelRole, model_roles, num_devices, uses_critic
-from scalerl.config.pipeline_sizes import PipelineSizes
-from scalerl.config.recompute_rules import recompute_violations
-from scalerl.config.reference import help_text
-from scalerl.config.resolved import flatten, save_resolved
-from scalerl.config.rollout_rules import transport_of
+from scalerl.config.rules.recompute import recompute_violations
+from scalerl.config.rules.rollout import transport_of
 from scalerl.config.run_length import too_few_conversations, too_few_prompts, total_steps
+from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
 

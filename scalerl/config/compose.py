@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from scalerl.config.domains import domain_violations
-from scalerl.config.draft import Draft, defaults_of
 from scalerl.config.errors import ConfigError
+from scalerl.config.partial_config import Draft, defaults_of
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
+from scalerl.config.value_checks import domain_violations
 
 CONFIGS_PACKAGE = "scalerl.configs"
 SCHEMAS: dict[str, type] = {

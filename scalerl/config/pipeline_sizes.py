@@ -6,7 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from scalerl.config.rules import divisors_text
+from scalerl.config.rules.base import divisors_text
 from scalerl.config.schema import MegatronConfig
 
 _STAGES = "pipeline_model_parallel_size"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 
-from scalerl.config.rules import Rule, value_at
+from scalerl.config.rules.base import Rule, value_at
 from scalerl.config.schema import PPOConfig
 
 _IMPORT_FILES = "trainer.import_files"

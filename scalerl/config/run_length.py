@@ -6,8 +6,8 @@ import copy
 import math
 from collections.abc import Iterator
 
-from scalerl.config.layout_rules import ACTOR
-from scalerl.config.model_roles import uses_critic
+from scalerl.config.model_specs import uses_critic
+from scalerl.config.rules.layout import ACTOR
 from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.config.validate import validate_ppo, validate_sft
 

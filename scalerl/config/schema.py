@@ -249,27 +249,43 @@ class RolloutPoolConfig:
 
 
 @dataclass
-class RolloutConfig:
+class ServerConfig:
+    """What the servers of the policy, of a judge and of `scalerl generate` have in common."""
+
     # sglang | embedded
     name: str = "sglang"
-    # Samples per prompt.
-    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     # -1: off.
     top_k: int = -1
-    # Generate max_response_length tokens, whatever comes.
-    ignore_eos: bool = False
     seed: int = 42
     # Devices of one replica.
     tensor_model_parallel_size: int = 1
-    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
+    # null: as many as fit on the servers' devices.
     num_replicas: int | None = None
     dtype: str = "bfloat16"
     # Share of the device's memory for the server's weights and KV cache (GPU only).
-    gpu_memory_utilization: float = 0.5
+    gpu_memory_utilization: float = 0.85
     # Requests that one replica runs at a time.
     max_num_seqs: int = 256
+    start_timeout_s: float = 600.0
+    # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
+    request_timeout_s: float = 600.0
+    # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
+    max_restarts: int = 3
+    # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
+
+
+@dataclass
+class RolloutConfig(ServerConfig):
+    # Samples per prompt.
+    n: int = 1
+    # Generate max_response_length tokens, whatever comes.
+    ignore_eos: bool = False
+    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
+    num_replicas: int | None = None
+    gpu_memory_utilization: float = 0.5
     # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
     # token with the version of its own. Needs trainer.max_staleness.
     partial_rollout: bool = False
@@ -288,15 +304,8 @@ class RolloutConfig:
     # Compare per-tensor checksums of server and trainer after the first 3 syncs of a run, after those to a restarted
     # server, and after every k-th; 0 never.
     verify_weights_every: int = 10
-    start_timeout_s: float = 600.0
-    # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
-    request_timeout_s: float = 600.0
     # Of all samples of a step, or of a validation, with their rewards; restarts of lost servers are not counted.
     generation_timeout_s: float = 7200.0
-    # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
-    max_restarts: int = 3
-    # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
 
 
@@ -453,7 +462,7 @@ class JudgePoolConfig:
 
 
 @dataclass
-class JudgeConfig:
+class JudgeConfig(ServerConfig):
     # Score the samples of prompts whose reward_model.style is "judge" by what a language model writes of them.
     enable: bool = False
     model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
@@ -474,22 +483,10 @@ class JudgeConfig:
     max_response_length: int = 1024
     # Keep the judge's text as judge_response beside the score, for the dumps of trainer.rollout_data_dir.
     keep_text: bool = False
-    name: str = "sglang"
     # 0: greedy.
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int = 42
-    tensor_model_parallel_size: int = 1
     # null: as many as fit on resource_pool.
     num_replicas: int | None = None
-    dtype: str = "bfloat16"
-    gpu_memory_utilization: float = 0.85
-    max_num_seqs: int = 256
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
-    max_restarts: int = 3
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
     resource_pool: JudgePoolConfig = field(default_factory=JudgePoolConfig)
 
 
@@ -688,29 +685,15 @@ class GenerationDataConfig:
 
 
 @dataclass
-class GenerationRolloutConfig:
-    name: str = "sglang"
-    # 0: greedy.
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+class GenerationRolloutConfig(ServerConfig):
     # Generate response_length tokens, whatever comes.
     ignore_eos: bool = False
-    seed: int = 42
     # Tokens of a prompt, chat template included.
     prompt_length: int = 1024
     # Tokens of a response.
     response_length: int = 1024
-    tensor_model_parallel_size: int = 1
     # null: as many as fit on the devices (trainer.nnodes x n_gpus_per_node / tensor_model_parallel_size).
     num_replicas: int | None = None
-    dtype: str = "bfloat16"
-    gpu_memory_utilization: float = 0.85
-    max_num_seqs: int = 256
-    start_timeout_s: float = 600.0
-    request_timeout_s: float = 600.0
-    max_restarts: int = 3
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"sglang": {}})
 
 
 @dataclass

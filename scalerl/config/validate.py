@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from scalerl.config.algorithm_rules import ALGORITHM_RULES
-from scalerl.config.attention_rules import transformer_engine_version, transformer_engine_violations
-from scalerl.config.correction_rules import CORRECTION_RULES
-from scalerl.config.domains import domain_violations
-from scalerl.config.generation_rules import GENERATION_RULES
-from scalerl.config.judge_rules import JUDGE_RULES
+from scalerl.config.correction import CORRECTION_RULES
 from scalerl.config.keys import inherited_keys
-from scalerl.config.layout_rules import (
+from scalerl.config.model_specs import all_model_roles
+from scalerl.config.registered_names import GROUP_ESTIMATORS, NAME_RULES
+from scalerl.config.rules.algorithm import ALGORITHM_RULES
+from scalerl.config.rules.attention import transformer_engine_version, transformer_engine_violations
+from scalerl.config.rules.base import Rule, divisors, nearest, nearest_multiples, value_at
+from scalerl.config.rules.generation import GENERATION_RULES
+from scalerl.config.rules.judge import JUDGE_RULES
+from scalerl.config.rules.layout import (
     ACTOR,
     ROLLOUT,
     aligning_keys,
@@ -22,15 +24,13 @@ from scalerl.config.layout_rules import (
     micro_batch_multiple,
     tokens_per_device,
 )
-from scalerl.config.model_roles import all_model_roles
-from scalerl.config.registered_names import GROUP_ESTIMATORS, NAME_RULES
-from scalerl.config.role_rules import ROLE_RULES
-from scalerl.config.rollout_rules import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
-from scalerl.config.rules import Rule, divisors, nearest, nearest_multiples, value_at
-from scalerl.config.sampling_rules import SAMPLING_RULES
+from scalerl.config.rules.role import ROLE_RULES
+from scalerl.config.rules.rollout import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
+from scalerl.config.rules.sampling import SAMPLING_RULES
+from scalerl.config.rules.section import RESUME, lr_rules, megatron_rules, world_rule
+from scalerl.config.rules.user_code import KNOWN_LOGGERS
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
-from scalerl.config.section_rules import RESUME, lr_rules, megatron_rules, world_rule
-from scalerl.config.user_code_rules import KNOWN_LOGGERS
+from scalerl.config.value_checks import domain_violations
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:

@@ -1,1 +1,1 @@
-"""Ray: who runs where, and how a call on a group of workers becomes calls on its ranks."""
+"""What the driver calls on workers and servers: the training side and the sampling side of a run."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.order import Step, SyncOrder
-from scalerl.hybrid.replicas import Feed
-from scalerl.rollout.client import RolloutClient, RolloutError
-from scalerl.rollout.weights import ExpectedChecksums, NamedTensors
+from scalerl.servers.client import RolloutClient, RolloutError
+from scalerl.servers.weights import ExpectedChecksums, NamedTensors
 
 # Most bytes of a bucket -> the model under its Hugging Face names, bucket by bucket. Collective: every rank has every
 # bucket, and must consume all.

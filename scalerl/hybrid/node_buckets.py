@@ -13,8 +13,8 @@ import torch.distributed as dist
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import BucketWriter
 from scalerl.parallel.offload import PARAMS
-from scalerl.rollout.mapped import MappedBytes, Place
-from scalerl.rollout.weights import Bucket, flat_layout
+from scalerl.servers.mapped import MappedBytes, Place
+from scalerl.servers.weights import Bucket, flat_layout
 
 
 class NodeBuckets:

@@ -12,14 +12,17 @@ import torch.distributed as dist
 
 from scalerl.errors import RunError
 from scalerl.hybrid.delivery import Delivery
+from scalerl.hybrid.feeds import Feed, feeds_of
 from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets
-from scalerl.hybrid.replicas import Feed, Replica, feeds_of
 from scalerl.hybrid.transports import TransportName
 from scalerl.hybrid.transports.create import make_transport
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import largest_bytes
-from scalerl.rollout.client import RolloutClient, RolloutError
-from scalerl.rollout.weights import ExpectedChecksums, checksum_differences
+from scalerl.servers.client import RolloutClient, RolloutError
+from scalerl.servers.engines import ENGINES
+from scalerl.servers.purpose import POLICY
+from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.weights import checksum_differences
 
 
 class WeightSyncError(RunError):
@@ -66,14 +69,7 @@ class WeightSync:
         )
 
     def _client(self, feed: Feed) -> RolloutClient:
-        replica = feed.replica
-        return RolloutClient(
-            replica.url,
-            replica.kind,
-            key=replica.key,
-            max_model_len=self.max_model_len,
-            timeout_s=self.timeout_s,
-        )
+        return ClientSettings(POLICY, self.max_model_len, self.timeout_s).client(feed.replica)
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
         """Index -> the server that took the place of a lost one: another address, fed by the same ranks."""
@@ -140,7 +136,9 @@ class WeightSync:
     ) -> Delivery:
         feeds = [feed for feed in self.feeds if only is None or feed.index in only]
         expected = {
-            feed.index: ExpectedChecksums(self.model_config, feed.replica.tp_size, feed.replica.kind, self.dtype)
+            feed.index: ENGINES[feed.replica.engine].expected_checksums(
+                self.model_config, feed.replica.tp_size, self.dtype
+            )
             for feed in feeds
             if verify and feed.lead == self.rank
         }

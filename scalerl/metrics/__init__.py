@@ -11,7 +11,6 @@ from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
 from scalerl.metrics.timing import Timers, compute_throughput_metrics, compute_timing_metrics
 from scalerl.metrics.token_stats import explained_variance_metrics, explained_variance_sums, token_stat_sums
-from scalerl.metrics.tracking import Tracking, check_backends
 from scalerl.metrics.validation import validation_metrics
 
 __all__ = [
@@ -20,8 +19,6 @@ __all__ = [
     "Metric",
     "Progress",
     "Timers",
-    "Tracking",
-    "check_backends",
     "compute_data_metrics",
     "compute_throughput_metrics",
     "compute_timing_metrics",

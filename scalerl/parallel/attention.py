@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerl.parallel.marks import mark
-from scalerl.parallel.packing import Packing
+from scalerl.parallel.micro_batch import Packing
 from scalerl.parallel.rotary import rotate_queries_and_keys
 from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
 

@@ -21,7 +21,9 @@ from scalerl.parallel.export import export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
 from scalerl.parallel.logprobs import linear_logprobs
+from scalerl.parallel.micro_batch import MicroBatch, pack, unpack
 from scalerl.parallel.model import build_model, transformer_config
+from scalerl.parallel.moe_routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
 from scalerl.parallel.nonfinite import Gradient, SkippedUpdates
 from scalerl.parallel.offload import GRADS, OPTIMIZER, PARAMS, PARTS, Offload
 from scalerl.parallel.optimizer import (
@@ -34,10 +36,8 @@ from scalerl.parallel.optimizer import (
     update_loss_scale,
 )
 from scalerl.parallel.output import output_weight, whole_hidden
-from scalerl.parallel.packing import MicroBatch, pack, unpack
 from scalerl.parallel.pipeline import run_schedule
 from scalerl.parallel.rotary import Rotary
-from scalerl.parallel.routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
 from scalerl.parallel.ulysses import gather_replicated
 from scalerl.protocol import DataProto, Jagged
 

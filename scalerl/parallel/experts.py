@@ -28,8 +28,8 @@ from scalerl.parallel.marks import mark
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig
-    from scalerl.parallel.packing import Packing
-    from scalerl.parallel.routing import Routing
+    from scalerl.parallel.micro_batch import Packing
+    from scalerl.parallel.moe_routing import Routing
 
 # torch's grouped matrix product wants rows of a multiple of this many bytes.
 _GROUPED_ALIGN_BYTES = 16

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 if TYPE_CHECKING:
-    from scalerl.parallel.packing import MicroBatch
+    from scalerl.parallel.micro_batch import MicroBatch
 
 Shape = list[int]
 

@@ -18,7 +18,7 @@ from scalerl.rewards.reasoning_gym import is_formula
 # Their rules call eval() on what the model wrote, for a list or a board written as a Python literal.
 EVALUATES_ANSWERS = (binary_matrix, n_queens, number_sorting, spiral_matrix, string_insertion)
 for _module in EVALUATES_ANSWERS:
-    _module.eval = ast.literal_eval
+    _module.eval = ast.literal_eval  # pyright: ignore[reportAttributeAccessIssue]
 # And these run a part of the entry, which comes from a data file.
 _EVALUATED_PARTS = {
     "bitwise_arithmetic": lambda entry: entry["metadata"]["problem"],

@@ -1,4 +1,1 @@
-"""Text generation: two engines behind one HTTP protocol (SGLang's), their supervisor, client and weight stream.
-
-Imports nothing itself: `rollout.supervise` must start in a fraction of a second.
-"""
+"""Generation on a set of rollout servers: which server takes a request, and every sample once."""

@@ -7,10 +7,11 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.requests import (
+from scalerl.rollout.server_choice import Router
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.requests import (
     ABORTED,
     FAILED,
     NO_VERSION,
@@ -22,8 +23,8 @@ from scalerl.rollout.requests import (
     check_request,
     unfinished_requests,
 )
-from scalerl.rollout.routing import Router
 
+T = TypeVar("T")
 # Request id -> its samples, all finished; in the order in which they were completed.
 Groups = Mapping[int | str, Sequence[GenerateOutput]]
 
@@ -133,7 +134,9 @@ class _Run:
         self.cut_connections: Counter[int | str] = Counter()
         self.health_checks = {client: asyncio.Lock() for client in clients}
         self.router = Router([client.max_concurrency for client in clients])
-        # An output came: a place is free, and `stop_when` may have another answer.
+        # Of running and recovering, in the order in which they ended.
+        self.ended: deque[asyncio.Task[Any]] = deque()
+        # An output came, or a task ended: a place is free, and `stop_when` may have another answer.
         self.came = asyncio.Event()
         self.stopping = False
         self.last_error: RolloutError | None = None
@@ -159,18 +162,24 @@ class _Run:
         if not self.running and not (self.pending and self.recovering):
             return
         poll_s = STOP_POLL_S if self.stopping or self.stop_when is not None else None
+        # Not `asyncio.wait` over all that runs: each output would cost as much as there are requests.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.came.wait(), poll_s)
         self.came.clear()
-        news = asyncio.ensure_future(self.came.wait())
-        waiting = [*self.running, *self.recovering, news]
-        try:
-            done, _ = await asyncio.wait(waiting, timeout=poll_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        for task in done - {news}:
+        while self.ended:
+            task = self.ended.popleft()
             if task in self.running:
                 self._take_leave(self.running.pop(task), task)
             else:
                 await self._welcome(self.recovering.pop(task), task.result(), connections)
+
+    def _watched(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        def ended(task: asyncio.Task[T]) -> None:
+            self.ended.append(task)
+            self.came.set()
+
+        task.add_done_callback(ended)
+        return task
 
     def _start_pending(self) -> None:
         while self.pending:
@@ -181,7 +190,7 @@ class _Run:
                 break
             self.pending.popleft()
             job = _Job(server, self.clients[server], request, owed)
-            self.running[asyncio.create_task(self._serve(job))] = job
+            self.running[self._watched(asyncio.create_task(self._serve(job)))] = job
         if self.pending and not self.router.num_alive and not self.recovering:
             # Only after an error that was not raised.
             for request in self.pending:
@@ -248,8 +257,8 @@ class _Run:
         for task, other in self.running.items():
             if other.client is job.client and task is not asyncio.current_task():
                 task.cancel()
-        restarted = self.recovery.restarted(job.server, job.client, error)
-        self.recovering[asyncio.ensure_future(restarted)] = job.server
+        restarted = asyncio.ensure_future(self.recovery.restarted(job.server, job.client, error))
+        self.recovering[self._watched(restarted)] = job.server
 
     async def _welcome(self, server: int, client: RolloutClient, connections: contextlib.AsyncExitStack) -> None:
         await connections.enter_async_context(client.connected())

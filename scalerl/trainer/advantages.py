@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from scalerl.algorithms import KLController, get_adv_estimator
+from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.metrics import Metric
 from scalerl.trainer.contracts import Actor, Rollout
 

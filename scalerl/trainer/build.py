@@ -9,8 +9,11 @@ from pathlib import Path
 
 from scalerl.algorithms import KLController
 from scalerl.balance import SizeKeys
+from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.processes import Lease, Processes, leased
+from scalerl.cluster.worker_group import Limit, WorkerGroup, join
 from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved, total_steps
-from scalerl.config.layout_rules import ACTOR, ROLLOUT
+from scalerl.config.rules.layout import ACTOR, ROLLOUT
 from scalerl.config.schema import (
     JudgePoolConfig,
     ResourcePoolConfig,
@@ -18,26 +21,24 @@ from scalerl.config.schema import (
     SFTTrainerConfig,
     TrainerConfig,
 )
-from scalerl.controller.judge import JudgeServers
-from scalerl.controller.policy_servers import PolicyServers
-from scalerl.controller.pools import ResourcePool
-from scalerl.controller.processes import Lease, Processes, leased
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
-from scalerl.controller.worker_group import Limit, WorkerGroup, join
-from scalerl.controller.workers import MegatronWorker
+from scalerl.controller.sampling.judge import JudgeServers
+from scalerl.controller.sampling.policy_servers import PolicyServers
+from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
 from scalerl.families import ModelShape
-from scalerl.metrics import FlopsShape, Timers, Tracking
+from scalerl.metrics import FlopsShape, Timers
 from scalerl.parallel.layout import Layout
+from scalerl.runtime.directory_lock import directory_lock
+from scalerl.runtime.stop import StopRequest
+from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.directory_lock import directory_lock
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import Yardstick
-from scalerl.trainer.stop import StopRequest
 from scalerl.user_code import absolute
 
 RESOLVED_CONFIG = "config.yaml"

@@ -12,10 +12,10 @@ from typing import Protocol
 import numpy as np
 
 from scalerl.balance import StepPlan
+from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.controller.batch import BatchRef, PlacedBatch
-from scalerl.controller.groups import Enough, SampleGroup
-from scalerl.controller.rollout_role import Finished, Generation
+from scalerl.controller.sampling.groups import Enough, SampleGroup
+from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.metrics import Metric
 
 Metrics = dict[str, Metric]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import TrainerConfig
-from scalerl.controller.batch import BatchRef, PlacedBatch
 from scalerl.trainer.checkpoints import is_due
 from scalerl.trainer.contracts import Actor, Rollout
-from scalerl.trainer.outliers import worst_rows, write_outliers
+from scalerl.trainer.mismatched_samples import worst_rows, write_outliers
 
 
 def dump_step(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import batch_table, compose, help_text, total_steps
 from scalerl.errors import run_main
-from scalerl.trainer.stop import EXIT_REQUEUE
+from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
-    from scalerl.controller.processes import Processes
+    from scalerl.cluster.processes import Processes
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:

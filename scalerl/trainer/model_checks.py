@@ -14,23 +14,19 @@ from scalerl.config import (
     PPOConfig,
     layout_violations,
     recompute_violations,
-    server_violations,
     world_size,
 )
-from scalerl.config.judge_rules import JUDGE
-from scalerl.config.layout_rules import ROLLOUT
-from scalerl.config.rules import divisors_text
-from scalerl.config.schema import JudgeConfig, MegatronConfig, RolloutConfig
-from scalerl.controller.judge import max_model_len
+from scalerl.config.rules.judge import JUDGE
+from scalerl.config.rules.layout import ROLLOUT
+from scalerl.config.schema import JudgeConfig, MegatronConfig
+from scalerl.controller.sampling.judge import max_model_len
 from scalerl.families import HFWeights, ModelShape, family_of
-from scalerl.rollout.checksums import MIXTURES
-from scalerl.rollout.context_length import check_context_length
+from scalerl.servers.context_length import check_context_length
+from scalerl.servers.engines import ENGINES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a server's arguments those that decide which rank holds which expert, and how.
-EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
 ACTOR_MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
@@ -66,50 +62,10 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
         prefix=ACTOR_MEGATRON,
         rollout_tp=rollout.tensor_model_parallel_size,
     )
-    if rollout.name == "sglang":
-        yield from _heads_on_sglang(rollout, shape, device=device)
-    if shape.num_experts and rollout.name == "sglang":
-        yield from _mixture_on_sglang(rollout, shape, device=device)
-    yield from _too_long(cfg, shape, "the model")
-
-
-def _heads_on_sglang(rollout: RolloutConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
-    """On a GPU SGLang repeats heads that are fewer than its ranks; on a CPU it adds some, which no checksum knows."""
-    tp_size, kv_heads = rollout.tensor_model_parallel_size, shape.num_kv_heads
-    if device == "cpu" and tp_size > kv_heads and rollout.verify_weights_every:
-        yield (
-            f"{ROLLOUT}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server on a CPU are not "
-            f"known with more ranks than the model's {kv_heads} key/value heads; set one of {divisors_text(kv_heads)}, "
-            f"or {ROLLOUT}.verify_weights_every=0"
-        )
-
-
-def _mixture_on_sglang(rollout: RolloutConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
-    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
-        dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
-        yield (
-            f"actor_rollout_ref.rollout.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
-            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
-            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
-        )
-    if not rollout.verify_weights_every:
-        return
-    key = f"actor_rollout_ref.rollout.verify_weights_every = {rollout.verify_weights_every}: the checksums of an SGLang"
-    if shape.model_type not in MIXTURES:
-        yield (
-            f"{key} server are not known for a {shape.model_type} model (known: dense models and "
-            f"{', '.join(MIXTURES)}); set it to 0"
-        )
-    elif device == "cuda":
-        yield f"{key} server on a GPU are not known for a mixture of experts ({shape.model_type}); set it to 0"
-    moved = sorted(
-        name for name in (rollout.engine_kwargs or {}).get("sglang", {}) if name.startswith(EXPERT_ARGUMENTS)
+    yield from ENGINES[rollout.name].trained_model_violations(
+        rollout, shape, section=ROLLOUT, device=device, verify_weights_every=rollout.verify_weights_every
     )
-    if moved:
-        yield (
-            f"{key} server are not known with engine_kwargs.sglang.{moved[0]}, which moves experts or their weights; "
-            "leave it out, or set it to 0"
-        )
+    yield from _too_long(cfg, shape, "the model")
 
 
 def role_violations(
@@ -145,28 +101,13 @@ def judge_violations(judge: JudgeConfig) -> Iterator[str]:
             f"{JUDGE}.model.path = {path}: is a {heads[0]}, which writes no text; give a language model, or set "
             "reward_model.enable=true and reward_model.model.path to it"
         )
-    if judge.name == "sglang":
-        yield from served_model_violations(
-            path, f"{JUDGE}.tensor_model_parallel_size", judge.tensor_model_parallel_size
-        )
+    yield from ENGINES[judge.name].served_model_violations(
+        path, f"{JUDGE}.tensor_model_parallel_size", judge.tensor_model_parallel_size
+    )
     try:
         check_context_length(path, max_model_len(judge), f"{JUDGE}.max_prompt_length + {JUDGE}.max_response_length")
     except ValueError as error:
         yield str(error)
-
-
-def served_model_violations(path: str | Path, key: str, tp_size: int) -> Iterator[str]:
-    """Of a model that a server alone reads, of any family. key: of tp_size, the ranks of a server."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # The server says what is wrong with the directory.
-        return
-    config = config.get("text_config") or config
-    heads = config.get("num_attention_heads")
-    if isinstance(heads, int) and heads > 0:
-        kv_heads = config.get("num_key_value_heads") or heads
-        yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
 
 
 def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.balance import Alignment, SizeKeys, StepPlan, plan_step
+from scalerl.cluster.batch import BatchRef
 from scalerl.config import micro_batch_multiple
 from scalerl.config.schema import MegatronConfig
-from scalerl.controller.batch import BatchRef
 from scalerl.metrics import FlopsShape
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from scalerl.algorithms import KLController
+from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
-from scalerl.controller.batch import PlacedBatch
-from scalerl.controller.worker_group import WorkerGroup
-from scalerl.controller.workers import MegatronWorker
-from scalerl.metrics import Metric, Timers, Tracking, merge_metrics, validation_metrics
+from scalerl.controller.training.worker import MegatronWorker
+from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
+from scalerl.runtime.stop import StopRequest
+from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
@@ -21,7 +23,6 @@ from scalerl.trainer.dumps import dump_step
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
-from scalerl.trainer.stop import StopRequest
 
 
 @dataclass

@@ -20,11 +20,11 @@ from scalerl.config import (
 )
 from scalerl.config.schema import DataConfig, JudgeConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.families import ModelShape
-from scalerl.metrics import check_backends
+from scalerl.runtime.checks import Findings
+from scalerl.runtime.device import resolve_device
+from scalerl.tracking import check_backends
 from scalerl.trainer import checkpoints
 from scalerl.trainer.custom_fit import Fit, load_fit
-from scalerl.trainer.device import resolve_device
-from scalerl.trainer.findings import Findings
 from scalerl.trainer.model_checks import (
     actor_violations,
     judge_violations,

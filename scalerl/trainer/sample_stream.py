@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.batch import BatchRef
-from scalerl.controller.groups import Enough, GroupFilter, SampleGroup, kept_uids
-from scalerl.controller.rollout_role import Finished, Generation
+from scalerl.controller.sampling.groups import Enough, GroupFilter, SampleGroup, kept_uids
+from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
 from scalerl.metrics import Metric, merge_metrics

@@ -11,20 +11,21 @@ import numpy as np
 import ray
 
 from scalerl.balance import SizeKeys, packing_metrics, plan_step
+from scalerl.cluster.batch import ShardedBatch
+from scalerl.cluster.processes import Processes, leased
+from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.config import SFTConfig, total_steps, world_size
-from scalerl.controller.batch import ShardedBatch
-from scalerl.controller.processes import Processes, leased
-from scalerl.controller.worker_group import WorkerGroup, join
-from scalerl.controller.workers import MegatronWorker
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
-from scalerl.metrics import Timers, Tracking, merge_metrics, mfu, to_floats
+from scalerl.metrics import Timers, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
+from scalerl.runtime.stop import StopRequest
+from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.build import LOGS, flops_shape, open_tracker, start_pool, start_workers, take_directory
 from scalerl.trainer.packing_rules import packing_rules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import Yardstick
-from scalerl.trainer.stop import StopRequest
 
 
 @dataclass

@@ -276,14 +276,14 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     import socket
 
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
-    from scalerl.controller.workers import MegatronWorker
+    from scalerl.controller.training.worker import MegatronWorker
     from scalerl.parallel.layout import Layout
     from scalerl.protocol import DataProto, Jagged
 
     lines: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("scalerl.controller.workers").addHandler(handler)
+    logging.getLogger("scalerl.controller.training.worker").addHandler(handler)
     os.environ["SCALERL_LOGGING_LEVEL"] = "debug"
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
@@ -349,7 +349,7 @@ def test_metrics_of_updates_that_were_skipped() -> None:
     """Means over the others alone; a step that skipped all has no means, and no crash."""
     from types import SimpleNamespace
 
-    from scalerl.controller.workers import MegatronWorker
+    from scalerl.controller.training.worker import MegatronWorker
 
     worker = SimpleNamespace(groups=SimpleNamespace(is_last_stage=True, at=SimpleNamespace(tp_rank=0, dp_rank=0)))
     skipped = {"skipped_updates": 1.0, "lr": 0.1, "loss_scale": 8.0, "actor/ppo_kl": math.nan}

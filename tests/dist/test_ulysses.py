@@ -42,7 +42,7 @@ def attend(tensors: tuple[Tensor, Tensor, Tensor], packing: Any, group: Any, cp_
 
 def attention_of_a_rank(num_heads: int, num_kv_heads: int, value_dim: int) -> tuple[Tensor, list[Tensor]]:
     """This rank's tokens: the output, and the gradients of a weighted sum of it. In zig-zag order."""
-    from scalerl.parallel.packing import Packing
+    from scalerl.parallel.micro_batch import Packing
     from scalerl.parallel.ulysses import zigzag_order
 
     group = start()
@@ -73,7 +73,7 @@ def attention_of_a_rank(num_heads: int, num_kv_heads: int, value_dim: int) -> tu
     ],
 )
 def test_attention_equals_one_rank(cp_size: int, num_heads: int, num_kv_heads: int, value_dim: int) -> None:
-    from scalerl.parallel.packing import Packing
+    from scalerl.parallel.micro_batch import Packing
     from scalerl.parallel.ulysses import zigzag_order
 
     ranks = run_ranks(cp_size, attention_of_a_rank, num_heads, num_kv_heads, value_dim)

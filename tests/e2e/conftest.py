@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.controller.processes import Processes
+from scalerl.cluster.processes import Processes
 from tests.e2e.jobs import Inputs, Job
 from tests.e2e.kept import Kept
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from graded_reward import server_of
 
-from scalerl.rollout.requests import GenerateOutput
+from scalerl.servers.requests import GenerateOutput
 from scalerl.trainer import generation, main_generation
 
 SERVER_LOG = Path("responses.parquet.parts", "logs", "rollout-0.").absolute()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalerl.controller.processes import Processes
+from scalerl.cluster.processes import Processes
 from scalerl.errors import run_main
 from tests.e2e.jobs import Record
 from tests.e2e.step_checks import check_step

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from scalerl.rewards.trial import TRIAL_RESPONSE
-from scalerl.trainer.directory_lock import directory_lock
+from scalerl.runtime.directory_lock import directory_lock
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, numbered, only, refused, scalerl
 from tests.e2e.kept import Kept

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scalerl.controller.groups import SampleGroup
+from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.errors import EXIT_FAILED
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo

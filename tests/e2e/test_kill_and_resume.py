@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalerl.merge import merge
-from scalerl.trainer.stop import EXIT_REQUEUE
+from scalerl.runtime.stop import EXIT_REQUEUE
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, numbered, only, refused, scalerl

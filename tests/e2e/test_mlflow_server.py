@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from scalerl.metrics import Tracking
-from scalerl.metrics.tracking import deliver
+from scalerl.tracking import Tracking, deliver
 
 TIMEOUT_S = 120
 

@@ -71,7 +71,7 @@ def finished(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempP
     offload = [f"actor_rollout_ref.actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
     more = ["trainer.save_freq=2", "trainer.test_freq=1", *offload, *CORRECTION]
     job = start_job(arguments(inputs, run_dir, *more), run_dir)
-    server = "scalerl.rollout.sglang_launch"
+    server = "scalerl.servers.sglang.launch"
     job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
     job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
     job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")

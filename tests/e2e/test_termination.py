@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.trainer.stop import EXIT_TERMINATED, TERMINATED
+from scalerl.runtime.stop import EXIT_TERMINATED, TERMINATED
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
-from scalerl.rollout.server import RolloutServer, start_on_free_port
-from scalerl.rollout.sglang_server import sglang_command
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.process import RolloutServer, start_on_free_port
 from tests.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 256
@@ -44,17 +44,10 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_server(model_path: Path, log_path: Path, port: int, device: str) -> RolloutServer:
-    rollout = RolloutConfig(
-        dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION, free_cache_engine=True
-    )
-    command, env = sglang_command(
-        model_path=str(model_path),
-        rollout=rollout,
-        port=port,
-        max_model_len=MAX_MODEL_LEN,
-        device=device,
-        gpu_ids=[0] if device == "cuda" else None,
-    )
+    rollout = RolloutConfig(dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION)
+    gpu_ids = [0] if device == "cuda" else None
+    launch = Launch(str(model_path), rollout, device, MAX_MODEL_LEN, port=port, gpu_ids=gpu_ids, releases_memory=True)
+    command, env = ENGINES["sglang"].command(launch)
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
 
 

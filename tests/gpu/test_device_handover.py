@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from scalerl.hybrid.handover import GIB, Handover, HandoverError, measure
-from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.weights import serialize_bucket
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.weights import serialize_bucket
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate
 
 # CUDA maps memory in pieces of 2 MiB, and what SGLang keeps beside weights and KV cache stays.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scalerl.parallel.attention import PackedAttention
-from scalerl.parallel.packing import Packing
+from scalerl.parallel.micro_batch import Packing
 from scalerl.protocol import cu_seqlens_of
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerl.config.attention_rules import transformer_engine_version, transformer_engine_violations
+from scalerl.config.rules.attention import transformer_engine_version, transformer_engine_violations
 from tests.gpu.isolated import run_isolated, run_isolated_ranks
 from tests.tiny_models import make_tiny_model
 
@@ -56,8 +56,8 @@ def attend(
     from scalerl.families import ModelShape
     from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
+    from scalerl.parallel.micro_batch import pack
     from scalerl.parallel.model import core_attention, transformer_config
-    from scalerl.parallel.packing import pack
     from scalerl.parallel.rotary import Rotary
     from scalerl.protocol import DataProto, Jagged
     from tests.gpu.isolated import TIMEOUT_S

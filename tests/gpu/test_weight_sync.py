@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from scalerl.rollout.client import GenerateOutput, RolloutClient
+from scalerl.servers.client import GenerateOutput, RolloutClient
 from tests.gpu.conftest import MAX_MODEL_LEN, PROMPTS, generate
 from tests.gpu.isolated import run_isolated
 
@@ -26,12 +26,12 @@ LOGPROB_BOUND = 0.15
 def sync_then_move_on(model_path: str, url: str, key: str, dtype: str) -> dict[str, Any]:
     """Runs alone in a process: syncs an engine's weights, then changes them and asks whether the checksums notice."""
     from scalerl.config.schema import MegatronConfig
-    from scalerl.hybrid.replicas import Replica
     from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.rollout.weights import checksum_differences, expected_checksums
+    from scalerl.servers.replica import Replica
+    from scalerl.servers.weights import checksum_differences, expected_checksums
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
     engine = MegatronEngine(model_path, MegatronConfig(dtype=dtype), groups, optim=None)

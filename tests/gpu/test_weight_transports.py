@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.server import RolloutServer, start_on_free_port
-from scalerl.rollout.sglang_server import sglang_command
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.process import RolloutServer, start_on_free_port
 from tests.gpu.conftest import MAX_MODEL_LEN, MEMORY_UTILIZATION, START_TIMEOUT_S, generate
 from tests.gpu.isolated import run_isolated
 from tests.gpu.test_weight_sync import BUCKET_BYTES, LOGPROB_BOUND, worst_logprob_difference
@@ -29,11 +29,11 @@ def sync_twice(
 ) -> list[dict[str, Any]]:
     """Runs alone in a process; checksums are compared by the sync itself."""
     from scalerl.config.schema import MegatronConfig
-    from scalerl.hybrid.replicas import Replica
     from scalerl.hybrid.weight_sync import WeightSync
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
+    from scalerl.servers.replica import Replica
 
     groups = initialize(Layout(1), backend=platform.backend(), timeout_s=120, seed=1)
     engine = MegatronEngine(model_path, MegatronConfig(dtype="bfloat16"), groups, optim=None)
@@ -81,14 +81,11 @@ def test_on_one_gpu(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for the trainer and one for the server")
 def test_nccl_between_two_gpus(model_a: Path, model_b: Path, tmp_path: Path) -> None:
-    rollout = RolloutConfig(
-        dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION, free_cache_engine=False
-    )
+    rollout = RolloutConfig(dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION)
 
     def make(port: int) -> RolloutServer:
-        command, env = sglang_command(
-            model_path=str(model_a), rollout=rollout, port=port, max_model_len=MAX_MODEL_LEN, device="cuda", gpu_ids=[1]
-        )
+        launch = Launch(str(model_a), rollout, "cuda", MAX_MODEL_LEN, port=port, gpu_ids=[1])
+        command, env = ENGINES["sglang"].command(launch)
         return RolloutServer(command, env, f"http://127.0.0.1:{port}", tmp_path / "server.log", START_TIMEOUT_S)
 
     with start_on_free_port(make) as server:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from scalerl.controller.processes import Lease, Processes
-from scalerl.controller.worker_group import WorkerGroup, join
+from scalerl.cluster.processes import Lease, Processes
+from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.parallel.layout import Layout
 
 START_TIMEOUT_S = 180.0

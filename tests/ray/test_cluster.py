@@ -10,12 +10,12 @@ import time
 import pytest
 import ray
 
+from scalerl.cluster.ask import answer_of
+from scalerl.cluster.pools import WORKER_ENV
+from scalerl.cluster.processes import Processes
+from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import RolloutConfig
-from scalerl.controller.calls import answer_of
-from scalerl.controller.pools import WORKER_ENV
-from scalerl.controller.processes import Processes
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.worker_group import WorkerError
+from scalerl.controller.sampling.rollout import HybridRollout
 
 ASK = """
 import sys

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 
 from scalerl.balance import plan_step
+from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.processes import Lease, Processes
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
-from scalerl.controller.batch import BatchRef, PlacedBatch
-from scalerl.controller.groups import SampleGroup
-from scalerl.controller.policy_servers import PolicyServers
-from scalerl.controller.pools import ResourcePool
-from scalerl.controller.processes import Lease, Processes
-from scalerl.controller.rollout_role import HybridRollout
-from scalerl.controller.trainer_roles import MegatronActor
-from scalerl.controller.worker_group import WorkerGroup
-from scalerl.controller.workers import MegatronWorker
+from scalerl.controller.sampling.groups import SampleGroup
+from scalerl.controller.sampling.policy_servers import PolicyServers
+from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.training.roles import MegatronActor
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
 from scalerl.hybrid.handover import Point
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
-from scalerl.rollout.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from tests.e2e.graded_reward import server_of
 from tests.lanes import mostly_full
 from tests.ray.conftest import START_TIMEOUT_S

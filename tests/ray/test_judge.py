@@ -15,24 +15,24 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 
+from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import (
     CustomRewardFunctionConfig,
     DataConfig,
     JudgeConfig,
     JudgeModelConfig,
     RewardModelConfig,
-    RolloutConfig,
 )
-from scalerl.controller.groups import SampleGroup
-from scalerl.controller.judge import Judge, JudgeServers
-from scalerl.controller.pools import ResourcePool
-from scalerl.controller.rollout_worker import RolloutWorker
+from scalerl.controller.sampling.groups import SampleGroup
+from scalerl.controller.sampling.judge import Judge, JudgeServers
+from scalerl.controller.sampling.worker import RolloutWorker
 from scalerl.data import RLHFDataset, load_tokenizer
-from scalerl.hybrid.replicas import Replica
 from scalerl.rewards import RewardError, ScoreRequest
 from scalerl.rewards.judge import fill
-from scalerl.rollout.client import RolloutClient, SamplingParams
-from scalerl.rollout.server import RolloutServer, start_on_free_port
+from scalerl.servers.client import RolloutClient, SamplingParams
+from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.servers.purpose import POLICY
+from scalerl.servers.replica import ClientSettings, Replica
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 from tests.tiny_models import make_tiny_model
 
@@ -62,10 +62,10 @@ class Bench:
         return ({"train": [ray.put(self.dataset)]}, str(self.policy_path)), kwargs
 
     @property
-    def policy_arguments(self) -> tuple[list[Replica], RolloutConfig, int]:
+    def policy_arguments(self) -> tuple[list[Replica], ClientSettings, int]:
         # One sample at a time.
-        rollout = RolloutConfig(name="embedded", max_num_seqs=1, request_timeout_s=TIMEOUT_S)
-        return [Replica(self.policy.url, "embedded", 1, self.policy.key)], rollout, MAX_MODEL_LEN
+        clients = ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S, max_concurrency=1)
+        return [Replica(self.policy.url, "embedded", 1, self.policy.key)], clients, 42
 
     def text(self, request: ScoreRequest) -> str:
         """The judge's, by transformers."""

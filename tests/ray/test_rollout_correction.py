@@ -13,11 +13,11 @@ import torch
 
 from scalerl.algorithms import correct, rollout_corr_metrics
 from scalerl.balance import Alignment, plan_step
+from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
-from scalerl.controller.batch import PlacedBatch
-from scalerl.controller.trainer_roles import TOKENS, MegatronActor, Metrics
-from scalerl.controller.worker_group import WorkerGroup
-from scalerl.controller.workers import MegatronWorker
+from scalerl.controller.training.roles import TOKENS, MegatronActor, Metrics
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import mismatch_metrics, to_floats, worst_samples
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged, cu_seqlens_of

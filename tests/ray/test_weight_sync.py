@@ -16,17 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scalerl.balance import plan_step
+from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.worker_group import WorkerError, WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
-from scalerl.controller.batch import PlacedBatch
-from scalerl.controller.trainer_roles import TOKENS, MegatronActor
-from scalerl.controller.worker_group import WorkerError, WorkerGroup
-from scalerl.controller.workers import MegatronWorker
-from scalerl.hybrid.replicas import Replica
+from scalerl.controller.training.roles import TOKENS, MegatronActor
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
-from scalerl.rollout.client import GenerateRequest, RolloutClient, SamplingParams
-from scalerl.rollout.server import RolloutServer, start_on_free_port
-from scalerl.rollout.weights import EngineKind
+from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
+from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.servers.replica import Replica
 from tests.lanes import full
 from tests.ray.workers import SyncingWorker
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model, make_model, make_server
@@ -110,7 +109,7 @@ def lone_trainer(
     return build(group, model, servers, 1e-2)
 
 
-def client_of(kind: EngineKind, server: RolloutServer) -> RolloutClient:
+def client_of(kind: str, server: RolloutServer) -> RolloutClient:
     return RolloutClient(server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN)
 
 

@@ -15,10 +15,10 @@ import torch
 from ray import cloudpickle
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.controller.batch import BatchRef, Column, ShardedBatch
-from scalerl.controller.register import WorkerMethod
-from scalerl.controller.worker_group import Limit, WorkerError, WorkerGroup
-from scalerl.controller.workers import MegatronWorker
+from scalerl.cluster.batch import BatchRef, Column, ShardedBatch
+from scalerl.cluster.dispatch import WorkerMethod
+from scalerl.cluster.worker_group import Limit, WorkerError, WorkerGroup
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout

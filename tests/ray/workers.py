@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.controller.pools import Reusable
-from scalerl.controller.register import Dispatch, Execute, register
-from scalerl.controller.worker_group import WorkerGroup
-from scalerl.controller.workers import MegatronWorker, MicroBatches, Result
+from scalerl.cluster.dispatch import Dispatch, Execute, register
+from scalerl.cluster.pools import Reusable
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.controller.training.worker import MegatronWorker, MicroBatches, Result
 from scalerl.data.problems import DataError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
-from scalerl.rollout.client import RolloutClient
+from scalerl.servers.client import RolloutClient
 
 
 def deal(group: WorkerGroup, rows: list[int], *, weight: int = 1) -> tuple[list[Any], dict[str, Any]]:
@@ -200,7 +200,7 @@ class SyncingWorker(MegatronWorker):
         for client in self.weight_sync.clients.values():
             for name in ("begin_weight_update", "update_weights"):
                 vars(client).pop(name, None)
-            if client.kind == kind:
+            if client.engine.name == kind:
                 _lose_bucket(client, number)
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config.schema import RolloutConfig
-from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
-from scalerl.rollout.embedded_launch import embedded_command
-from scalerl.rollout.server import RolloutServer, start_on_free_port
-from scalerl.rollout.sglang_server import sglang_command
-from scalerl.rollout.weights import EngineKind, serialize_bucket
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.servers.weights import serialize_bucket
 from tests.folders import is_last_of_its_folder
 from tests.tiny_models import EOS_ID, make_tiny_model
 
@@ -34,16 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.sglang)
 
 
-def rollout_config(kind: EngineKind, tp_size: int = 1) -> RolloutConfig:
+def rollout_config(kind: str, tp_size: int = 1) -> RolloutConfig:
     return RolloutConfig(name=kind, dtype="float32", max_num_seqs=16, tensor_model_parallel_size=tp_size)
 
 
-def make_server(kind: EngineKind, model_path: Path, log_path: Path, port: int, tp_size: int = 1) -> RolloutServer:
-    rollout = rollout_config(kind, tp_size)
-    arguments = {"model_path": str(model_path), "rollout": rollout, "port": port, "max_model_len": MAX_MODEL_LEN}
-    command, env = (
-        sglang_command(**arguments, device="cpu") if kind == "sglang" else embedded_command(**arguments, device="cpu")
-    )
+def make_server(kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1) -> RolloutServer:
+    launch = Launch(str(model_path), rollout_config(kind, tp_size), "cpu", MAX_MODEL_LEN, port=port)
+    command, env = ENGINES[kind].command(launch)
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
 
 
@@ -92,7 +88,7 @@ class Model:
 
 @dataclass
 class Engine:
-    kind: EngineKind
+    kind: str
     server: RolloutServer
     client: RolloutClient
 
@@ -139,7 +135,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """They end with the last test of this folder."""
 
-    def start(kind: EngineKind, model_path: Path, tp_size: int = 1) -> Engine:
+    def start(kind: str, model_path: Path, tp_size: int = 1) -> Engine:
         log_path = tmp_path_factory.mktemp("log") / f"{kind}.log"
         server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size))
         _started.append(server)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from scalerl.rollout.access import authorization
-from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.requests import unfinished_requests
-from scalerl.rollout.supervise import descendants
-from scalerl.rollout.weights import checksum_differences, expected_checksums, serialize_bucket
+from scalerl.servers.access import authorization
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.requests import unfinished_requests
+from scalerl.servers.supervise import descendants
+from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, ONE_TOKEN, PROMPTS, Engine, Model
 from tests.tiny_models import EOS_ID
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.requests import unfinished_requests
-from scalerl.rollout.weights import serialize_bucket
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.requests import unfinished_requests
+from scalerl.servers.weights import serialize_bucket
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, ignore_eos=True)

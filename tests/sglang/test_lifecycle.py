@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.rollout.client import RolloutClient
-from scalerl.rollout.server import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
-from scalerl.rollout.supervise import descendants
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.process import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
+from scalerl.servers.supervise import descendants
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def supervised_owner(command: list[str], log: Path, env: dict[str, str] | None =
     """A process that starts `command` as a RolloutServer and then only sleeps."""
     program = (
         "import sys, time\n"
-        "from scalerl.rollout.server import RolloutServer\n"
+        "from scalerl.servers.process import RolloutServer\n"
         f"server = RolloutServer({command!r}, {env or {}!r}, 'http://127.0.0.1:9', {str(log)!r})\n"
         "server.start()\n"
         "time.sleep(1000)\n"
@@ -284,7 +284,7 @@ def test_nothing_is_left_of_a_server(tmp_path: Path, ending: str, monkeypatch: p
         assert Path(log.read_text().split()[1]).parent == temporary
         assert len([path for path in shared.iterdir() if tag in path.name]) == 3 + len(others)
         below = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(owner.pid)}
-        (supervisor,) = [pid for pid, line in below.items() if b"scalerl.rollout.supervise" in line]
+        (supervisor,) = [pid for pid, line in below.items() if b"scalerl.servers.supervise" in line]
         if ending == "server killed":
             # As soon as the supervisor has looked.
             wait_for(lambda: any(path.read_text().count("\n") == 3 for path in temporary.glob("*/shared_memory")))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.rollout.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.requests import ServerLostError
-from scalerl.rollout.server import ReservedPort
-from scalerl.rollout.supervise import descendants
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.process import ReservedPort
+from scalerl.servers.requests import ServerLostError
+from scalerl.servers.supervise import descendants
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)

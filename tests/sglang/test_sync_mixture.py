@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scalerl.rollout.checksums import MIXTURES
-from scalerl.rollout.client import GenerateRequest, SamplingParams
-from scalerl.rollout.weights import checksum_differences, expected_checksums
+from scalerl.servers.client import GenerateRequest, SamplingParams
+from scalerl.servers.engines.sglang import MIXTURES
+from scalerl.servers.weights import checksum_differences, expected_checksums
 from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
 
 TWO_CORES = pytest.mark.skipif(

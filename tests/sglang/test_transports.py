@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.replicas import Feed, Replica
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
-from scalerl.rollout.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
-from scalerl.rollout.embedded_launch import embedded_command
-from scalerl.rollout.server import RolloutServer, start_on_free_port
-from scalerl.rollout.supervise import descendants
-from scalerl.rollout.update_group import address_towards, in_sending_order, pack
-from scalerl.rollout.weights import ExpectedChecksums, checksum_differences, expected_checksums
+from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.process import RolloutServer, start_on_free_port
+from scalerl.servers.replica import Replica
+from scalerl.servers.supervise import descendants
+from scalerl.servers.update_group import address_towards, in_sending_order, pack
+from scalerl.servers.weights import checksum_differences, expected_checksums
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -52,7 +53,7 @@ def deliver(
 ) -> Delivery:
     """A whole sync, as one trainer rank that leads all of the engines does it."""
     feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
-    expected = {feed.index: ExpectedChecksums(config, tp_size, feed.replica.kind) for feed in feeds}
+    expected = {feed.index: ENGINES[feed.replica.engine].expected_checksums(config, tp_size) for feed in feeds}
     clients = {engine.server.url: engine.client for engine in engines}
     delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1)
     for feed in feeds:
@@ -129,13 +130,8 @@ def start_on_ipv6(model: Model, tmp_path: Path) -> Engine:
         host = netloc = "127.0.0.1"
 
     def make(port: int) -> RolloutServer:
-        command, env = embedded_command(
-            model_path=str(model.path),
-            rollout=rollout_config("embedded"),
-            host=host,
-            port=port,
-            max_model_len=MAX_MODEL_LEN,
-        )
+        launch = Launch(str(model.path), rollout_config("embedded"), "cpu", MAX_MODEL_LEN, host=host, port=port)
+        command, env = ENGINES["embedded"].command(launch)
         return RolloutServer(command, env, f"http://{netloc}:{port}", tmp_path / "server.log", START_TIMEOUT_S)
 
     server = start_on_free_port(make, host)

@@ -4,9 +4,9 @@ did not find any more would leave its comment without a use, which is an error."
 
 from __future__ import annotations
 
-from scalerl.controller.batch import ShardedBatch
-from scalerl.controller.worker_group import WorkerGroup
-from scalerl.controller.workers import MegatronWorker
+from scalerl.cluster.batch import ShardedBatch
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric
 
 

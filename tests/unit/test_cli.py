@@ -11,16 +11,16 @@ import pytest
 
 import scalerl
 from scalerl import cli
+from scalerl.config.help import key_docs
 from scalerl.config.keys import leaves
-from scalerl.config.reference import key_docs
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.errors import UserError
 
 PROGRAMS = {
     "train": ("scalerl.trainer.main_ppo", []),
     "sft": ("scalerl.trainer.main_sft", []),
-    "generate": ("scalerl.trainer.main_generation", []),
-    "eval": ("scalerl.trainer.main_eval", []),
+    "generate": ("scalerl.inference.main_generation", []),
+    "eval": ("scalerl.inference.main_eval", []),
     "data": ("scalerl.data.prepare.command", []),
     "merge": ("scalerl.merge.__main__", ["merge"]),
     "doctor": ("scalerl.doctor", []),

@@ -15,13 +15,17 @@ LAYERS = [
     # Registries know from it what is the user's own.
     {"user_code"},
     {"protocol", "config", "configs", "metrics"},
-    {"algorithms", "balance", "families", "data", "rewards"},
-    {"parallel", "rollout", "merge"},
-    # checkpoint saves an engine of parallel; hybrid joins parallel and rollout.
-    {"checkpoint", "hybrid"},
+    {"algorithms", "balance", "families", "data", "rewards", "runtime", "tracking"},
+    {"parallel", "merge"},
+    # checkpoint saves an engine of parallel; the cluster's groups of workers have its layouts.
+    {"checkpoint", "cluster"},
+    # Servers are processes of the cluster.
+    {"servers"},
+    # hybrid joins parallel and servers.
+    {"hybrid", "rollout"},
     # The workers host engines, weight sync and checkpoints.
     {"controller"},
-    {"trainer", "doctor"},
+    {"inference", "trainer", "doctor"},
     # Nothing of a run imports compat.
     {"cli", "compat"},
 ]
@@ -29,13 +33,13 @@ LAYER = {module: number for number, modules in enumerate(LAYERS) for module in m
 # doctor reports on everything that is installed.
 ONLY_IN = {
     "megatron": {"parallel", "checkpoint", "doctor"},
-    "sglang": {"rollout", "doctor"},
-    "mlflow": {"metrics", "doctor"},
-    "tensorboard": {"metrics"},
-    "wandb": {"metrics"},
-    "swanlab": {"metrics"},
+    "sglang": {"servers", "doctor"},
+    "mlflow": {"tracking", "doctor"},
+    "tensorboard": {"tracking"},
+    "wandb": {"tracking"},
+    "swanlab": {"tracking"},
     "reasoning_gym": {"data", "rewards"},
-    "ray": {"controller", "trainer", "doctor"},
+    "ray": {"cluster", "servers", "controller", "trainer", "inference", "doctor"},
     "hydra": {"config", "doctor"},
     "omegaconf": {"config", "doctor"},
 }
@@ -124,15 +128,15 @@ def test_every_module_of_the_package_is_in_the_map():
     [
         (
             "parallel",
-            "from scalerl.rollout.client import RolloutClient",
-            "parallel (layer 4) imports rollout (layer 4)",
+            "from scalerl.servers.client import RolloutClient",
+            "parallel (layer 4) imports servers (layer 6)",
         ),
-        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 7)"),
+        ("config", "from scalerl import trainer", "config (layer 2) imports trainer (layer 9)"),
         ("data", "def f():\n    import scalerl.parallel.engine", "data (layer 3) imports parallel (layer 4)"),
         ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
         ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
         ("hybrid", "from .sync import plan", "relative import of .sync.plan"),
-        ("trainer", "from scalerl.compat import collate_fn", "trainer (layer 7) imports compat (layer 8)"),
+        ("trainer", "from scalerl.compat import collate_fn", "trainer (layer 9) imports compat (layer 10)"),
         ("utils", "", "utils has no place in the map"),
         ("families", "from scalerl.config import schema\nimport megatron", "families needs megatron"),
     ],

@@ -22,7 +22,6 @@ from scalerl.config.schema import (
     PolicyLossConfig,
     RewardModelConfig,
 )
-from scalerl.metrics.tracking import register_backend, unregister_backend
 from scalerl.rewards import (
     RewardError,
     ScoreRequest,
@@ -32,6 +31,7 @@ from scalerl.rewards import (
     load_reward_function,
     manager,
 )
+from scalerl.tracking import register_backend, unregister_backend
 from scalerl.user_code import UserCodeError, absolute, import_file, import_files, imported_files
 
 REWARDS = RewardModelConfig(timeout_s=60.0, forward_max_token_len_per_gpu=1, megatron=None, resource_pool=None)
@@ -261,7 +261,7 @@ def test_a_manager_that_fails_is_told_by_its_place_and_the_sample(write, tmp_pat
 
 
 def test_a_backend_is_known_once_its_file_is_imported_and_may_be_again(write):
-    code = "from scalerl.metrics.tracking import register_backend\n@register_backend('own')\nclass Own: ...\n"
+    code = "from scalerl.tracking import register_backend\n@register_backend('own')\nclass Own: ...\n"
     try:
         import_files([write("own.py", code)])
         import_files([write("own.py", code + "# changed\n")])

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
-from scalerl.hybrid.replicas import Feed
-from scalerl.rollout.update_group import (
+from scalerl.hybrid.feeds import Feed
+from scalerl.servers.update_group import (
     SENDER,
     address_towards,
     broadcast,
@@ -21,7 +21,7 @@ from scalerl.rollout.update_group import (
     open_store,
     pack,
 )
-from scalerl.rollout.weights import NamedTensors
+from scalerl.servers.weights import NamedTensors
 
 _counter = itertools.count()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.node_buckets import NodeBuckets
-from scalerl.hybrid.replicas import Feed
 from scalerl.hybrid.transports import Transport, TransportName
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
 from scalerl.hybrid.transports.disk import DiskTransport

@@ -20,7 +20,7 @@ from scalerl.errors import UserError
 from scalerl.families import files_beside_weights
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_index
-from scalerl.rollout.weights import NamedTensors
+from scalerl.servers.weights import NamedTensors
 
 DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
 PREFIX = "weights-of-version-"

@@ -8,9 +8,10 @@ from typing import cast
 import torch.distributed as dist
 
 from scalerl.hybrid.delivery import Delivery, Export
-from scalerl.hybrid.replicas import Feed
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.shared import load, load_blobs
-from scalerl.rollout.weights import Bucket
+from scalerl.servers.engines import ENGINES
+from scalerl.servers.weights import Bucket
 
 
 class GatheredTransport:
@@ -45,8 +46,8 @@ class GatheredTransport:
         if group is None:
             load(delivery, feed, bucket)
             return
-        kind = feed.replica.kind
-        blobs = {at: bucket.serialize(kind) for at, maker in enumerate(feed.ranks) if maker == delivery.rank}
+        engine = ENGINES[feed.replica.engine]
+        blobs = {at: engine.serialize(bucket) for at, maker in enumerate(feed.ranks) if maker == delivery.rank}
         is_lead = feed.lead == delivery.rank
         gathered: list | None = [None] * dist.get_world_size(group) if is_lead else None
         dist.gather_object(blobs, gathered, dst=feed.lead, group=group)

@@ -7,9 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch.distributed as dist
 
 from scalerl.hybrid.delivery import Delivery, wait_all
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.node_buckets import NodeBuckets
-from scalerl.hybrid.replicas import Feed
-from scalerl.rollout.weights import Bucket
+from scalerl.servers.engines import ENGINES
+from scalerl.servers.weights import Bucket
 
 
 class SharedTransport:
@@ -42,7 +43,8 @@ class SharedTransport:
 
 
 def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
-    load_blobs(delivery, feed, bucket, [bucket.serialize(feed.replica.kind) for _ in range(feed.replica.tp_size)])
+    engine = ENGINES[feed.replica.engine]
+    load_blobs(delivery, feed, bucket, [engine.serialize(bucket) for _ in range(feed.replica.tp_size)])
 
 
 def load_blobs(delivery: Delivery, feed: Feed, bucket: Bucket, blobs: list[str]) -> None:

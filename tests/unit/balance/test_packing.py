@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.balance.packing import (
+from scalerl.balance.bin_packing import (
     best_fit_decreasing,
     fewest_bins,
     first_fit_decreasing,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
-from scalerl.config.attention_rules import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
+from scalerl.config.rules.attention import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
 from scalerl.config.schema import MegatronConfig
 
 ACTOR = "actor_rollout_ref.actor.megatron"

@@ -12,8 +12,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, save_resolved
-from scalerl.config.draft import Draft
 from scalerl.config.keys import KeyTable
+from scalerl.config.partial_config import Draft
 from scalerl.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"

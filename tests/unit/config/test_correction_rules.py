@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.config import compose
-from scalerl.config.correction_rules import RS_OPTIONS, correction_violations, corrects, is_bounds, rs_bounds
+from scalerl.config.correction import RS_OPTIONS, correction_violations, corrects, is_bounds, rs_bounds
 from scalerl.config.schema import RolloutCorrectionConfig
 
 DOC = Path(__file__).parents[3] / "docs" / "configuration.md"

@@ -7,11 +7,11 @@ import os
 import pytest
 from ray.exceptions import RayTaskError
 
+from scalerl.cluster.pools import ResourceError
+from scalerl.cluster.worker_group import WorkerError
 from scalerl.config import ConfigError
-from scalerl.controller.pools import ResourceError
-from scalerl.controller.worker_group import WorkerError
 from scalerl.errors import UserError, run_main
-from scalerl.rollout.requests import RolloutError, ServerLostError
+from scalerl.servers.requests import RolloutError, ServerLostError
 
 
 def remote(cause: Exception) -> Exception:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from scalerl.config import ConfigError, compose, validate_eval, validate_generation
-from scalerl.config.domains import DOMAINS
 from scalerl.config.keys import leaves
 from scalerl.config.schema import EvalConfig, GenerationConfig
+from scalerl.config.value_checks import DOMAINS
 
 GENERATION = compose("generation", ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m"])
 EVAL = compose("eval", ["data.path=a.parquet"])

@@ -6,7 +6,7 @@ import pytest
 
 from scalerl.config import ConfigError, compose, help_text, model_roles, num_devices
 from scalerl.config.keys import inherited_keys
-from scalerl.config.model_roles import LAYOUT_FIELDS
+from scalerl.config.model_specs import LAYOUT_FIELDS
 from scalerl.config.schema import MegatronConfig, PPOConfig
 from scalerl.parallel.layout import Layout
 

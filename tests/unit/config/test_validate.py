@@ -19,9 +19,9 @@ from scalerl.config import (
     validate_ppo,
     validate_sft,
 )
-from scalerl.config.domains import DOMAINS, domain_violations
 from scalerl.config.keys import leaves
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
+from scalerl.config.value_checks import DOMAINS, domain_violations
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 PPO = compose(

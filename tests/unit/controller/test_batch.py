@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.controller.batch import BatchRef, PlacedBatch, ShardedBatch
-from scalerl.controller.trainer_roles import loss_totals
+from scalerl.cluster.batch import BatchRef, PlacedBatch, ShardedBatch
+from scalerl.controller.training.roles import loss_totals
 
 PROMPT_LENGTHS = np.array([4, 4, 7, 7, 3, 3, 5, 5])
 RESPONSE_LENGTHS = np.array([9, 1, 0, 6, 12, 2, 8, 8])
@@ -121,3 +121,21 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
     ]
     totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
     assert all(found == totals[0] for found in totals)
+
+
+@pytest.mark.parametrize("dp_sizes", [(2, 4), (4, 2), (1, 4), (4, 1)])
+def test_a_column_of_another_plan_is_put_together_by_position(dp_sizes: tuple[int, int]) -> None:
+    """Against a search of each row in the fragments, one by one."""
+    lengths = np.array([5, 9, 3, 7, 8, 2, 6, 4, 11, 1, 10, 12])
+    made_under, wanted = (
+        plan_step(lengths, dp_size=dp_size, mini_batches=[range(12)], max_tokens_per_micro_batch=26)
+        for dp_size in dp_sizes
+    )
+    column = PlacedBatch({}, {"a": made_under}).with_column(
+        "x", "a", [list(made_under.rows(rank)) for rank in range(dp_sizes[0])]
+    )
+    for rank in range(dp_sizes[1]):
+        (part,) = ShardedBatch(wanted, {}, (column.columns["x"],)).parts(rank)
+        held = [row for fragment in part.fragments for row in fragment]
+        assert part.order is not None and [held[at] for at in part.order] == list(wanted.rows(rank))
+        assert len(part.fragments) == len({tuple(f) for f in part.fragments if set(f) & set(wanted.rows(rank))})

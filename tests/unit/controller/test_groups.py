@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.controller.groups import Enough, GroupFilter, SampleGroup, kept_uids
-from scalerl.controller.scoring import GroupScores
+from scalerl.controller.sampling.groups import Enough, GroupFilter, SampleGroup, kept_uids
+from scalerl.controller.sampling.scoring import GroupScores
 from scalerl.rewards import ScoreResult
-from scalerl.rollout.client import GenerateOutput
+from scalerl.servers.client import GenerateOutput
 
 
 def samples_of(uids: list[int], scores: list[float], extras: list[dict] | None = None) -> dict[str, np.ndarray]:

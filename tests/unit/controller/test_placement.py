@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
-from scalerl.controller.policy_servers import verification_is_due
-from scalerl.controller.pools import ResourcePool
-from scalerl.controller.replica import in_device_order
-from scalerl.controller.replica_set import ReplicaPlan, plan_replicas
-from scalerl.controller.rollout_worker import sample_seed
-from scalerl.hybrid.replicas import Replica, plan_feeds
+from scalerl.controller.sampling.policy_servers import verification_is_due
+from scalerl.controller.sampling.worker import sample_seed
+from scalerl.hybrid.feeds import plan_feeds
+from scalerl.servers.host import in_device_order
+from scalerl.servers.replica import Replica
+from scalerl.servers.server_set import ReplicaPlan, plan_replicas
 
 
 def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:

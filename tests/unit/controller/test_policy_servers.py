@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scalerl.controller.policy_servers import PolicyServers
+from scalerl.controller.sampling.policy_servers import PolicyServers
 
 
 def test_nothing_that_failed_asks_nobody() -> None:

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from scalerl.controller.rollout_worker import _to_batch, sampling_of
+from scalerl.controller.sampling.worker import _to_batch, sampling_of
 from scalerl.data import PromptRow
 from scalerl.protocol import DataProto
 from scalerl.rewards.manager import ScoreResult
-from scalerl.rollout.client import GenerateOutput, SamplingParams
+from scalerl.servers.client import GenerateOutput, SamplingParams
 
 
 def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:

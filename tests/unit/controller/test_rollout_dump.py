@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from scalerl.balance import StepPlan
-from scalerl.controller.batch import Column, PlacedBatch
-from scalerl.controller.rollout_dump import joined, placed_fragments, update_columns, write_dump
+from scalerl.cluster.batch import Column, PlacedBatch
+from scalerl.controller.sampling.dump import joined, placed_fragments, update_columns, write_dump
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = [3, 2, 4, 1]

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from scalerl.hybrid.delivery import Delivery
-from scalerl.hybrid.replicas import Feed, Replica
+from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError, directory_of_run
+from scalerl.servers.replica import Replica
 
 # Of other strides, of several dtypes, and buckets of one tensor and of two.
 BUCKETS = [

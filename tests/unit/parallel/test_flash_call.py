@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scalerl.parallel.attention import PackedAttention
-from scalerl.parallel.packing import Packing
+from scalerl.parallel.micro_batch import Packing
 
 
 class Calls(TorchDispatchMode):

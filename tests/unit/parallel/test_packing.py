@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.balance import Alignment
-from scalerl.parallel.packing import MicroBatch, pack, unpack
+from scalerl.parallel.micro_batch import MicroBatch, pack, unpack
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from scalerl.balance import Alignment
-from scalerl.config.attention_rules import transformer_engine_version
+from scalerl.config.rules.attention import transformer_engine_version
 from scalerl.parallel import platform
 from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.micro_batch import Packing, pack
 from scalerl.parallel.model import core_attention
-from scalerl.parallel.packing import Packing, pack
 from scalerl.parallel.te_attention import require_transformer_engine, transformer_engine_packing
 from scalerl.parallel.ulysses import zigzag_order
 from scalerl.protocol import DataProto, Jagged

@@ -9,8 +9,8 @@ import pytest
 
 from scalerl.algorithms import KLController
 from scalerl.balance import plan_step
+from scalerl.cluster.batch import PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
-from scalerl.controller.batch import PlacedBatch
 from scalerl.metrics import to_floats
 from scalerl.trainer.advantages import estimate_advantages, needs_greedy_baseline
 

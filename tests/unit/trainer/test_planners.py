@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scalerl.cluster.batch import BatchRef
 from scalerl.config import compose
-from scalerl.controller.batch import BatchRef
 from scalerl.families import ModelShape
 from scalerl.trainer.build import planners
 from scalerl.trainer.checkpoints import Resumed

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.batch import BatchRef
-from scalerl.controller.groups import Enough, SampleGroup, kept_uids
-from scalerl.controller.rollout_role import Finished
+from scalerl.controller.sampling.groups import Enough, SampleGroup, kept_uids
+from scalerl.controller.sampling.rollout import Finished
 from scalerl.data import PromptCursor
 from scalerl.trainer.ledger import ConservationError, Ledger
 from scalerl.trainer.sample_stream import NoContrastError, SampleStream

@@ -1,0 +1,29 @@
+"""Values of calls to single actors; a failure as the cause that the user can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.worker_logs import last_words
+
+
+def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.timeout_s") -> list[Any]:
+    """Raises what the actor raised, WorkerError when it died or did not answer in time.  key: that sets timeout_s."""
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayActorError as error:
+        died = f"{what}: the process died: {str(error).splitlines()[0]}"
+        raise WorkerError(f"{died}\n{last_words(error.actor_id)}") from None
+    except GetTimeoutError:
+        raise WorkerError(f"{what}: no answer within {key}={timeout_s:.0f} s") from None
+
+
+def answer_of(who: str, method: Any, *args: Any, timeout_s: float) -> Any:
+    """What a method of an actor returns; errors as `values_of`, with the names of both."""
+    return values_of(f"{who} {method._method_name}", [method.remote(*args)], timeout_s)[0]

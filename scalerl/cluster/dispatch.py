@@ -1,0 +1,226 @@
+"""`@register`: how a group of workers calls a method of theirs, and the types of such a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    cast,
+    overload,
+)
+
+import numpy as np
+
+from scalerl.metrics import Metric
+from scalerl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from scalerl.cluster.batch import ShardedBatch
+    from scalerl.cluster.worker_group import WorkerGroup
+
+# [mini-batch][micro-batch] -> positions in the shard's rows.
+MicroBatches = Sequence[Sequence[Sequence[int]]]
+# What a DP_COMPUTE_PROTO method returns on its rank: metrics, and token and sample columns of the shard's rows.
+Result = tuple[dict[str, Metric], DataProto | None]
+
+# Own: arguments and result of the method on its rank. P, R: of the call through the group.
+OwnP = ParamSpec("OwnP")
+OwnR = TypeVar("OwnR", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+T = TypeVar("T")
+OwnT = TypeVar("OwnT")
+
+
+class Collected(NamedTuple):
+    """What the group makes of the results of a DP_COMPUTE_PROTO method.
+
+    metrics: merged over all ranks.  samples: sample column -> [S] in the batch's order.
+    columns[dp_rank]: a reference to the token columns, which the driver never fetches.
+    Columns are those of the output rank of each dp rank.
+    """
+
+    metrics: dict[str, Metric]
+    samples: dict[str, np.ndarray]
+    columns: list[Any]
+
+
+class Dispatch(Enum):
+    """What each rank gets, and what the group returns."""
+
+    # Rank 0 alone runs; its value.
+    RANK_ZERO = auto()
+    # Every rank gets the same arguments; the list of their values in rank order.
+    ONE_TO_ALL = auto()
+    # The first argument is a ShardedBatch: every rank gets its dp rank's part. The method returns a Result, the group
+    # what it Collected of all of them.
+    DP_COMPUTE_PROTO = auto()
+
+
+class DispatchMode(TypedDict, Generic[P, T]):
+    """A dispatch mode of one's own, for `register`. Both functions run on the driver.
+
+    dispatch_fn(group, *args, **kwargs) -> (args, kwargs), each argument a list or tuple of one value per rank. With
+    Execute.RANK_ZERO each argument is what rank 0 gets.
+    collect_fn(group, values) -> what the call returns. values: in rank order; with Execute.RANK_ZERO rank 0's alone.
+    """
+
+    dispatch_fn: Callable[Concatenate[WorkerGroup, P], tuple[Sequence[Any], Mapping[str, Any]]]
+    collect_fn: Callable[[WorkerGroup, Any], T]
+
+
+class Execute(Enum):
+    """Which ranks run a method."""
+
+    ALL = auto()
+    RANK_ZERO = auto()
+
+
+class Future(Generic[R]):
+    """A call that the ranks have got, and whose result is not waited for yet."""
+
+    def __init__(self, wait: Callable[[], R]) -> None:
+        self._wait = functools.cache(wait)
+
+    def get(self) -> R:
+        """Waits for the result. Raises what a call that waits would have raised."""
+        return self._wait()
+
+
+@dataclass(frozen=True)
+class Registration(Generic[P, R]):
+    """How a group calls the method. dispatch: None for Dispatch.DP_COMPUTE_PROTO."""
+
+    dispatch: DispatchMode[..., Any] | None
+    execute_mode: Execute
+    blocking: bool
+
+
+class WorkerMethod(Protocol[OwnP, OwnR, P, R]):
+    """A method that carries @register. It stays the function that it was: on a worker it is called as any method."""
+
+    __name__: str
+    __qualname__: str
+    __module__: str
+
+    @property
+    def registration(self) -> Registration[P, R]: ...
+
+    @overload
+    def __get__(self, worker: None, cls: type) -> WorkerMethod[OwnP, OwnR, P, R]: ...
+    @overload
+    def __get__(self, worker: object, cls: type | None = None) -> Callable[OwnP, OwnR]: ...
+
+
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.RANK_ZERO], execute_mode: Execute = ..., *, blocking: Literal[True] = True
+) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, T]]: ...
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.RANK_ZERO], execute_mode: Execute = ..., *, blocking: Literal[False]
+) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[T]]]: ...
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.ONE_TO_ALL],
+    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    *,
+    blocking: Literal[True] = True,
+) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, list[T]]]: ...
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.ONE_TO_ALL],
+    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    *,
+    blocking: Literal[False],
+) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[list[T]]]]: ...
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.DP_COMPUTE_PROTO],
+    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    *,
+    blocking: Literal[True] = True,
+) -> Callable[
+    [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
+    WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Collected],
+]: ...
+@overload
+def register(
+    dispatch_mode: Literal[Dispatch.DP_COMPUTE_PROTO],
+    execute_mode: Literal[Execute.ALL] = Execute.ALL,
+    *,
+    blocking: Literal[False],
+) -> Callable[
+    [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
+    WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Future[Collected]],
+]: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[P, T], execute_mode: Execute = Execute.ALL, *, blocking: Literal[True] = True
+) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, T]]: ...
+@overload
+def register(
+    dispatch_mode: DispatchMode[P, T], execute_mode: Execute = Execute.ALL, *, blocking: Literal[False]
+) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, Future[T]]]: ...
+def register(dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True) -> Callable[[Any], Any]:
+    """Marks a method of a worker, which `WorkerGroup.call` then takes.
+
+    blocking=False: the call returns a `Future` at once. Ranks do their calls one after another, in the order given.
+    """
+    registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking)
+
+    def mark(method: Any) -> Any:
+        method.registration = registration
+        return method
+
+    return mark
+
+
+def _dispatch(mode: Any, execute_mode: Execute) -> tuple[DispatchMode[..., Any] | None, Execute]:
+    if mode is Dispatch.DP_COMPUTE_PROTO:
+        if execute_mode is Execute.RANK_ZERO:
+            raise ValueError("DP_COMPUTE_PROTO gives every rank its part; set execute_mode=Execute.ALL")
+        return None, execute_mode
+    if mode is Dispatch.RANK_ZERO or (mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO):
+        return DispatchMode(dispatch_fn=_as_given, collect_fn=_as_it_is), Execute.RANK_ZERO
+    if mode is Dispatch.ONE_TO_ALL:
+        return DispatchMode(dispatch_fn=_the_same_for_all, collect_fn=_as_it_is), execute_mode
+    functions = ("dispatch_fn", "collect_fn")
+    if not (isinstance(mode, dict) and mode.keys() == set(functions) and all(map(callable, mode.values()))):
+        raise ValueError(
+            f"dispatch_mode={mode!r}: one of {[one.name for one in Dispatch]}, or a dict of the functions "
+            f"{' and '.join(functions)}"
+        )
+    return cast("DispatchMode[..., Any]", mode), execute_mode
+
+
+def _as_given(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    return args, kwargs
+
+
+def _the_same_for_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    return [[arg] * group.world_size for arg in args], {key: [arg] * group.world_size for key, arg in kwargs.items()}
+
+
+def _as_it_is(group: WorkerGroup, values: Any) -> Any:
+    return values
+
+
+def registration_of(method: Any) -> Registration[..., Any]:
+    """Raises TypeError for a method without @register."""
+    registration = getattr(method, "registration", None)
+    if not isinstance(registration, Registration):
+        raise TypeError(f"{getattr(method, '__qualname__', method)} carries no @register: a group cannot call it")
+    return registration

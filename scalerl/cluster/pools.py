@@ -1,0 +1,217 @@
+"""Ray cluster and the devices that worker groups run on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from scalerl.cluster.ray_session import own_token, session_directory, sigterm_kept
+from scalerl.cluster.worker_logs import logs_are_kept_in
+from scalerl.errors import RunError
+
+# Set in every worker process.
+WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+class ResourceError(RunError):
+    """The cluster does not have what the configuration asks for."""
+
+
+@contextmanager
+def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -> Iterator[None]:
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine; leaves (and ends the local one) on exit.
+
+    log_dir: of the run; its ray/ gets the logs of a local cluster when the block fails, else nothing of it is left.
+    """
+    # On a CPU: one compute thread a process, and no GPU, also where there is one.
+    env = WORKER_ENV | ({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "include_dashboard": False,
+        "runtime_env": {"env_vars": env},
+        "namespace": "scalerl",
+    }
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    with ExitStack() as stack:
+        if os.environ.get("RAY_ADDRESS"):
+            common.pop("include_dashboard")
+        else:
+            logs_to = None if log_dir is None else log_dir.absolute() / "ray"
+            common["_temp_dir"] = str(stack.enter_context(session_directory(logs_to)))
+            stack.callback(logs_are_kept_in, None)
+            logs_are_kept_in(logs_to)
+            stack.enter_context(own_token())
+            # "local": a cluster that someone else started on this machine is not ours to use.
+            common |= {"address": "local", "object_store_memory": _object_store_bytes()}
+            # On CPU a rank is a process, so the machine has as many places as the configuration asks for.
+            common["num_cpus"] = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
+        # Before the start, which may be interrupted.
+        stack.callback(ray.shutdown)
+        with sigterm_kept():
+            ray.init(**common)
+        yield
+
+
+def _object_store_bytes() -> int:
+    """A quarter of the machine's memory and at most half of /dev/shm (Ray spills to disk beyond)."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shm = os.statvfs("/dev/shm")
+    return max(100 * 2**20, min(memory // 4, shm.f_bavail * shm.f_frsize // 2, 32 * 2**30))
+
+
+class Reusable:
+    """Base of the actors whose process may serve one run after another."""
+
+    def enter(self, *args: Any, **kwargs: Any) -> None:
+        """A new object of the class takes this one's place, in the same process."""
+        vars(self).clear()
+        self.__init__(*args, **kwargs)
+
+    def leave(self) -> None:
+        """Ends what the run began in this process, and keeps nothing of it."""
+        vars(self).clear()
+        gc.collect()
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """What actors must have in common for one to serve in the place of another.
+
+    node: of the pool, from 0.  num_devices: of the pool's on that node.  key: what its process was started with.
+    """
+
+    cls: type[Reusable]
+    node: int
+    num_devices: float
+    key: Hashable = None
+
+
+@dataclass(frozen=True)
+class PooledActor:
+    """ready: resolves when the object is made; raises what its constructor raised."""
+
+    actor: ActorHandle
+    ready: ray.ObjectRef
+    spec: ActorSpec
+
+
+# Of one class on one node, of actors without a device: nothing else bounds how many wait.
+MAX_IDLE = 4
+ANSWER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ResourcePool:
+    """nnodes bundles of devices_per_node devices each, one bundle a node."""
+
+    group: PlacementGroup
+    nnodes: int
+    devices_per_node: int
+    device: str
+    # Actors that runs left, the longest unused first.
+    idle: list[tuple[ActorSpec, ActorHandle]] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def create(
+        cls, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
+    ) -> ResourcePool:
+        """section: the keys that ask for it, for the error."""
+        bundle = {"CPU": float(devices_per_node)}
+        if device == "cuda":
+            bundle["GPU"] = float(devices_per_node)
+        group = placement_group([bundle] * nnodes, strategy="STRICT_SPREAD" if nnodes > 1 else "PACK")
+        ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+        if not ready:
+            remove_placement_group(group)
+            raise ResourceError(
+                f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has "
+                f"{ray.cluster_resources()}. Set {section}.nnodes and {section}.n_gpus_per_node to what is there"
+            )
+        return cls(group, nnodes, devices_per_node, device)
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.devices_per_node
+
+    def place(self, node: int, *, num_devices: float) -> dict:
+        """Ray options for an actor on that node's bundle."""
+        return {
+            "num_cpus": num_devices,
+            "num_gpus": num_devices if self.device == "cuda" else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
+        }
+
+    def node_ids(self) -> set[str]:
+        """Of the machines that it is on."""
+        return set(placement_group_table(self.group)["bundles_to_node_id"].values())
+
+    def first(self, devices_per_node: int) -> ResourcePool:
+        """The same pool, with these devices of each node."""
+        return replace(self, devices_per_node=devices_per_node)
+
+    def start(self, spec: ActorSpec, options: dict[str, Any], *args: Any, **kwargs: Any) -> PooledActor:
+        """An object `spec.cls(*args, **kwargs)` in the process of an actor that another run left, or in a new one.
+
+        options: further ones of Ray's, for a new one.
+        """
+        for entry in [entry for entry in reversed(self.idle) if entry[0] == spec]:
+            self.idle.remove(entry)
+            if _answers(entry[1]):
+                return PooledActor(entry[1], entry[1].enter.remote(*args, **kwargs), spec)
+        if spec.num_devices:
+            # Idle processes of another kind have the devices.
+            self._end_idle(lambda held: held.node == spec.node and held.num_devices > 0 and held.cls is not spec.cls)
+        new = ray.remote(spec.cls).options(**self.place(spec.node, num_devices=spec.num_devices), **options)
+        # Ray's types know neither what its actors are at run time nor what every one of them has.
+        actor: Any = new.remote(*args, **kwargs)
+        return PooledActor(actor, actor.__ray_ready__.remote(), spec)
+
+    def keep(self, actors: Iterable[PooledActor]) -> None:
+        """They left their run and wait for the next one."""
+        for one in actors:
+            self.idle.append((one.spec, one.actor))
+            alike = [entry for entry in self.idle if (entry[0].cls, entry[0].node) == (one.spec.cls, one.spec.node)]
+            if not one.spec.num_devices and len(alike) > MAX_IDLE:
+                self.idle.remove(alike[0])
+                ray.kill(alike[0][1])
+
+    def _end_idle(self, which: Callable[[ActorSpec], bool]) -> None:
+        ended = [entry for entry in self.idle if which(entry[0])]
+        for entry in ended:
+            self.idle.remove(entry)
+            ray.kill(entry[1])
+
+    def release(self) -> None:
+        """Gives the devices back; the actors that wait on them end."""
+        self._end_idle(lambda spec: True)
+        remove_placement_group(self.group)
+
+
+def _answers(actor: ActorHandle) -> bool:
+    """A process that waited may have been killed meanwhile."""
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=ANSWER_TIMEOUT_S)
+    except (RayActorError, GetTimeoutError):
+        return False
+    return True

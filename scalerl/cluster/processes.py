@@ -1,0 +1,159 @@
+"""`Processes`: the Ray cluster, and the processes that one run may leave for the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TypeVar
+
+import ray
+
+from scalerl.cluster.pools import ResourcePool, ray_cluster
+
+logger = logging.getLogger(__name__)
+
+
+class Part(Protocol):
+    """A part of a run that has processes."""
+
+    def leave(self) -> None:
+        """Makes them ready for another run; they are the pool's then. Raises when one does not get ready."""
+        ...
+
+    def stop(self) -> None:
+        """Ends them."""
+        ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Processes:
+    """Pools of devices on one Ray cluster, with the actors that wait there for a run."""
+
+    def __init__(self, *, keep: bool) -> None:
+        """keep: what a run that came to its end leaves is there for the next one; else nothing outlives a run."""
+        self.keep = keep
+        self._free: list[ResourcePool] = []
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls, *, num_workers: int, device: str, keep: bool = False, log_dir: Path | None = None
+    ) -> Iterator[Processes]:
+        """Joins the cluster at RAY_ADDRESS, or starts one; all processes end with the block.
+
+        num_workers: on a CPU, how many devices all pools together may have.  log_dir: as `ray_cluster`.
+        """
+        with ray_cluster(num_workers=num_workers, device=device, log_dir=log_dir):
+            processes = cls(keep=keep)
+            try:
+                yield processes
+            finally:
+                for pool in processes._free:
+                    pool.release()
+
+    def take_pool(
+        self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str
+    ) -> ResourcePool:
+        """A free pool with at least these devices on each of as many nodes, or a new one.
+
+        The smallest that fits; of several, the one that was used last: what the next run needs is likeliest there.
+        """
+        fitting = [
+            pool
+            for pool in reversed(self._free)
+            if (pool.nnodes, pool.device) == (nnodes, device) and pool.devices_per_node >= devices_per_node
+        ]
+        if fitting:
+            pool = min(fitting, key=lambda pool: pool.devices_per_node)
+            self._free.remove(pool)
+            return pool
+        self._make_room(nnodes * devices_per_node, device)
+        return ResourcePool.create(
+            nnodes=nnodes, devices_per_node=devices_per_node, device=device, timeout_s=timeout_s, section=section
+        )
+
+    def _make_room(self, num_devices: int, device: str) -> None:
+        """Gives back to Ray what free pools hold, the longest unused first, as far as it is needed."""
+        name = "GPU" if device == "cuda" else "CPU"
+        while self._free and ray.available_resources().get(name, 0.0) < num_devices:
+            self._free.pop(0).release()
+
+    def take_back(self, pool: ResourcePool) -> None:
+        self._free.append(pool)
+
+
+@contextmanager
+def leased(
+    processes: Processes | None, *, num_workers: int, device: str, log_dir: Path | None = None
+) -> Iterator[Lease]:
+    """The processes of one run: part of `processes`; None: of its own, which end with the block.
+
+    num_workers, device, log_dir: as `Processes.start`.
+    """
+    with ExitStack() as stack:
+        if processes is None:
+            own = Processes.start(num_workers=num_workers, device=device, log_dir=log_dir)
+            processes = stack.enter_context(own)
+        yield stack.enter_context(Lease(processes))
+
+
+class Lease:
+    """What one run has of the processes; at its end they wait for the next run, or end.
+
+    They wait only if the run came to its end: what an error left behind in a process is not known.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        # As taken, and as the run sees them.
+        self._pools: list[ResourcePool] = []
+        self._parts: list[Part] = []
+
+    def pool(
+        self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
+    ) -> ResourcePool:
+        """Devices that nobody else has. section: the keys that ask for them, for the error."""
+        whole = self._processes.take_pool(
+            nnodes=nnodes, devices_per_node=devices_per_node, device=device, timeout_s=timeout_s, section=section
+        )
+        self._pools.append(whole)
+        return whole.first(devices_per_node)
+
+    def add(self, part: P) -> P:
+        """It leaves, or is stopped, before those that were added earlier."""
+        self._parts.append(part)
+        return part
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._processes.keep:
+            while self._parts and _left(self._parts[-1]):
+                self._parts.pop()
+            if not self._parts:
+                for pool in self._pools:
+                    self._processes.take_back(pool)
+                return
+        # Each is stopped, and then each pool given back, whatever another raises.
+        with ExitStack() as ending:
+            for pool in self._pools:
+                ending.callback(pool.release)
+            for part in self._parts:
+                ending.callback(part.stop)
+
+
+def _left(part: Part) -> bool:
+    try:
+        part.leave()
+    except Exception as error:
+        logger.warning("%s does not get ready for another run and is stopped: %s", type(part).__name__, error)
+        return False
+    return True

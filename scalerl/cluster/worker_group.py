@@ -1,0 +1,230 @@
+"""`WorkerGroup`: one Ray actor per rank, called as one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from scalerl.cluster.batch import Shard, ShardedBatch
+from scalerl.cluster.dispatch import (
+    Collected,
+    DispatchMode,
+    Execute,
+    Future,
+    P,
+    T,
+    WorkerMethod,
+    registration_of,
+)
+from scalerl.cluster.pools import ActorSpec, ResourcePool, Reusable
+from scalerl.cluster.worker_logs import last_words
+from scalerl.errors import RunError, UserError
+from scalerl.metrics import merge_metrics
+from scalerl.parallel.layout import Layout
+from scalerl.user_code import called, is_users_own, place_of
+
+# In which ranks part: the last call to them was answered.
+LEAVE_TIMEOUT_S = 60.0
+
+
+class WorkerError(RunError):
+    """A call failed on a rank; the message names the rank, its place in the layout, the cause and its last output."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """key: of the configuration, that sets it."""
+
+    key: str
+    seconds: float
+
+
+class WorkerGroup:
+    """Ranks of one class. `call` takes the class's registered methods, once `join` has brought the ranks together."""
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        cls: type[Reusable],
+        layout: Layout,
+        *,
+        timeout_s: float,
+        limits: Mapping[str, Limit] | None = None,
+        **init: Any,
+    ) -> None:
+        """timeout_s: of a call (trainer.timeout_s).  limits: by name, of methods that have another."""
+        self.cls, self.layout, self.pool = cls, layout, pool
+        self.timeout_s, self.limits = timeout_s, limits or {}
+        options = {"max_restarts": 0, "max_concurrency": 1}
+        self.actors = [
+            pool.start(ActorSpec(cls, rank // pool.devices_per_node, 1), options, rank, layout, **init)
+            for rank in range(layout.world_size)
+        ]
+        self.ranks: list[Any] = [one.actor for one in self.actors]
+        # Rank 0's node hosts the rendezvous.
+        self.rendezvous = self.ranks[0].rendezvous.remote()
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    def begin_join(self) -> list[Any]:
+        self._wait("start", [one.ready for one in self.actors])
+        (address,) = self._wait("start", [self.rendezvous])
+        return [rank.join.remote(address) for rank in self.ranks]
+
+    def end_join(self, joining: list[Any]) -> None:
+        self._wait("start", joining)
+
+    def leave(self) -> None:
+        """The ranks part; their processes wait for another run. Raises Ray's error for one that fails or hangs."""
+        ray.get([rank.leave.remote() for rank in self.ranks], timeout=LEAVE_TIMEOUT_S)
+        self.pool.keep(self.actors)
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+
+    def call(self, method: WorkerMethod[..., Any, P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`workers.call(MegatronWorker.compute_values, shards)`: the method on the ranks, as its @register says.
+
+        A registered function of a file of the user's own, which the ranks import, is called with the worker first.
+        Raises WorkerError for the first rank that fails, TypeError for what is no registered method of this class.
+        """
+        name, registration = method.__name__, registration_of(method)
+        if is_users_own(method) and name == method.__qualname__:
+            name = f"{method.__module__}:{name}"
+        # Each rank calls it by its name, so that a subclass's own is called.
+        elif not hasattr(self.cls, name):
+            raise TypeError(f"{method.__qualname__}: {self.cls.__name__}, which these ranks are, has no such method")
+        future: Future[Any]
+        if registration.dispatch is None:
+            future = self._dp_compute(name, args, kwargs)
+        else:
+            future = self._dispatched(name, registration.dispatch, registration.execute_mode, args, kwargs)
+        return cast("T", future.get() if registration.blocking else future)
+
+    def _dispatched(
+        self, name: str, mode: DispatchMode[..., Any], execute_mode: Execute, args: Any, kwargs: Any
+    ) -> Future[Any]:
+        given, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
+        one_each = execute_mode is Execute.ALL
+        if one_each:
+            self._check_one_each(name, mode, {**dict(enumerate(given)), **named})
+        refs = [
+            self._remote(actor, name)(
+                *(value[rank] if one_each else value for value in given),
+                **{key: value[rank] if one_each else value for key, value in named.items()},
+            )
+            for rank, actor in enumerate(self.ranks if one_each else self.ranks[:1])
+        ]
+
+        def collected() -> Any:
+            values = self._wait(name, refs)
+            return called(mode["collect_fn"], f"collect_fn of {name}", self, values if one_each else values[0])
+
+        return Future(collected)
+
+    def _remote(self, actor: Any, name: str) -> Callable[..., Any]:
+        return partial(actor.run.remote, name) if ":" in name else getattr(actor, name).remote
+
+    def _check_one_each(self, name: str, mode: DispatchMode[..., Any], arguments: dict[Any, Any]) -> None:
+        for at, values in arguments.items():
+            if not isinstance(values, (list, tuple)) or len(values) != self.world_size:
+                made = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+                raise ValueError(
+                    f"{name}: argument {at!r} that {place_of(mode['dispatch_fn'])} made is {made}; give a list of one "
+                    f"value for each of the {self.world_size} ranks"
+                )
+
+    def _dp_compute(self, name: str, args: Any, kwargs: Any) -> Future[Collected]:
+        batch: ShardedBatch
+        (batch,) = args
+        # Once for each data-parallel rank; its tp, pp and cp ranks get references.
+        shards = [self._shard(batch, dp_rank) for dp_rank in range(self.layout.dp_size)]
+        metrics, samples, columns = [], [], []
+        for rank, actor in enumerate(self.ranks):
+            of_rank, fragments = shards[self.layout.coordinates(rank).dp_rank]
+            # Ray resolves references among the arguments themselves, not inside of them.
+            call = actor.run_on_shard.options(num_returns=3).remote(name, of_rank, kwargs, *fragments)
+            for slot, ref in zip((metrics, samples, columns), call, strict=True):
+                slot.append(ref)
+        outputs = self.layout.output_ranks()
+
+        def collected() -> Collected:
+            merged = merge_metrics(self._wait(name, metrics))
+            joined = batch.joined_samples(ray.get([samples[rank] for rank in outputs]))
+            return Collected(merged, joined, [columns[rank] for rank in outputs])
+
+        return Future(collected)
+
+    def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
+        """-> (`batch.Shard` or a reference to it, fragments of the token columns)."""
+        parts = batch.parts(dp_rank)
+        shard = Shard(
+            batch.plan.local_micro_batches(dp_rank),
+            batch.shard_samples(dp_rank),
+            [(len(part.fragments), part.order) for part in parts],
+        )
+        is_shared = self.layout.world_size > self.layout.dp_size
+        return ray.put(shard) if is_shared else shard, [fragment for part in parts for fragment in part.fragments]
+
+    def _wait(self, name: str, refs: list[Any]) -> list[Any]:
+        """Values in rank order. Raises WorkerError for the first rank that fails, or those missing at the deadline."""
+        name = name.rpartition(":")[2]
+        limit = self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
+        deadline = time.monotonic() + limit.seconds
+        pending = list(refs)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if done and pending:
+                # All that are there, so that ranks that answer together cost one look and not one each.
+                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                done += more
+            if not done:
+                missing = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
+                raise WorkerError(
+                    f"{name}: ranks {missing} did not answer within {limit.key}={limit.seconds:.0f} s; of rank "
+                    f"{missing[0]}: {last_words(self.ranks[missing[0]])}"
+                )
+            try:
+                ray.get(done)
+            except (RayTaskError, RayActorError, GetTimeoutError):
+                self._raise_first(name, refs, done)
+        return ray.get(refs)
+
+    def _raise_first(self, name: str, refs: list[Any], done: list[Any]) -> NoReturn:
+        """What the first of the ranks that answered has to say of its failure."""
+        for ref in done:
+            try:
+                ray.get(ref)
+            except (RayTaskError, RayActorError, GetTimeoutError) as error:
+                raise self._explain(name, refs.index(ref), error) from None
+        raise AssertionError("unreachable: one of them failed")
+
+    def _explain(self, name: str, rank: int, error: Exception) -> WorkerError | UserError:
+        """What the rank raised, a user's error as such."""
+        at = self.layout.coordinates(rank) if len(self.ranks) > rank else None
+        if isinstance(error, RayTaskError):
+            failed = f"{name} failed on rank {rank} ({at}): {error.cause}"
+            if isinstance(error.cause, UserError):
+                return UserError(failed)
+            if isinstance(error.cause, RunError):
+                return WorkerError(failed)
+            remote_trace = str(error).split("\n", 1)[-1]
+            return WorkerError(f"{failed}\n{remote_trace}\n{last_words(self.ranks[rank])}")
+        died = f"{name}: the process of rank {rank} ({at}) died: {str(error).splitlines()[0]}"
+        return WorkerError(f"{died}\n{last_words(self.ranks[rank])}")
+
+
+def join(groups: Iterable[WorkerGroup]) -> None:
+    """The ranks of each group import what they need and join torch.distributed; the groups do so side by side."""
+    joining = [(group, group.begin_join()) for group in groups]
+    for group, calls in joining:
+        group.end_join(calls)

@@ -1,0 +1,88 @@
+"""How the prompts of a step become micro-batches, and which key sets each number."""
+
+from __future__ import annotations
+
+import math
+
+from scalerl.config.rules.layout import dp_size, world_size
+from scalerl.config.run_length import total_steps
+from scalerl.config.schema import PPOConfig
+
+
+def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
+    """The table that a run prints at its start. `cfg` must be valid.
+
+    Args:
+        num_prompts: prompts of the training data; adds the steps of an epoch and of the run.
+    """
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    megatron = actor.megatron
+    prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
+    ranks, budget = dp_size(cfg), actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    per_rank = mini * n / ranks
+    most = math.ceil(per_rank) * longest
+    divided = [("tensor", megatron.tensor_model_parallel_size), ("pipeline", megatron.pipeline_model_parallel_size)]
+    budget_key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    if megatron.context_parallel_size > 1:
+        divided.insert(1, ("context", megatron.context_parallel_size))
+        budget_key += " x context"
+    rows = [
+        ("prompts per step", f"{prompts}", "data.train_batch_size"),
+        ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
+        ("= samples per step", f"{prompts * n}", ""),
+        ("mini-batches per step", _updates(prompts // mini, actor.ppo_epochs), "ppo_mini_batch_size, ppo_epochs"),
+        ("samples per mini-batch", f"{mini * n}", "actor_rollout_ref.actor.ppo_mini_batch_size x n"),
+        (
+            "data-parallel ranks",
+            f"{world_size(cfg)} / ({' x '.join(str(size) for _, size in divided)}) = {ranks}",
+            f"devices / ({' x '.join(name for name, _ in divided)} parallel sizes)",
+        ),
+        ("samples per mini-batch and rank", _about(per_rank), "balanced by tokens"),
+        (
+            "tokens per mini-batch and rank",
+            f"up to about {most}",
+            "data.max_prompt_length + data.max_response_length",
+        ),
+        ("tokens per micro-batch", f"at most {budget}", budget_key),
+        ("micro-batches per mini-batch", _micro_batches(math.ceil(per_rank), longest, budget), "by token budget"),
+    ]
+    if num_prompts is not None:
+        rows += _step_rows(cfg, num_prompts)
+    return _table(rows)
+
+
+def _updates(mini_batches: int, epochs: int) -> str:
+    if epochs == 1:
+        return f"{mini_batches}"
+    return f"{mini_batches} x {epochs} = {mini_batches * epochs} updates"
+
+
+def _about(per_rank: float) -> str:
+    return f"about {per_rank:.0f}" if per_rank == int(per_rank) else f"about {per_rank:.1f}"
+
+
+def _micro_batches(samples: int, longest: int, budget: int) -> str:
+    """Between 1 and what full-length samples need; a micro-batch holds whole samples."""
+    most = math.ceil(samples / (budget // longest))
+    return "1" if most == 1 else f"1 to {most}"
+
+
+def _step_rows(cfg: PPOConfig, num_prompts: int) -> list[tuple[str, str, str]]:
+    batch_size = cfg.data.train_batch_size
+    is_given = cfg.trainer.total_training_steps is not None
+    # Not a whole number: a step may take the last prompts of one epoch and the first of the next.
+    per_epoch = f"{num_prompts} / {batch_size} = {num_prompts / batch_size:.4g}"
+    return [
+        ("steps per epoch", per_epoch, "prompts of the data / data.train_batch_size"),
+        (
+            "steps of the run",
+            f"{total_steps(cfg.trainer, num_prompts, batch_size)}",
+            "trainer.total_training_steps" if is_given else "trainer.total_epochs, the last step whole",
+        ),
+    ]
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows)

@@ -1,0 +1,131 @@
+"""The models of a run beside the actor: whether it has them, where they live, and the keys that say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scalerl.config.registered_names import CRITIC_ESTIMATORS
+from scalerl.config.rules.layout import ACTOR, devices_per_model
+from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
+
+RoleName = Literal["ref", "critic", "reward_model"]
+
+# Sizes that fix the process groups, which all models of a process share.
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """One of them, in one configuration.
+
+    section: its keys start with it.  budget_key: key under it for the tokens of a packed micro-batch on one device.
+    head: lm | value.  switch: what makes a run have it, as an override.
+    """
+
+    name: RoleName
+    section: str
+    budget_key: str
+    head: Literal["lm", "value"]
+    switch: str
+    active: bool
+    model_path: str | None
+    trust_remote_code: bool
+    megatron: MegatronConfig
+    pool: ResourcePoolConfig
+    max_tokens_per_device: int
+
+    @property
+    def has_own_pool(self) -> bool:
+        return self.pool.nnodes > 0
+
+    def world_size(self, cfg: PPOConfig) -> int:
+        """Devices that it runs on; on CPU, processes."""
+        pool = self.pool if self.has_own_pool else cfg.trainer
+        return pool.nnodes * pool.n_gpus_per_node
+
+    def dp_size(self, cfg: PPOConfig) -> int:
+        """Data-parallel ranks; the layout must fit the devices."""
+        return self.world_size(cfg) // devices_per_model(self.megatron)
+
+
+def uses_critic(cfg: PPOConfig) -> bool:
+    """Whether the estimator reads values. Of an estimator of the user's own: once its file is imported."""
+    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
+
+
+def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
+    """Each role that a run may have; `active` says whether this one does."""
+    policy, critic, reward = cfg.actor_rollout_ref, cfg.critic, cfg.reward_model
+    return [
+        ModelRole(
+            name="ref",
+            section="actor_rollout_ref.ref",
+            budget_key="log_prob_max_token_len_per_gpu",
+            head="lm",
+            switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true",
+            active=policy.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward,
+            model_path=policy.ref.model_path or policy.model.path,
+            trust_remote_code=policy.model.trust_remote_code,
+            megatron=policy.ref.megatron,
+            pool=policy.ref.resource_pool,
+            max_tokens_per_device=policy.ref.log_prob_max_token_len_per_gpu,
+        ),
+        ModelRole(
+            name="critic",
+            section="critic",
+            budget_key="ppo_max_token_len_per_gpu",
+            head="value",
+            switch="algorithm.adv_estimator=gae",
+            active=uses_critic(cfg),
+            model_path=critic.model.path,
+            trust_remote_code=critic.model.trust_remote_code,
+            megatron=critic.megatron,
+            pool=critic.resource_pool,
+            max_tokens_per_device=critic.ppo_max_token_len_per_gpu,
+        ),
+        ModelRole(
+            name="reward_model",
+            section="reward_model",
+            budget_key="forward_max_token_len_per_gpu",
+            head="value",
+            switch="reward_model.enable=true",
+            active=reward.enable,
+            model_path=reward.model.path,
+            trust_remote_code=reward.model.trust_remote_code,
+            megatron=reward.megatron,
+            pool=reward.resource_pool,
+            max_tokens_per_device=reward.forward_max_token_len_per_gpu,
+        ),
+    ]
+
+
+def model_roles(cfg: PPOConfig) -> list[ModelRole]:
+    """The roles of this run beside the actor."""
+    return [role for role in all_model_roles(cfg) if role.active]
+
+
+def num_devices(cfg: PPOConfig) -> int:
+    """Of all pools of the run; on CPU, processes."""
+    actor = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    own = cfg.actor_rollout_ref.rollout.resource_pool
+    servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
+    if cfg.reward_model.judge.enable:
+        judge = cfg.reward_model.judge.resource_pool
+        servers += judge.nnodes * judge.n_gpus_per_node
+    return actor + servers + sum(role.world_size(cfg) for role in model_roles(cfg) if role.has_own_pool)
+
+
+def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:
+    """Names of LAYOUT_FIELDS in which a role differs from the actor."""
+    return [name for name in LAYOUT_FIELDS if getattr(role.megatron, name) != getattr(actor, name)]

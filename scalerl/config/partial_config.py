@@ -1,0 +1,128 @@
+"""A configuration while it is filled in: every value is checked against the schema, and nothing stops at the first."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from scalerl.config.keys import KeyTable
+from scalerl.config.value_checks import show
+
+# A text inside the domain of every key that has no default.
+_PLACEHOLDER = "missing.parquet"
+
+
+@functools.cache
+def defaults_of(schema: type) -> DictConfig:
+    """The schema with its defaults. Not to be changed: a copy takes a sixth of the time."""
+    return OmegaConf.structured(schema)
+
+
+class Draft:
+    """Values of one schema, and what was wrong with those that did not fit."""
+
+    def __init__(self, schema: type) -> None:
+        self.table = KeyTable(schema)
+        self.violations: list[str] = []
+        self._defaults = defaults_of(schema)
+        self._config = copy.deepcopy(self._defaults)
+        self._mentioned: set[str] = set()
+
+    def put_override(self, override: Override) -> None:
+        """One `key=value` of a command line."""
+        if override.is_delete():
+            key = override.key_or_group
+            advice = "give it a value" if self.table.kind(key) != "unknown" else self.table.unknown(key)
+            self.violations.append(f"{override.input_line}: a key cannot be deleted; {advice}")
+        elif override.package is not None:
+            self.violations.append(f"{override.input_line}: there is no group {override.key_or_group}")
+        else:
+            self.put(override.key_or_group, override.value())
+
+    def put_tree(self, package: str, content: dict[Any, Any], origin: str) -> None:
+        """A YAML file whose keys start at `package` ("" is the root)."""
+        if package and self.table.kind(package) == "unknown" and all(self._at_root(name) for name in content):
+            self.violations.append(
+                f"{package}: no such key{origin}; make '# @package _global_' the first line of the file, so that its "
+                "keys start at the root"
+            )
+            return
+        for name, value in content.items():
+            self.put(f"{package}.{name}" if package else str(name), value, origin)
+
+    def put(self, key: str, value: Any, origin: str = "") -> None:
+        """Set `key`, or every key below it when it is a section."""
+        kind = self.table.kind(key)
+        if kind == "unknown":
+            self.violations.append(self.table.unknown(key, origin))
+        elif kind != "section":
+            self._put_leaf(key, value, origin)
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                self.put(f"{key}.{name}", inner, origin)
+        else:
+            keys = ", ".join(f"{key}.{child}" for child in self.table.children(key))
+            self.violations.append(f"{key} = {show(value)}: is a section{origin}; set one of {keys}")
+
+    def finish(self) -> tuple[list[str], Any]:
+        """(missing values and interpolations that cannot be resolved, the config as a dataclass instance).
+
+        The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
+        """
+        found = []
+        raw = _raw_values(self._config, self.table.leaves)
+        for key in [key for key, value in raw.items() if value == MISSING]:
+            if key not in self._mentioned:
+                found.append(f"{key}: missing; set {key}=...{self._about(key)}")
+            OmegaConf.update(self._config, key, _PLACEHOLDER)
+        # One by one only where one is wrong: they are a hundred.
+        with contextlib.suppress(OmegaConfBaseException):
+            return found, OmegaConf.to_object(self._config)
+        for key in [key for key, value in raw.items() if "${" in str(value)]:
+            try:
+                OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
+            except OmegaConfBaseException as error:
+                found.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
+                OmegaConf.update(self._config, key, self._raw_default(key))
+        return found, OmegaConf.to_object(self._config)
+
+    def _put_leaf(self, key: str, value: Any, origin: str) -> None:
+        try:
+            OmegaConf.update(self._config, key, value, merge=True)
+        except (OmegaConfBaseException, ValueError) as error:
+            self._mentioned.add(key)
+            leaf = self.table.leaves.get(key)
+            expected = _first_line(error) if leaf is None else f"must be {leaf.type_text}"
+            self.violations.append(f"{key} = {show(value)}: wrong type{origin}, {expected}{self._instead(key)}")
+
+    def _instead(self, key: str) -> str:
+        if key not in self.table.leaves:
+            return ""
+        default = self._raw_default(key)
+        return "" if default == MISSING else f"; the default is {show(default)}"
+
+    def _about(self, key: str) -> str:
+        return " (a path or [a,list,of,paths])" if key.endswith("_files") else ""
+
+    def _at_root(self, name: Any) -> bool:
+        return self.table.kind(str(name)) != "unknown"
+
+    def _raw_default(self, key: str) -> Any:
+        return _raw_values(self._defaults, [key])[key]
+
+
+def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """The values as written: interpolations and ??? stay."""
+    container: Any = OmegaConf.to_container(config, resolve=False)
+    return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

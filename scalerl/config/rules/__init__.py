@@ -1,0 +1,1 @@
+"""Rules between keys, one file per section of the configuration."""

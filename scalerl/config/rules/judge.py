@@ -1,0 +1,64 @@
+"""Rules of the generative judge, which has servers on devices of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scalerl.config.rules.base import Rule
+from scalerl.config.rules.rollout import replicas_fit_pool
+from scalerl.config.schema import PPOConfig
+
+JUDGE = "reward_model.judge"
+POOL = f"{JUDGE}.resource_pool"
+TP_SIZE = f"{JUDGE}.tensor_model_parallel_size"
+
+
+def _model_given(cfg: PPOConfig) -> Iterator[str]:
+    judge = cfg.reward_model.judge
+    if judge.enable and judge.model.path is None:
+        yield (
+            f"{JUDGE}.model.path = null: needed when {JUDGE}.enable = true; set it to the directory of a language "
+            f"model, or {JUDGE}.enable=false"
+        )
+    if not judge.enable and judge.model.path is not None:
+        yield (
+            f"{JUDGE}.model.path = {judge.model.path}: has no effect when {JUDGE}.enable = false; set "
+            f"{JUDGE}.enable=true, or {JUDGE}.model.path=null"
+        )
+
+
+def _pool_given(cfg: PPOConfig) -> Iterator[str]:
+    judge = cfg.reward_model.judge
+    if judge.enable and not judge.resource_pool.nnodes:
+        yield (
+            f"{POOL}.nnodes = 0: needed when {JUDGE}.enable = true, the judge writes while the policy generates, on "
+            f"devices of its own; set {POOL}.nnodes=1 or more and {POOL}.n_gpus_per_node"
+        )
+    if not judge.enable and judge.resource_pool.nnodes:
+        yield (
+            f"{POOL}.nnodes = {judge.resource_pool.nnodes}: has no effect, this run has no judge; set "
+            f"{JUDGE}.enable=true, or {POOL}.nnodes=0"
+        )
+
+
+def _replicas_fit(cfg: PPOConfig) -> Iterator[str]:
+    judge = cfg.reward_model.judge
+    if judge.enable and judge.resource_pool.nnodes:
+        yield from replicas_fit_pool(JUDGE, judge)
+
+
+def _range(cfg: PPOConfig) -> Iterator[str]:
+    judge = cfg.reward_model.judge
+    if judge.enable and judge.min_score >= judge.max_score:
+        yield (
+            f"{JUDGE}.min_score = {judge.min_score:g}: must be below {JUDGE}.max_score = {judge.max_score:g}, or every "
+            f"sample has the same score; set {JUDGE}.max_score={judge.min_score + 1:g} or more"
+        )
+
+
+JUDGE_RULES = [
+    Rule((f"{JUDGE}.model.path",), _model_given),
+    Rule((f"{POOL}.nnodes",), _pool_given),
+    Rule((TP_SIZE, f"{JUDGE}.num_replicas", f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _replicas_fit),
+    Rule((f"{JUDGE}.min_score", f"{JUDGE}.max_score"), _range),
+]

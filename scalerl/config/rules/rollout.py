@@ -1,0 +1,128 @@
+"""Rules of where the rollout servers live, and of the way that weights take to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+from scalerl.config.rules.base import Rule, divisors, nearest
+from scalerl.config.rules.layout import ROLLOUT, world_size
+from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
+
+HYBRID = "actor_rollout_ref.hybrid_engine"
+POOL = f"{ROLLOUT}.resource_pool"
+TRANSPORT = f"{ROLLOUT}.weight_transport"
+DIRECTORY = f"{ROLLOUT}.weight_transport_dir"
+TP_SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+def _pool_given(cfg: PPOConfig) -> Iterator[str]:
+    pool, hybrid = cfg.actor_rollout_ref.rollout.resource_pool, cfg.actor_rollout_ref.hybrid_engine
+    if hybrid and pool.nnodes:
+        yield (
+            f"{POOL}.nnodes = {pool.nnodes}: has no effect when {HYBRID} = true, the servers are on the trainer's "
+            f"devices; set {HYBRID}=false, or {POOL}.nnodes=0"
+        )
+    if not hybrid and not pool.nnodes:
+        yield (
+            f"{POOL}.nnodes = 0: needed when {HYBRID} = false, the servers have devices of their own; set "
+            f"{POOL}.nnodes=1 or more and {POOL}.n_gpus_per_node, or {HYBRID}=true"
+        )
+
+
+def replicas_fit_pool(section: str, servers: RolloutConfig | JudgeConfig) -> Iterator[str]:
+    """section: of the servers, which have {section}.resource_pool for themselves."""
+    pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
+    tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
+    per_node = pool.n_gpus_per_node // tp_size
+    if not per_node:
+        yield (
+            f"{tp_key} = {tp_size}: a replica lives on one node, so it must be at most {pool_key}.n_gpus_per_node = "
+            f"{pool.n_gpus_per_node}; set {tp_key}={pool.n_gpus_per_node} or less, or "
+            f"{pool_key}.n_gpus_per_node={tp_size} or more"
+        )
+    elif count is not None and count > per_node * pool.nnodes:
+        yield (
+            f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
+            f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {tp_key} = "
+            f"{tp_size}; set {section}.num_replicas={per_node * pool.nnodes} or less, or null"
+        )
+
+
+def _replicas_fit_their_pool(cfg: PPOConfig) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    if not cfg.actor_rollout_ref.hybrid_engine and rollout.resource_pool.nnodes:
+        yield from replicas_fit_pool(ROLLOUT, rollout)
+
+
+def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
+    rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
+    tp_size = rollout.tensor_model_parallel_size
+    if not cfg.actor_rollout_ref.hybrid_engine:
+        return
+    if per_node % tp_size:
+        yield (
+            f"{TP_SIZE} = {tp_size}: a replica lives on one node, so it must divide "
+            f"trainer.n_gpus_per_node = {per_node}; set {TP_SIZE}={nearest(tp_size, divisors(per_node))}"
+        )
+    elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
+        yield (
+            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {TP_SIZE} = {tp_size} "
+            f"must be at most the {world} devices; set {ROLLOUT}.num_replicas={world // tp_size} or less, or null"
+        )
+
+
+def _transport_reaches(cfg: PPOConfig) -> Iterator[str]:
+    transport = cfg.actor_rollout_ref.rollout.weight_transport
+    if transport == "shared" and not cfg.actor_rollout_ref.hybrid_engine:
+        yield (
+            f"{TRANSPORT} = shared: trainer and servers share memory only where they share devices, {HYBRID} = false; "
+            f"set {TRANSPORT}=auto, broadcast or disk"
+        )
+
+
+def _no_broadcast_on_one_device(cfg: PPOConfig) -> Iterator[str]:
+    if cfg.actor_rollout_ref.rollout.weight_transport == "broadcast" and cfg.actor_rollout_ref.hybrid_engine:
+        yield (
+            f"{TRANSPORT} = broadcast: NCCL does not send between processes on one GPU, where trainer and servers are "
+            f"when {HYBRID} = true; set {TRANSPORT}=auto or disk, or {HYBRID}=false"
+        )
+
+
+def _directory_given(cfg: PPOConfig) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.weight_transport == "disk" and rollout.weight_transport_dir is None:
+        yield (
+            f"{DIRECTORY} = null: needed when {TRANSPORT} = disk; set it to a directory that all nodes share, with "
+            "room for two copies of the weights"
+        )
+    if rollout.weight_transport != "disk" and rollout.weight_transport_dir is not None:
+        yield (
+            f"{DIRECTORY} = {rollout.weight_transport_dir}: has no effect when {TRANSPORT} = "
+            f"{rollout.weight_transport}; set {TRANSPORT}=disk, or {DIRECTORY}=null"
+        )
+
+
+TransportName = Literal["shared", "broadcast", "disk"]
+
+
+def transport_of(cfg: PPOConfig) -> TransportName:
+    """weight_transport with auto filled in."""
+    transport = cfg.actor_rollout_ref.rollout.weight_transport
+    if transport != "auto":
+        return cast("TransportName", transport)
+    return "shared" if cfg.actor_rollout_ref.hybrid_engine else "broadcast"
+
+
+_SIZES: tuple[Any, ...] = (TP_SIZE, f"{ROLLOUT}.num_replicas")
+ROLLOUT_RULES = [
+    Rule((f"{POOL}.nnodes",), _pool_given),
+    Rule((*_SIZES, f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _replicas_fit_their_pool),
+    Rule((TRANSPORT,), _transport_reaches),
+    Rule((TRANSPORT, DIRECTORY), _directory_given),
+]
+# Of GPUs alone: on a CPU a device is a process, and any number of servers share the machine with the trainer.
+ROLLOUT_RULES_ON_CUDA = [
+    Rule((*_SIZES, "trainer.nnodes", "trainer.n_gpus_per_node"), _replicas_fit_the_trainer),
+    Rule((TRANSPORT,), _no_broadcast_on_one_device),
+]

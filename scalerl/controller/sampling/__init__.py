@@ -1,0 +1,1 @@
+"""The sampling side: prompts become scored samples on the policy's servers."""

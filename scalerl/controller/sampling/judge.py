@@ -1,0 +1,176 @@
+"""A generative judge: `Judge` asks its servers, beside the rollout worker; `JudgeServers` starts and restarts them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.config.schema import JudgeConfig, ModelConfig
+from scalerl.rewards.errors import RewardError
+from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
+from scalerl.rewards.manager import ScoreRequest, ScoreResult
+from scalerl.servers.purpose import JUDGE
+from scalerl.servers.recovery import LostServer, Recovery, Replacements
+from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
+
+if TYPE_CHECKING:
+    from scalerl.cluster.pools import ResourcePool
+
+
+def max_model_len(config: JudgeConfig) -> int:
+    """Tokens of question and answer."""
+    return config.max_prompt_length + config.max_response_length
+
+
+class Judge:
+    """Scores samples one by one, up to max_num_seqs at a time on each of its servers."""
+
+    def __init__(self, config: JudgeConfig, on_error: str) -> None:
+        """on_error: stop | zero, of the samples without a score. Raises RewardError and DataError as its files do."""
+        from scalerl.data import load_tokenizer
+
+        self.config, self.on_error = config, on_error
+        assert config.model.path is not None, "validated"
+        self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        self.question = load_question(config.prompt_path)
+        self.sampling = SamplingParams(config.max_response_length, config.temperature, config.top_p, config.top_k)
+        self.request_ids = itertools.count()
+        self._replacements: Replacements | None = None
+
+    @property
+    def replacements(self) -> Replacements:
+        """Of `connect`."""
+        assert self._replacements is not None
+        return self._replacements
+
+    def connect(self, replicas: Sequence[Replica]) -> None:
+        config = self.config
+        clients = ClientSettings(JUDGE, max_model_len(config), config.request_timeout_s, config.max_num_seqs)
+        self._replacements = Replacements(clients, replicas)
+        self.num_running = [0] * len(replicas)
+        self.room = asyncio.Semaphore(len(replicas) * config.max_num_seqs)
+
+    def close(self) -> None:
+        """Nobody waits for news any more."""
+        if self._replacements is not None:
+            self._replacements.close()
+
+    async def replace(self, successors: dict[int, Replica]) -> None:
+        """Restarted servers: they have the judge's weights, and take what was asked of the lost ones."""
+        self.replacements.put(successors)
+        await self.replacements.in_service(successors)
+
+    async def score(self, request: ScoreRequest, seed: int) -> ScoreResult:
+        """seed: of what the judge draws, at a temperature above 0, on the embedded engine.
+
+        extra: judge_score, the number before it is scaled; judge_length, tokens of the judge's text; with keep_text
+        judge_response, the text. Raises RewardError, showing the sample and the text, for a sample without a score
+        when on_error is "stop".
+        """
+        text: str | None = None
+        extra: dict[str, Any] = {}
+        try:
+            output = await self._ask(self._input_ids(request), seed)
+            text = str(self.tokenizer.decode(output.output_ids, skip_special_tokens=True))
+            extra = {"judge_length": len(output.output_ids)}
+            if self.config.keep_text:
+                extra["judge_response"] = text
+            number = read_number(text, self.config, is_cut=output.finish_reason == "length")
+        except (RewardError, RolloutError) as error:
+            cause = str(error)
+            if self.on_error == "zero":
+                return ScoreResult(0.0, extra, error=cause)
+            raise RewardError(describe_failure(request, cause, text)) from None
+        return ScoreResult(number * self.config.scale, {"judge_score": number} | extra)
+
+    def _input_ids(self, request: ScoreRequest) -> list[int]:
+        """Raises RewardError for a question that is too long."""
+        from scalerl.data.chat import encode, render
+
+        messages = [{"role": "user", "content": fill(self.question, request)}]
+        (input_ids,) = encode(self.tokenizer, [render(self.tokenizer, messages, add_generation_prompt=True)])
+        if len(input_ids) > self.config.max_prompt_length:
+            raise RewardError(
+                f"the question has {len(input_ids)} tokens, more than reward_model.judge.max_prompt_length="
+                f"{self.config.max_prompt_length}"
+            )
+        return input_ids
+
+    async def _ask(self, input_ids: list[int], seed: int) -> GenerateOutput:
+        """By the server with the fewest samples. Raises RolloutError for one that refuses."""
+        from scalerl.rollout.generation import generate_samples
+
+        async with self.room:
+            server = min(range(len(self.num_running)), key=self.num_running.__getitem__)
+            self.num_running[server] += 1
+            try:
+                (output,) = await generate_samples(
+                    [self.replacements.clients[server]],
+                    [GenerateRequest(next(self.request_ids), input_ids, 1, self.sampling, [seed])],
+                    recovery=Recovery(self.replacements, [server]),
+                )
+            finally:
+                self.num_running[server] -= 1
+        return output
+
+
+class JudgeServers:
+    """The driver's side: the processes. lost: news of servers that do not answer."""
+
+    def __init__(
+        self, pool: ResourcePool, config: JudgeConfig, *, log_dir: Path, timeout_s: float, single_node: bool
+    ) -> None:
+        """Starts them on devices that nobody else has; `connect` waits until they answer.
+
+        log_dir: gets their logs.  single_node: whether they and the rollout worker are on one machine.
+        """
+        from scalerl.servers.server_set import ServerSet
+
+        self.timeout_s = timeout_s
+        self.servers = ServerSet(
+            JUDGE,
+            pool,
+            ModelConfig(str(config.model.path), config.model.trust_remote_code),
+            config,
+            gpu_ids=None,
+            max_model_len=max_model_len(config),
+            log_dir=log_dir,
+            timeout_s=timeout_s,
+            owns_devices=True,
+            single_node=single_node,
+        )
+
+    def connect(self, worker: Any) -> None:
+        """worker: the RolloutWorker's handle. Raises ServerStartError with the last log lines of a server."""
+        self.servers.wait_ready()
+        self.worker = worker
+        self._ask(worker.connect_judge.remote(self.servers.replicas))
+        self.lost = worker.next_lost_judge.remote()
+
+    def replace_lost(self) -> None:
+        """Restarts the servers that `lost` tells of. Raises RolloutError when one has no restart left."""
+        lost: list[LostServer] = self._ask(self.lost)
+        if self.servers.end_lost(lost):
+            self._ask(self.worker.replace_judge.remote(self.servers.restart_down()))
+        self.lost = self.worker.next_lost_judge.remote()
+
+    def _ask(self, call: Any) -> Any:
+        from scalerl.cluster.ask import values_of
+
+        return values_of("judge", [call], self.timeout_s)[0]
+
+    @property
+    def num_restarts(self) -> int:
+        """In this run."""
+        return self.servers.num_restarts
+
+    def leave(self) -> None:
+        """No other run has them: a judge of its own is started quickly enough beside the rest."""
+        self.stop()
+
+    def stop(self) -> None:
+        self.servers.stop()

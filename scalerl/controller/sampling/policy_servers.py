@@ -1,0 +1,310 @@
+"""The policy's servers as the driver sees them: the order of their steps, weight sync, hand-over, restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scalerl.cluster.ask import answer_of
+from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.config import transport_of
+from scalerl.config.schema import PPOConfig
+from scalerl.controller.training.worker import MegatronWorker
+from scalerl.hybrid.feeds import plan_feeds
+from scalerl.hybrid.handover import Handover, Point
+from scalerl.hybrid.order import Step, SyncOrder
+from scalerl.hybrid.transports.disk import directory_of_run
+from scalerl.metrics import Metric
+from scalerl.rollout.server_choice import max_in_flight
+from scalerl.servers.purpose import POLICY
+from scalerl.servers.recovery import LostServer
+from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.requests import RolloutError
+from scalerl.servers.server_set import ServerSet
+
+Metrics = dict[str, Metric]
+# Syncs at the start of a run that are all verified.
+VERIFIED_FIRST = 3
+
+
+def verification_is_due(num_syncs: int, every: int) -> bool:
+    """num_syncs: before this one.  every: rollout.verify_weights_every."""
+    return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
+
+
+class PolicyServers:
+    """Servers that hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have
+    a pool of their own.
+
+    They generate between `generate` and `rest`; what is sent to them and what comes back is the rollout worker's.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        pool: ResourcePool,
+        *,
+        gpu_ids: Sequence[str] | None,
+        log_dir: Path,
+        single_node: bool | None = None,
+        first_step: int = 0,
+    ) -> None:
+        """Starts them; `wait_ready` returns when they answer.
+
+        gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
+        single_node, first_step: as `ServerSet` has them.
+        """
+        self.config, self.pool = config, pool
+        self.rollout = config.actor_rollout_ref.rollout
+        self.owns_devices = not config.actor_rollout_ref.hybrid_engine
+        if self.owns_devices:
+            # Nobody else needs what they would release.
+            self.rollout = replace(self.rollout, free_cache_engine=False)
+        self.model = config.actor_rollout_ref.model
+        self.max_model_len = config.data.max_prompt_length + config.data.max_response_length
+        self.timeout_s = config.trainer.timeout_s
+        self.num_syncs = 0
+        self.policy_version = 0
+        self.handover = Handover()
+        # Part of a phase -> seconds, until the next sync reports them.
+        self.parts_s: dict[str, float] = {}
+        self.server_set = ServerSet(
+            POLICY,
+            pool,
+            self.model,
+            self.rollout,
+            gpu_ids=gpu_ids,
+            max_model_len=self.max_model_len,
+            log_dir=log_dir,
+            timeout_s=self.timeout_s,
+            owns_devices=self.owns_devices,
+            single_node=single_node,
+            synced=True,
+            releases_memory=self.rollout.free_cache_engine,
+            first_step=first_step,
+        )
+
+    def wait_ready(self, workers: WorkerGroup, worker: Any) -> None:
+        """Blocks until every server answers, then connects them to the trainer ranks that feed them.
+
+        worker: the RolloutWorker's handle.
+        """
+        self.server_set.wait_ready()
+        self.workers, self.worker = workers, worker
+        self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
+        clients = ClientSettings(
+            POLICY, self.max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
+        )
+        self._ask(worker.connect, self.replicas, clients, self.rollout.seed)
+        workers.call(
+            MegatronWorker.connect_rollout,
+            self.replicas,
+            json.loads((Path(self.model.path) / "config.json").read_text()),
+            bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
+            max_model_len=self.max_model_len,
+            # Less than that of the collectives in which the other ranks wait for the one that asks a server.
+            timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
+            dtype=self.rollout.dtype,
+            transport=transport_of(self.config),
+            directory=self._weights_directory(),
+            model_path=self.model.path,
+        )
+
+    def _weights_directory(self) -> str | None:
+        shared = self.rollout.weight_transport_dir
+        return None if shared is None else str(directory_of_run(shared, self.config.trainer.default_local_dir))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """Those that run now: a restarted one has another url."""
+        return self.server_set.replicas
+
+    @property
+    def num_restarts(self) -> int:
+        """In this run."""
+        return self.server_set.num_restarts
+
+    def leave(self) -> None:
+        """Those that the next run's weights reach in the same way wait for it; the others end."""
+        if transport_of(self.config) == "broadcast":
+            # Its process groups are those of this run's ranks.
+            self.server_set.stop()
+        else:
+            self.server_set.leave()
+        self._remove_weights()
+
+    def stop(self) -> None:
+        self.server_set.stop()
+        self._remove_weights()
+
+    def _remove_weights(self) -> None:
+        if (directory := self._weights_directory()) is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    # --- generating, or not ---
+
+    def generate(self) -> None:
+        """Before samples are asked for: all serve."""
+        self._take("continue", [index for index, order in self.orders.items() if not order.serving])
+
+    def rest(self, failed: Mapping[int, str] | None = None) -> None:
+        """No sample runs any more. failed: index -> why, of servers that could not be paused."""
+        self._take("drain", [index for index, order in self.orders.items() if order.serving])
+        self._end_failed(failed or {})
+
+    def go_on(self, failed: Mapping[int, str]) -> None:
+        """After a pause: all serve again, successors in the place of those that failed."""
+        self._end_failed(failed)
+        if self.server_set.down:
+            self._serve(set())
+        self.generate()
+
+    def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:
+        """Ends what is left of these servers, starts others, gives them the weights that the generation began with."""
+        if self.server_set.end_lost(lost):
+            self._serve(set())
+            if generating:
+                self.generate()
+
+    # --- the device ---
+
+    @property
+    def _hands_over(self) -> bool:
+        return self.rollout.free_cache_engine and self.pool.device == "cuda"
+
+    def release_device(self) -> None:
+        """After generation: KV cache and weights leave the device, the trainer has it to itself.
+
+        A server that is lost now is restarted when the trainer has left the device. Raises HandoverError where the
+        trainer's parts have no room.
+        """
+        failed: dict[int, str] = {}
+        if self._hands_over:
+            self._see("before_release")
+            self._take("release_kv", self.orders)
+            with self._timed("gen/release_kv"):
+                failed |= self._ask(self.worker.release, "kv_cache")
+            self._see("after_release_kv")
+            self._take("release_weights", self.orders)
+            with self._timed("gen/release_weights"):
+                failed |= self._ask(self.worker.release, "weights", list(failed))
+            self._end_failed(failed)
+        self._see("after_release")
+
+    def _see(self, point: Point, indices: Iterable[int] | None = None) -> None:
+        """Measures free memory on the trainer's devices, which servers of a pool of their own do not share.
+
+        indices: of the replicas that take back next what they released; None: all.
+        """
+        if self.config.actor_rollout_ref.hybrid_engine:
+            feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
+            servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
+            self.handover.see(point, self.workers.call(MegatronWorker.device_memory), servers=servers)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.parts_s[name] = self.parts_s.get(name, 0.0) + time.monotonic() - began
+
+    # --- weights ---
+
+    def sync(self, policy_version: int) -> Metrics:
+        """All resting servers get the trainer's weights: weights back on the device -> sync -> KV cache back."""
+        self.policy_version = policy_version
+        rounds = self._serve(set(range(len(self.replicas))))
+        self.num_syncs += 1
+        slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
+        send_s, num_bytes = (sum(part[name] for part in slowest) for name in ("sync_s", "num_bytes"))
+        verify_s = sum(max(part["verify_s"] for part in parts) for parts in rounds)
+        parts_s, self.parts_s = self.parts_s, {}
+        return {
+            "timing_s/update_weights/send": Metric(send_s, "max"),
+            "timing_s/update_weights/verify": Metric(verify_s, "max"),
+            "perf/update_weights_gb": Metric(max(part["num_bytes"] for part in slowest) / 1e9, "max"),
+            "perf/update_weights_gb_per_s": Metric(num_bytes / 1e9 / send_s, "max"),
+            "perf/update_weights_buckets": Metric(max(part["num_buckets"] for part in slowest), "max"),
+            "perf/update_weights_bucket_mb": Metric(min(part["bucket_bytes"] for part in slowest) / 2**20, "min"),
+            **{f"timing_s/{name}": Metric(seconds, "max") for name, seconds in parts_s.items()},
+            **self.handover.metrics(),
+        }
+
+    def _serve(self, indices: set[int]) -> list[list[dict[str, Any]]]:
+        """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.
+
+        One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
+        """
+        is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
+        rounds = []
+        while indices or self.server_set.down:
+            restarted = self._restart_down()
+            # Those were not there before, or what they served is not known.
+            verify = is_due or (bool(restarted) and self.rollout.verify_weights_every > 0)
+            running = indices - set(restarted)
+            self._see("before_sync", running)
+            failed = self._resume("weights", running) if running else {}
+            synced = sorted(running.union(restarted) - failed.keys())
+            self._take("begin", synced)
+            rounds.append(
+                self.workers.call(
+                    MegatronWorker.sync_weights, self.policy_version, verify=verify, only=synced, raise_errors=False
+                )
+            )
+            failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
+            synced = sorted(set(synced) - failed.keys())
+            taken: tuple[Step, ...] = ("bucket", "end", "check") if verify else ("bucket", "end")
+            for step in taken:
+                self._take(step, synced)
+            self._see("after_sync", running.intersection(synced))
+            failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
+            self._end_failed(failed)
+            self._ask(self.worker.in_service, sorted(running.union(restarted) - failed.keys()))
+            indices = set()
+        return rounds
+
+    def _resume(self, tag: str, indices: set[int]) -> dict[int, str]:
+        if not (self._hands_over and self.num_syncs):
+            return {}
+        step: Step = "resume_weights" if tag == "weights" else "resume_kv"
+        point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
+        self._take(step, indices)
+        with self._timed(f"update_weights/{step}"):
+            failed = self._ask(self.worker.resume, [tag])
+        self._see(point)
+        return failed
+
+    def _take(self, step: Step, indices: Iterable[int]) -> None:
+        """Raises WrongOrderError, before a server is asked, where one of these may not take this step."""
+        for index in indices:
+            self.orders[index].take(step)
+
+    def _new_order(self, index: int) -> SyncOrder:
+        return SyncOrder(self.replicas[index].url, serving=False)
+
+    def _restart_down(self) -> dict[int, Replica]:
+        successors = self.server_set.restart_down()
+        if successors:
+            self.orders |= {index: self._new_order(index) for index in successors}
+            self.workers.call(MegatronWorker.reconnect_rollout, successors)
+            self._ask(self.worker.replace, successors)
+        return successors
+
+    def _end_failed(self, failed: Mapping[int, str]) -> None:
+        """Raises RolloutError for a server that failed and is well: it refused, and would again."""
+        if not failed:
+            return
+        indices = sorted(failed)
+        for index, is_well in zip(indices, self._ask(self.worker.are_well, indices), strict=True):
+            if is_well:
+                raise RolloutError(failed[index])
+            self.server_set.end(index, failed[index])
+
+    def _ask(self, method: Any, *args: Any) -> Any:
+        return answer_of("rollout worker", method, *args, timeout_s=self.timeout_s)

@@ -1,0 +1,452 @@
+"""`RolloutWorker`: a Ray actor that turns prompts into scored samples and keeps their tokens for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from scalerl.cluster.pools import Reusable
+from scalerl.protocol import DataProto, Jagged
+from scalerl.user_code import forget_files, import_files
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+    from scalerl.controller.sampling.groups import Enough, SampleGroup
+    from scalerl.controller.sampling.judge import Judge
+    from scalerl.data import PromptRow
+    from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+    from scalerl.servers.recovery import LostServer, Replacements
+    from scalerl.servers.replica import ClientSettings, Replica
+
+
+# Token columns that the trainer's passes read; the others are for dumps.
+TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the controller learns of a batch. samples: column -> [S], of finished groups; gen_s, reward_wait_s: seconds.
+
+    num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
+    successor yet.  unfinished: groups that an early end left.
+    """
+
+    batch_id: int
+    samples: dict[str, np.ndarray]
+    gen_s: float
+    # Scoring runs while other samples generate; this is what was left when the last one had come.
+    reward_wait_s: float
+    num_resubmitted: int
+    missing: list[LostServer]
+    unfinished: list[SampleGroup]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A group that an early end left. rest: asks for its unfinished samples, with the tokens they have."""
+
+    rest: GenerateRequest
+    finished: list[GenerateOutput]
+
+
+class RolloutWorker(Reusable):
+    def __init__(
+        self,
+        datasets: dict[str, Any],
+        tokenizer: str | list[Any],
+        *,
+        reward: RewardModelConfig,
+        custom_reward: CustomRewardFunctionConfig,
+        trust_remote_code: bool,
+        user_files: Sequence[str] = (),
+    ) -> None:
+        """datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
+
+        tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
+
+        user_files: register what the configuration names.
+        """
+        import ray
+
+        from scalerl.controller.sampling.judge import Judge
+        from scalerl.data import load_tokenizer
+        from scalerl.rewards import build_reward_manager
+
+        self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
+        if isinstance(tokenizer, str):
+            self.tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code)
+        else:
+            self.tokenizer = ray.get(tokenizer[0])
+        import_files(user_files)
+        self.rewards = build_reward_manager(reward, custom_reward)
+        self.model_scores = reward.enable
+        self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
+        self.batches: dict[int, DataProto] = {}
+        self.batch_ids = itertools.count()
+        self._replacements: Replacements | None = None
+        # Those that run.
+        self.generations: set[asyncio.Task] = set()
+        # uid of a group -> where an early end left it.
+        self.interrupted: dict[int, Interrupted] = {}
+
+    @property
+    def replacements(self) -> Replacements:
+        """Of `connect`."""
+        assert self._replacements is not None
+        return self._replacements
+
+    @property
+    def judge(self) -> Judge:
+        """With reward_model.judge."""
+        assert self._judge is not None
+        return self._judge
+
+    async def enter(self, *args: Any, **kwargs: Any) -> None:
+        # Beside the event loop: what it reads may take long.
+        await asyncio.to_thread(super().enter, *args, **kwargs)
+
+    async def leave(self) -> None:
+        """Ends what still generates, and those that wait for news."""
+        generations = list(self.generations)
+        for generation in generations:
+            generation.cancel()
+        await asyncio.gather(*generations, return_exceptions=True)
+        self.rewards.close()
+        for waited_for in (self._replacements, self._judge):
+            if waited_for is not None:
+                waited_for.close()
+        super().leave()
+        forget_files()
+
+    def connect(self, replicas: Sequence[Replica], clients: ClientSettings, seed: int) -> None:
+        """seed: of the samples (rollout.seed)."""
+        from scalerl.servers.recovery import Replacements
+
+        self.seed = seed
+        self._replacements = Replacements(clients, replicas)
+
+    @property
+    def clients(self) -> list[RolloutClient]:
+        return self.replacements.clients
+
+    async def connect_judge(self, replicas: Sequence[Replica]) -> None:
+        self.judge.connect(replicas)
+
+    async def next_lost_judge(self) -> list[LostServer]:
+        """As `next_lost`, of the judge's servers."""
+        return await self.judge.replacements.next_lost()
+
+    async def replace_judge(self, successors: dict[int, Replica]) -> None:
+        await self.judge.replace(successors)
+
+    async def next_lost(self) -> list[LostServer]:
+        """Servers that a generation lost; waits for it. Each is told once."""
+        return await self.replacements.next_lost()
+
+    def replace(self, successors: dict[int, Replica]) -> None:
+        """Restarted servers; no generation uses them before `in_service`."""
+        self.replacements.put(successors)
+
+    async def in_service(self, indices: Sequence[int]) -> None:
+        """Restarted servers have the trainer's weights: generations that wait for them go on."""
+        await self.replacements.in_service(indices)
+
+    async def are_well(self, indices: Sequence[int]) -> list[bool]:
+        return list(await asyncio.gather(*(self.clients[index].is_well() for index in indices)))
+
+    async def generate(
+        self,
+        dataset: str,
+        groups: Sequence[SampleGroup],
+        n: int,
+        sampling: SamplingParams,
+        *,
+        keep: bool,
+        enough: Enough | None = None,
+        carry: bool = False,
+    ) -> Generated:
+        """n samples for each group, scored as they finish; a group that was interrupted goes on where it was.
+
+        keep: hold the tokens for `shard` until `drop`.
+        enough: ends the generation early. carry: the groups that are unfinished then may come again; else what they
+        have is given up.
+
+        A server that is lost is told by `next_lost`; what it had goes to the others, and to its successor.
+
+        Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt that
+        asks for a sampling that it cannot have.
+        """
+        from scalerl.controller.sampling.groups import SampleGroup
+        from scalerl.controller.sampling.scoring import GroupScores, uid_of
+        from scalerl.rollout.generation import generate_samples
+        from scalerl.servers.recovery import Recovery
+        from scalerl.servers.requests import unfinished_requests
+
+        task = asyncio.current_task()
+        assert task is not None, "not in an event loop"
+        self.generations.add(task)
+        task.add_done_callback(self.generations.discard)
+        start = time.perf_counter()
+        prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
+        scores = GroupScores(n, lambda output: self._score(dataset, prompts[uid_of(output)], output), enough)
+        requests, before = [], []
+        for group in groups:
+            left = self.interrupted.pop(group.uid, None)
+            before += left.finished if left else []
+            requests.append(left.rest if left else self._request(dataset, group, prompts[group.uid], n, sampling))
+        recovery = Recovery(self.replacements)
+        try:
+            for output in before:
+                scores.add(output)
+            outputs = await generate_samples(
+                self.clients,
+                requests,
+                scores.add,
+                stop_when=None if enough is None else lambda _: scores.are_enough(),
+                # What somebody pauses goes on under the weights that come.
+                continue_aborted=True,
+                recovery=recovery,
+            )
+            gen_s = time.perf_counter() - start
+            whole = [group for group in groups if scores.is_finished(group.uid)]
+            results = {group.uid: await scores.of(group.uid) for group in whole}
+        finally:
+            scores.cancel()
+        rows = [row for group in whole for row in results[group.uid]]
+        batch = _to_batch(
+            [output for output, _ in rows],
+            [prompts[uid_of(output)] for output, _ in rows],
+            [result for _, result in rows],
+            seeds=[
+                sample_seed(self.seed, *SampleGroup.step_and_position(uid_of(output)), output.sample_index)
+                for output, _ in rows
+            ],
+        )
+        batch_id = next(self.batch_ids)
+        if keep:
+            self.batches[batch_id] = batch
+        unfinished = [group for group in groups if group.uid not in results]
+        if carry:
+            rests = {request.request_id: request for request in unfinished_requests(requests, outputs)}
+            self.interrupted |= {
+                group.uid: Interrupted(rests[group.uid], scores.finished(group.uid)) for group in unfinished
+            }
+        return Generated(
+            batch_id=batch_id,
+            samples=batch.samples,
+            gen_s=gen_s,
+            reward_wait_s=time.perf_counter() - start - gen_s,
+            num_resubmitted=recovery.num_samples,
+            missing=list(self.replacements.missing.values()),
+            unfinished=unfinished,
+        )
+
+    def _request(
+        self, dataset: str, group: SampleGroup, prompt: PromptRow, n: int, sampling: SamplingParams
+    ) -> GenerateRequest:
+        from scalerl.servers.client import GenerateRequest
+
+        return GenerateRequest(
+            request_id=group.uid,
+            input_ids=prompt.input_ids,
+            n=n,
+            sampling=sampling_of(dataset, prompt, sampling),
+            seeds=[sample_seed(self.seed, group.step, group.position, sample) for sample in range(n)],
+        )
+
+    def forget(self, uids: Sequence[int]) -> None:
+        """Interrupted groups that will not come again."""
+        for uid in uids:
+            self.interrupted.pop(uid, None)
+
+    async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
+        from scalerl.controller.sampling.groups import SampleGroup
+        from scalerl.controller.sampling.scoring import uid_of
+        from scalerl.rewards import ScoreRequest, ScoreResult
+        from scalerl.rewards.judge import STYLE
+
+        if self.model_scores and prompt.reward_style == "model":
+            # Until the reward model has seen it: no advantage can be made of it.
+            return ScoreResult(float("nan"))
+        request = ScoreRequest(
+            sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
+            data_source=prompt.data_source,
+            prompt_str=prompt.messages[-1]["content"],
+            solution_str=self.tokenizer.decode(output.output_ids, skip_special_tokens=True),
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            response_length=len(output.output_ids),
+        )
+        if self._judge is not None and prompt.reward_style == STYLE:
+            place = SampleGroup.step_and_position(uid_of(output))
+            return await self.judge.score(request, sample_seed(self.judge.config.seed, *place, output.sample_index))
+        return await self.rewards.scored(request)
+
+    def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
+        """The token columns of these rows: what one data-parallel rank trains on."""
+        picked = self.batches[batch_id].select(rows).tokens
+        return DataProto({name: picked[name] for name in TRAINED_COLUMNS})
+
+    def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """(batch, rows of it) in order, as one batch; those batches are dropped. -> its id."""
+        joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])
+        for batch_id, _ in parts:
+            self.drop(batch_id)
+        batch_id = next(self.batch_ids)
+        self.batches[batch_id] = joined
+        return batch_id
+
+    def drop(self, batch_id: int) -> None:
+        self.batches.pop(batch_id, None)
+
+    def texts(self, batch_id: int, rows: Sequence[int]) -> list[tuple[str, str]]:
+        """(prompt, response) as text, special tokens kept."""
+        batch = self.batches[batch_id].select(rows)
+        decoded = []
+        for row, prompt_length in enumerate(batch.samples["prompt_length"]):
+            ids = batch.tokens["input_ids"][row].tolist()
+            decoded.append((self.tokenizer.decode(ids[:prompt_length]), self.tokenizer.decode(ids[prompt_length:])))
+        return decoded
+
+    async def dump(
+        self, batch_id: int, samples: dict[str, np.ndarray], path: str, rows: list[tuple[int, ...]], *made: DataProto
+    ) -> None:
+        """`rollout_dump.write_dump`. samples: the columns as they are by now. made[i]: the trainer's, of rows[i]."""
+        from scalerl.controller.sampling.dump import joined, write_dump
+
+        def write() -> None:
+            batch = self.batches[batch_id]
+            texts = self.texts(batch_id, range(len(batch)))
+            write_dump(Path(path), batch.tokens | joined(rows, made), samples, texts)
+
+        # Beside the event loop: a generation may be under way.
+        await asyncio.to_thread(write)
+
+    async def pause(self) -> dict[int, str]:
+        """Running samples are interrupted where they are and wait. -> index: error of servers that did not."""
+        from scalerl.servers.client import RolloutClient
+
+        return await self._tell_each(RolloutClient.pause)
+
+    async def go_on(self) -> dict[int, str]:
+        """What `pause` interrupted goes on, under the weights that its server has now. -> as `pause`."""
+
+        def go_on(client: RolloutClient) -> None:
+            # One that was restarted meanwhile was never paused.
+            if client.paused:
+                client.continue_generation()
+
+        return await self._tell_each(go_on)
+
+    async def _tell_each(self, call: Callable[[RolloutClient], None]) -> dict[int, str]:
+        """At the same time, while samples come back."""
+        from scalerl.servers.requests import RolloutError
+
+        failed = {}
+        asked = [asyncio.to_thread(call, client) for client in self.clients]
+        for index, result in enumerate(await asyncio.gather(*asked, return_exceptions=True)):
+            if isinstance(result, RolloutError):
+                failed[index] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
+        return failed
+
+    def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
+        """Frees that part (kv_cache, weights) of the servers' device memory. -> index: error of those that did not.
+
+        skip: indices of servers that are not asked.
+        """
+        return self._tell_all(lambda client: client.release([tag]), skip)
+
+    def resume(self, tags: Sequence[str]) -> dict[int, str]:
+        """Of what each server released: one that was restarted since has all of it. -> as `release`."""
+
+        def resume(client: RolloutClient) -> None:
+            if released := [tag for tag in tags if tag in client.released]:
+                client.resume(released)
+
+        return self._tell_all(resume)
+
+    def _tell_all(self, call: Callable[[RolloutClient], None], skip: Collection[int] = ()) -> dict[int, str]:
+        from scalerl.servers.requests import RolloutError
+
+        failed = {}
+        for index, client in enumerate(self.clients):
+            if index in skip:
+                continue
+            try:
+                call(client)
+            except RolloutError as error:
+                failed[index] = str(error)
+        return failed
+
+
+def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
+    """With what the prompt's extra_info["sampling"] changes. Raises ValueError naming the prompt."""
+    from scalerl.rollout.overrides import override_sampling
+
+    name = f"{dataset} prompt {prompt.uid}"
+    sampling = override_sampling(base, prompt.extra_info, name)
+    if dataset == "train" and base.temperature == 0:
+        # What samples are compared with, whatever temperature the prompt wants for them.
+        return replace(sampling, temperature=0.0)
+    if dataset == "train" and sampling.temperature != base.temperature:
+        raise ValueError(
+            f"{name}: extra_info.sampling.temperature is {sampling.temperature}, the run trains at {base.temperature}: "
+            "the log-probs of a step are all at one temperature; leave it out, or set "
+            f"actor_rollout_ref.rollout.temperature={sampling.temperature}"
+        )
+    return sampling
+
+
+def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
+    """63 bits from the four numbers: the same sample of the same step always draws the same."""
+    return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _to_batch(
+    outputs: list[GenerateOutput], prompts: list[PromptRow], results: list[Any], seeds: list[int]
+) -> DataProto:
+    from scalerl.servers.requests import NO_VERSION
+
+    prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
+    rows = list(zip(outputs, prompts, strict=True))
+    tokens = {
+        "input_ids": Jagged.from_list([p.input_ids + o.output_ids for o, p in rows], torch.int64),
+        "response_mask": Jagged.from_list(
+            [[False] * len(p.input_ids) + [True] * len(o.output_ids) for o, p in rows], torch.bool
+        ),
+        "rollout_logprobs": Jagged.from_list([[0.0] * len(p.input_ids) + o.logprobs for o, p in rows], torch.float32),
+        "policy_versions": Jagged.from_list(
+            [[NO_VERSION] * len(p.input_ids) + o.token_versions() for o, p in rows], torch.int32
+        ),
+    }
+    samples = {
+        "uid": np.array([o.request_id for o in outputs]),
+        "prompt_uid": np.array([p.uid for p in prompts]),
+        "sample_index": np.array([o.sample_index for o in outputs]),
+        "seed": np.array(seeds, dtype=np.int64),
+        "prompt_length": np.array(prompt_lengths),
+        "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
+        "response_length": np.array([len(o.output_ids) for o in outputs]),
+        "score": np.array([result.score for result in results], dtype=np.float64),
+        "reward_failed": np.array([result.error is not None for result in results]),
+        "policy_version": np.array([o.policy_version for o in outputs]),
+    }
+    for name, values in {
+        "finish_reason": [o.finish_reason for o in outputs],
+        "data_source": [p.data_source for p in prompts],
+        "reward_style": [p.reward_style for p in prompts],
+        "reward_extra": [result.extra for result in results],
+    }.items():
+        samples[name] = np.empty(len(outputs), dtype=object)
+        samples[name][:] = values
+    return DataProto(tokens, samples)

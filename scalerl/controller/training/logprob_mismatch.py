@@ -1,0 +1,58 @@
+"""The sampler's and the trainer's log-probs of one rank's rows: how far apart they are, and what follows for the loss.
+
+S rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from scalerl.algorithms import correct
+from scalerl.config.correction import corrects
+from scalerl.config.schema import RolloutCorrectionConfig
+from scalerl.metrics import Metric, largest_differences, mismatch_metrics, rollout_diff_sums
+from scalerl.protocol import DataProto, Jagged
+
+
+def compare_log_probs(
+    shard: DataProto, config: RolloutCorrectionConfig, *, group: dist.ProcessGroup | None, device: str
+) -> tuple[dict[str, Metric], DataProto]:
+    """The shard holds rollout_logprobs, old_logprobs and response_mask.
+
+    Returns metrics of the rows, to be merged over the ranks of the group, and the columns that the correction makes: of
+    tokens rollout_is_weights (float32) and loss_mask (bool), of samples num_loss_tokens (int64); none without one.
+    group: data-parallel ranks, all of which call. device: where its collectives run.
+    """
+    mask = shard.tokens["response_mask"]
+    rollout_T, old_T = shard.tokens["rollout_logprobs"].values, shard.tokens["old_logprobs"].values
+    metrics = rollout_diff_sums(rollout_T, old_T, mask.values)
+    metrics |= mismatch_metrics(rollout_T, old_T, mask.values, mask.cu_seqlens)
+    if not corrects(config):
+        return metrics, DataProto()
+    # Only the mean over ranks needs the device; sums in the CPU's order are the same in every run.
+    place = device if config.rollout_is_batch_normalize else "cpu"
+    found = correct(
+        rollout_T.to(place), old_T.to(place), mask.values.to(place), mask.cu_seqlens.to(place), config, group=group
+    )
+    made = {"rollout_is_weights": found.weights_T, "loss_mask": found.mask_T}
+    tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in made.items()}
+    return metrics | found.metrics, DataProto(tokens, {"num_loss_tokens": found.num_loss_tokens_S.cpu().numpy()})
+
+
+def worst_tokens(shard: DataProto) -> dict[str, np.ndarray]:
+    """Of each row's sampled token whose two log-probs differ most, all [S]: difference (absolute, NaN where one is),
+    position (in prompt + response; -1 without a sampled token), token_id, rollout_logprob, old_logprob.
+    """
+    ids, rollout, old = (shard.tokens[name].values for name in ("input_ids", "rollout_logprobs", "old_logprobs"))
+    mask = shard.tokens["response_mask"]
+    difference_S, position_S = largest_differences(rollout, old, mask.values, mask.cu_seqlens)
+    at_S = mask.cu_seqlens[:-1] + torch.from_numpy(position_S).clamp(min=0)
+    return {
+        "difference": difference_S,
+        "position": position_S,
+        "token_id": ids[at_S].numpy(),
+        "rollout_logprob": rollout[at_S].numpy(),
+        "old_logprob": old[at_S].numpy(),
+    }

@@ -1,0 +1,156 @@
+"""Actor, Reference, Critic and RewardModel (`trainer.contracts`) over groups of ranks: the same group, or one each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scalerl.balance import StepPlan
+from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.controller.training.worker import MegatronWorker
+from scalerl.metrics import Metric, explained_variance_metrics
+
+Metrics = dict[str, Metric]
+# What the rollout makes, as one column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
+TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class MegatronActor:
+    workers: WorkerGroup
+    config: ActorConfig
+    # The sampler's: log-probs are of softmax(logits / temperature).
+    temperature: float
+    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """With a correction the batch has num_loss_tokens [S] too. With bypass_mode it stays as it is: the sampler's
+        log-probs, which it has, are the old ones."""
+        if self.correction.bypass_mode:
+            return batch, {}
+        metrics, counts, columns = self.workers.call(
+            MegatronWorker.compute_log_prob,
+            batch.shards("actor", TOKENS),
+            temperature=self.temperature,
+            correction=self.correction,
+            config=self.config,
+        )
+        return batch.with_column("old_logprobs", "actor", columns).with_samples(**counts), metrics
+
+    def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
+        """Per sample, the token whose two log-probs differ most (`two_log_probs.worst_tokens`); {} with bypass_mode."""
+        if self.correction.bypass_mode:
+            return {}
+        shards = batch.shards("actor", TOKENS, "old_logprobs")
+        return self.workers.call(MegatronWorker.find_worst_tokens, shards).samples
+
+    @property
+    def _old_logprobs(self) -> tuple[str, list[str]]:
+        """(name of the token column that says what the policy gave, columns of the batch that hold it)."""
+        return ("rollout_logprobs", []) if self.correction.bypass_mode else ("old_logprobs", ["old_logprobs"])
+
+    def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
+        """[S] float64: KL to the reference, summed over the sampled tokens of each sample."""
+        name, held = self._old_logprobs
+        shards = batch.shards("actor", TOKENS, *held, "ref_logprobs")
+        sums = self.workers.call(MegatronWorker.sum_reward_kl, shards, kind=kind, old_logprobs=name).samples
+        return sums["reward_kl"]
+
+    def token_advantages(
+        self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
+    ) -> tuple[PlacedBatch, Metrics]:
+        """The batch with advantages and returns of single tokens. kl_coef: weight of the KL in the rewards, if any."""
+        name, held = self._old_logprobs
+        columns = ["values"] if "values" in batch.columns else []
+        columns += [*held, "ref_logprobs"] if kl_coef is not None else []
+        metrics, _, columns_made = self.workers.call(
+            MegatronWorker.compute_advantages,
+            batch.shards("actor", TOKENS, *columns),
+            config=config,
+            kl=None if kl_coef is None else (kl_coef, name),
+        )
+        if "values" in columns:
+            metrics = explained_variance_metrics(metrics)
+        return batch.with_column("advantages", "actor", columns_made), metrics
+
+    def update(self, batch: PlacedBatch) -> Metrics:
+        made = [] if self.correction.bypass_mode else ["old_logprobs"]
+        used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
+        optional = [name for name in used if name in batch.columns]
+        shards = batch.shards("actor", TOKENS, *made, *optional)
+        counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "response_length"
+        metrics = self.workers.call(
+            MegatronWorker.update_actor,
+            shards,
+            config=self.config,
+            temperature=self.temperature,
+            totals=loss_totals(shards.plan, batch.samples[counts]),
+            bypass_mode=self.correction.bypass_mode,
+        ).metrics
+        if self.config.use_kl_loss:
+            metrics["actor/kl_coef"] = Metric(self.config.kl_loss_coef, "mean")
+        return metrics
+
+    def save(self, directory: str) -> None:
+        self.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
+
+    def load(self, directory: str) -> None:
+        self.workers.call(MegatronWorker.load_checkpoint, "actor", directory)
+
+
+@dataclass(frozen=True)
+class MegatronReference:
+    workers: WorkerGroup
+    temperature: float
+
+    def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        shards = batch.shards("ref", TOKENS)
+        metrics, _, columns = self.workers.call(
+            MegatronWorker.compute_ref_log_prob, shards, temperature=self.temperature
+        )
+        return batch.with_column("ref_logprobs", "ref", columns), metrics
+
+
+@dataclass(frozen=True)
+class MegatronCritic:
+    workers: WorkerGroup
+    config: CriticConfig
+
+    def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        metrics, _, columns = self.workers.call(MegatronWorker.compute_values, batch.shards("critic", TOKENS))
+        return batch.with_column("values", "critic", columns), metrics
+
+    def update(self, batch: PlacedBatch) -> Metrics:
+        shards = batch.shards("critic", TOKENS, "values", "advantages")
+        # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
+        totals = loss_totals(shards.plan, batch.samples["response_length"])
+        return self.workers.call(MegatronWorker.update_critic, shards, config=self.config, totals=totals).metrics
+
+    def save(self, directory: str) -> None:
+        self.workers.call(MegatronWorker.save_checkpoint, "critic", directory)
+
+    def load(self, directory: str) -> None:
+        self.workers.call(MegatronWorker.load_checkpoint, "critic", directory)
+
+
+@dataclass(frozen=True)
+class MegatronRewardModel:
+    workers: WorkerGroup
+
+    def scores(self, batch: PlacedBatch) -> np.ndarray:
+        """[S] float64, of every sample."""
+        computed = self.workers.call(MegatronWorker.compute_scores, batch.shards("reward_model", TOKENS))
+        return computed.samples["scores"].astype(np.float64)
+
+
+def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:
+    """Per mini-batch, over all ranks: tokens that count in the loss, and sequences with at least one."""
+    totals = []
+    for mini_batch in range(plan.num_mini_batches):
+        rows = [row for rank in plan.micro_batches for micro_batch in rank[mini_batch] for row in micro_batch]
+        counts = num_loss_tokens_S[rows]
+        totals.append({"num_loss_tokens": int(counts.sum()), "num_sequences": int(np.count_nonzero(counts))})
+    return totals

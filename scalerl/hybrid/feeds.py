@@ -1,0 +1,50 @@
+"""Which trainer ranks feed which rollout server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scalerl.servers.replica import Replica
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The trainer ranks that feed one replica; ranks[0] talks to its server. index: of the replica."""
+
+    index: int
+    replica: Replica
+    ranks: tuple[int, ...]
+
+    @property
+    def lead(self) -> int:
+        return self.ranks[0]
+
+
+def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
+    """Per replica, the trainer rank that makes the bucket of each of its engine ranks; the first talks to the server.
+
+    Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world). On a
+    GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
+    """
+    feeds, first = [], 0
+    for replica in replicas:
+        feeds.append(tuple((first + rank) % world_size for rank in range(replica.tp_size)))
+        first += replica.tp_size
+    return feeds
+
+
+def plan_leads(num_replicas: int, world_size: int) -> list[int]:
+    """Per replica, the one trainer rank that sends to it: far apart, so that nodes and data-parallel copies share."""
+    if num_replicas <= world_size:
+        return [index * world_size // num_replicas for index in range(num_replicas)]
+    return [index % world_size for index in range(num_replicas)]
+
+
+def feeds_of(transport: str, replicas: Sequence[Replica], world_size: int) -> list[Feed]:
+    """transport: shared: the ranks on a server's devices; broadcast, disk: one rank a server."""
+    if transport == "shared":
+        ranks = plan_feeds(replicas, world_size)
+    else:
+        ranks = [(lead,) for lead in plan_leads(len(replicas), world_size)]
+    return [Feed(index, *of) for index, of in enumerate(zip(replicas, ranks, strict=True))]

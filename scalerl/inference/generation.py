@@ -1,0 +1,286 @@
+"""Prompts of a file -> responses, by rollout servers that are started for it and replaced when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.processes import Processes, leased
+from scalerl.config import GenerationConfig
+from scalerl.controller.sampling.worker import sample_seed
+from scalerl.data.messages import check_messages
+from scalerl.data.problems import DataError, FileProblems
+from scalerl.data.prompt_tokens import tokenize
+from scalerl.data.tables import FileTable
+from scalerl.data.truncation import truncate
+from scalerl.inference.parts import Parts
+from scalerl.rollout.generation import generate_samples
+from scalerl.rollout.overrides import override_sampling
+from scalerl.rollout.server_choice import max_in_flight
+from scalerl.servers.purpose import GENERATION
+from scalerl.servers.recovery import LostServer, Recovery, Replacements
+from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
+from scalerl.servers.server_set import ServerSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FINISH_REASONS = "finish_reasons"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """row: number over all files."""
+
+    row: int
+    input_ids: list[int]
+    sampling: SamplingParams
+
+
+def read_prompts(
+    tables: Sequence[FileTable], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Of every row. Raises DataError with the problems of the first file that has any."""
+    prompts: list[Prompt] = []
+    for file in tables:
+        problems = FileProblems(file.name)
+        column = cfg.data.prompt_key
+        for chunk in file.chunks([column], problems, optional=["extra_info"]):
+            checked = [check_messages(values[column], row, column, problems) for row, values in chunk]
+            messages = [found for found in checked if found is not None]
+            if problems:
+                # From here on rows are only checked.
+                continue
+            for (row, values), tokens in zip(chunk, tokenize(tokenizer, messages), strict=True):
+                input_ids = _input_ids(tokens, row, cfg, problems)
+                sampling = _sampling(values.get("extra_info"), row, cfg, problems)
+                if input_ids is not None and sampling is not None:
+                    prompts.append(Prompt(file.first + row, input_ids, sampling))
+            if problems.full:
+                break
+        problems.raise_if_any()
+    return prompts
+
+
+def _input_ids(tokens: np.ndarray | str, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
+    place = {"row": row, "column": cfg.data.prompt_key}
+    limit = cfg.rollout.prompt_length
+    if isinstance(tokens, str):
+        found = f"messages that the chat template refuses ({tokens})"
+        problems.add(found, "correct the messages, or use another template", **place)
+        return None
+    if not len(tokens):
+        problems.add("messages that the chat template renders to nothing", "correct it", **place)
+        return None
+    if len(tokens) <= limit:
+        return tokens.tolist()
+    if cfg.data.truncation == "error":
+        problems.add(
+            f"a prompt longer than rollout.prompt_length={limit} tokens",
+            "raise it, or set data.truncation=left|right|middle",
+            **place,
+            value=f"{len(tokens)} tokens",
+        )
+        return None
+    return [int(token) for token in truncate(tokens.tolist(), limit, cfg.data.truncation)]
+
+
+def _sampling(
+    extra_info: dict | None, row: int, cfg: GenerationConfig, problems: FileProblems
+) -> SamplingParams | None:
+    config = cfg.rollout
+    base = SamplingParams(
+        config.response_length, config.temperature, config.top_p, config.top_k, ignore_eos=config.ignore_eos
+    )
+    try:
+        return override_sampling(base, extra_info, f"row {row}", max_new_tokens_key="rollout.response_length")
+    except ValueError as error:
+        problems.add(str(error), "correct it", column="extra_info")
+        return None
+
+
+class GenerationServers:
+    """They serve the model's files, so one that is restarted needs nothing else."""
+
+    def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
+        """Starts them; `wait_ready` returns when they answer."""
+        max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
+        self.clients = ClientSettings(
+            GENERATION, max_model_len, cfg.rollout.request_timeout_s, max_in_flight(cfg.rollout.max_num_seqs)
+        )
+        self.servers = ServerSet(
+            GENERATION,
+            pool,
+            cfg.model,
+            cfg.rollout,
+            gpu_ids=None,
+            max_model_len=max_model_len,
+            log_dir=log_dir,
+            timeout_s=cfg.trainer.timeout_s,
+            owns_devices=True,
+            # This process is the one that asks them.
+            single_node=pool.node_ids() == {ray.get_runtime_context().get_node_id()},
+        )
+        self.num_resubmitted = 0
+
+    def wait_ready(self) -> None:
+        """Raises ServerStartError with the last log lines of one that does not start."""
+        self.servers.wait_ready()
+
+    @asynccontextmanager
+    async def replaced(self) -> AsyncIterator[Replacements]:
+        """Lost servers come back while the block runs, which may end before they have."""
+        replacements = Replacements(self.clients, self.servers.replicas)
+        restarting = asyncio.create_task(self._replace_lost(replacements))
+        try:
+            yield replacements
+        finally:
+            restarting.cancel()
+
+    async def _replace_lost(self, replacements: Replacements) -> None:
+        while lost := await replacements.next_lost():
+            try:
+                successors = await _in_thread(partial(self._successors, lost))
+            except Exception as error:
+                await replacements.give_up(error)
+                return
+            replacements.put(successors)
+            await replacements.in_service(successors)
+
+    def _successors(self, lost: list[LostServer]) -> dict[int, Replica]:
+        return self.servers.restart_down() if self.servers.end_lost(lost) else {}
+
+    def leave(self) -> None:
+        """No other run has them: they serve this model's files."""
+        self.stop()
+
+    def stop(self) -> None:
+        self.servers.stop()
+
+
+def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """A daemon's: nothing waits for a restart that is under way when the work is done."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="restart", daemon=True).start()
+    return asyncio.wrap_future(done)
+
+
+@contextmanager
+def generation_servers(
+    cfg: GenerationConfig, device: str, log_dir: Path, processes: Processes | None = None
+) -> Iterator[GenerationServers]:
+    """They end with the block; their devices go back to `processes`."""
+    trainer = cfg.trainer
+    with ExitStack() as stack:
+        num_workers = trainer.nnodes * trainer.n_gpus_per_node
+        lease = stack.enter_context(leased(processes, num_workers=num_workers, device=device, log_dir=log_dir))
+        pool = lease.pool(
+            nnodes=trainer.nnodes,
+            devices_per_node=trainer.n_gpus_per_node,
+            device=device,
+            timeout_s=trainer.timeout_s,
+        )
+        servers = lease.add(GenerationServers(cfg, pool, log_dir))
+        servers.wait_ready()
+        yield servers
+
+
+def generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: GenerationServers,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    stop: Callable[[], bool],
+) -> bool:
+    """Makes the parts that are missing; False when `stop` ended it between two of them."""
+    return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
+
+
+async def _generate(
+    cfg: GenerationConfig,
+    prompts: Sequence[Prompt],
+    parts: Parts,
+    servers: GenerationServers,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Callable[[], bool],
+) -> bool:
+    todo = parts.missing()
+    num_done = parts.num_batches - len(todo)
+    async with servers.replaced() as replacements:
+        for batch in todo:
+            if stop():
+                return False
+            began = time.monotonic()
+            requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
+            serving = await replacements.serving()
+            recovery = Recovery(replacements, serving)
+            clients = [replacements.clients[index] for index in serving]
+            outputs = await generate_samples(clients, requests, recovery=recovery)
+            servers.num_resubmitted += recovery.num_samples
+            parts.write(batch, _columns(outputs, cfg, tokenizer))
+            num_done += 1
+            num_tokens = sum(len(output.output_ids) for output in outputs)
+            print(
+                f"batch {num_done}/{parts.num_batches}  rows {parts.rows(batch)[0]} to {parts.rows(batch)[-1]}  "
+                f"{num_tokens} tokens  {num_tokens / (time.monotonic() - began):.0f} tok/s",
+                flush=True,
+            )
+    return True
+
+
+def _request(prompt: Prompt, cfg: GenerationConfig) -> GenerateRequest:
+    n, seed = cfg.data.n_samples, cfg.rollout.seed
+    seeds = [sample_seed(seed, 0, prompt.row, sample) for sample in range(n)]
+    return GenerateRequest(prompt.row, prompt.input_ids, n, prompt.sampling, seeds)
+
+
+def _columns(
+    outputs: Sequence[GenerateOutput], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, pa.Array]:
+    """outputs: n of each prompt, in order."""
+    n = cfg.data.n_samples
+    texts = [str(tokenizer.decode(output.output_ids, skip_special_tokens=True)) for output in outputs]
+    reasons = [output.finish_reason for output in outputs]
+
+    def lists(values: list[str]) -> pa.Array:
+        return pa.array([values[first : first + n] for first in range(0, len(values), n)], pa.list_(pa.string()))
+
+    return {cfg.data.response_key: lists(texts), FINISH_REASONS: lists(reasons)}
+
+
+def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> None:
+    """Raises DataError where the input has a column of a name that the output needs."""
+    new = {cfg.data.response_key: "rename it, or set data.response_key", FINISH_REASONS: "rename it"}
+    problems = [
+        f"{file.name}: has a column '{name}' already, which the output adds; {advice}"
+        for file in tables
+        for name, advice in new.items()
+        if name in file.table.column_names
+    ]
+    if problems:
+        raise DataError(problems)

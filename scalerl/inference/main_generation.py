@@ -1,0 +1,119 @@
+"""`python -m scalerl.inference.main_generation KEY=VALUE ...`: responses to prompts. `scalerl generate` is the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalerl.config import GenerationConfig, compose, help_text
+from scalerl.errors import run_main
+from scalerl.runtime.stop import EXIT_REQUEUE, StopRequest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from scalerl.inference.generation import Prompt
+    from scalerl.inference.parts import Fingerprint
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when the output is there, 75 when the run was asked to stop early and goes on when it is started again."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in arguments or "-h" in arguments:
+        print(help_text("generation"))
+        return 0
+    dry_run = "--dry-run" in arguments
+    cfg = compose("generation", [argument for argument in arguments if argument != "--dry-run"])
+    stop = StopRequest()
+
+    # Imported here: --help and configuration errors must not wait for them.
+    from scalerl.inference.generation import generate, generation_servers
+    from scalerl.inference.parts import Parts, is_complete, remove_parts
+
+    inputs = check_generation(cfg)
+    output = Path(cfg.data.output_path).expanduser()
+    if is_complete(output, inputs.fingerprint):
+        if not dry_run:
+            remove_parts(output)
+        print(f"{output} is there already, made with these settings.")
+        return 0
+    if dry_run:
+        print("Everything checked; --dry-run starts nothing.")
+        return 0
+    with stop.listening(), Parts(output, inputs.fingerprint, len(inputs.prompts), cfg.data.batch_size) as parts:
+        if todo := parts.missing():
+            print(
+                f"{len(inputs.prompts)} prompts x {cfg.data.n_samples} responses in {parts.num_batches} batches, "
+                f"{parts.num_batches - len(todo)} of them done before",
+                flush=True,
+            )
+            logs = parts.directory.absolute() / "logs"
+            with generation_servers(cfg, inputs.device, logs) as servers:
+                done = generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
+            if not done:
+                print(f"stopped; the same command goes on from {parts.directory}")
+                return EXIT_REQUEUE
+            if servers.num_resubmitted:
+                print(f"{servers.num_resubmitted} responses were asked again, their servers were lost")
+        parts.finish(inputs.table)
+    print(f"responses in {output}")
+    return 0
+
+
+@dataclass(frozen=True)
+class GenerationInputs:
+    table: pa.Table
+    prompts: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: Fingerprint
+    device: str
+
+
+def check_generation(cfg: GenerationConfig) -> GenerationInputs:
+    """Raises ConfigError with every violation that was found."""
+    from scalerl.data import load_tokenizer
+    from scalerl.data.chat import require_chat_template
+    from scalerl.data.files import resolve_files
+    from scalerl.data.tables import joined, output_problems, read_tables
+    from scalerl.inference.generation import check_new_columns, read_prompts
+    from scalerl.inference.parts import fingerprint
+    from scalerl.runtime.checks import Findings
+    from scalerl.runtime.device import resolve_device
+    from scalerl.servers.context_length import check_context_length
+    from scalerl.servers.engines import ENGINES
+
+    findings = Findings()
+    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
+    findings.run(
+        partial(check_context_length, cfg.model.path, max_model_len, "rollout.prompt_length + rollout.response_length")
+    )
+    tp_size = cfg.rollout.tensor_model_parallel_size
+    findings.violations.extend(
+        ENGINES[cfg.rollout.name].served_model_violations(cfg.model.path, "rollout.tensor_model_parallel_size", tp_size)
+    )
+    tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    if tokenizer is not None:
+        findings.run(lambda: require_chat_template(tokenizer))
+    files = findings.run(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
+    tables = table = prompts = None
+    if files is not None:
+        findings.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
+        tables = findings.run(lambda: read_tables(files, cfg.data.max_samples))
+    if tables is not None:
+        findings.run(lambda: check_new_columns(tables, cfg))
+        table = findings.run(lambda: joined(tables))
+        if tokenizer is not None and tokenizer.chat_template:
+            prompts = findings.run(lambda: read_prompts(tables, cfg, tokenizer))
+    findings.raise_if_any()
+    assert table is not None and prompts is not None and tokenizer is not None and files is not None
+    return GenerationInputs(table, prompts, tokenizer, fingerprint(cfg, files), device)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

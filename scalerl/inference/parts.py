@@ -1,0 +1,174 @@
+"""What a generation has so far, beside its output: a run that was killed goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalerl.config import GenerationConfig, flatten
+from scalerl.data.files import DataFile
+from scalerl.data.tables import with_columns, write_table
+from scalerl.errors import UserError
+from scalerl.runtime.directory_lock import directory_lock
+
+# Under this key the schema of the output keeps the fingerprint.
+METADATA_KEY = b"scalerl.generate"
+FINGERPRINT = "fingerprint.json"
+# Settings that change no response: where it runs, how fast, and what the fingerprint has the contents of.
+NOT_IN_FINGERPRINT = (
+    "trainer.",
+    "data.path",
+    "data.output_path",
+    "data.cache_dir",
+    "model.path",
+    "rollout.num_replicas",
+    "rollout.tensor_model_parallel_size",
+    "rollout.gpu_memory_utilization",
+    "rollout.max_num_seqs",
+    "rollout.start_timeout_s",
+    "rollout.request_timeout_s",
+    "rollout.max_restarts",
+)
+_EDGE_BYTES = 2**20
+
+Fingerprint = dict[str, Any]
+
+
+class GenerationError(UserError):
+    """An output, or what a run left beside it, that does not go with this run."""
+
+
+def fingerprint(cfg: GenerationConfig, inputs: Sequence[DataFile]) -> Fingerprint:
+    """Of all that the responses depend on. Raises OSError for a file that cannot be read."""
+    settings = {key: value for key, value in flatten(cfg).items() if not key.startswith(NOT_IN_FINGERPRINT)}
+    return settings | {
+        "rows of data.path": _digest(Path(file.path) for file in inputs),
+        "files of model.path": _digest(
+            (path for path in sorted(Path(cfg.model.path).expanduser().iterdir()) if path.is_file()), names=True
+        ),
+    }
+
+
+def _digest(paths: Any, *, names: bool = False) -> str:
+    """Of sizes, and of the contents: of a file over 2 MiB, which holds weights, first and last MiB where `names`."""
+    total = hashlib.sha256()
+    for path in paths:
+        size = path.stat().st_size
+        total.update(f"{path.name if names else ''} {size}\n".encode())
+        with path.open("rb") as file:
+            if names and size > 2 * _EDGE_BYTES:
+                total.update(file.read(_EDGE_BYTES))
+                file.seek(-_EDGE_BYTES, os.SEEK_END)
+            while block := file.read(_EDGE_BYTES):
+                total.update(block)
+    return total.hexdigest()[:16]
+
+
+def is_complete(output: Path, wanted: Fingerprint) -> bool:
+    """Whether the output is there, made as wanted. Raises GenerationError for another file."""
+    if not output.exists():
+        return False
+    try:
+        found = (pq.read_schema(output).metadata or {}).get(METADATA_KEY)
+    except (pa.ArrowException, OSError):
+        found = None
+    if found is None:
+        raise GenerationError(
+            f"data.output_path = {output}: exists, and is no output of scalerl generate; move it away"
+        )
+    if different := _differences(json.loads(found), wanted):
+        raise GenerationError(
+            f"data.output_path = {output}: exists, of other settings: {different}; give another data.output_path, or "
+            "move the file away"
+        )
+    return True
+
+
+class Parts:
+    """The finished batches of one output, in OUTPUT.parts. A context manager: one run at a time has it.
+
+    Batch i has the responses of rows i * batch_size and on.
+    """
+
+    def __init__(self, output: Path, wanted: Fingerprint, num_rows: int, batch_size: int) -> None:
+        """Raises DirectoryInUseError when another run has the directory, GenerationError when other settings left
+        something there."""
+        self.output, self.wanted = output, wanted
+        self.num_rows, self.batch_size = num_rows, batch_size
+        self.directory = parts_directory(output)
+        with ExitStack() as stack:
+            stack.enter_context(directory_lock(self.directory, f"data.output_path = {output}"))
+            self._check()
+            self._held = stack.pop_all()
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def _check(self) -> None:
+        path = self.directory / FINGERPRINT
+        if not path.exists():
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(self.wanted, indent=2) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+        elif different := _differences(json.loads(path.read_text(encoding="utf-8")), self.wanted):
+            raise GenerationError(
+                f"{self.directory} has responses of other settings: {different}; give those to go on with them, give "
+                "another data.output_path, or delete the directory"
+            )
+
+    def rows(self, batch: int) -> range:
+        return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows))
+
+    @property
+    def num_batches(self) -> int:
+        return -(-self.num_rows // self.batch_size)
+
+    def missing(self) -> list[int]:
+        """Batches that are not done."""
+        return [batch for batch in range(self.num_batches) if not self._path(batch).exists()]
+
+    def write(self, batch: int, columns: Mapping[str, pa.Array]) -> None:
+        """columns: an entry for each of rows(batch). Whole or not there."""
+        assert {len(column) for column in columns.values()} == {len(self.rows(batch))}
+        write_table(pa.table(dict(columns)), self._path(batch))
+
+    def finish(self, table: pa.Table) -> pa.Table:
+        """Writes the input's table with the columns of all parts to the output; the parts are gone then."""
+        parts = pa.concat_tables([pq.read_table(self._path(batch)) for batch in range(self.num_batches)])
+        whole = with_columns(table, {name: parts[name] for name in parts.column_names})
+        metadata = (table.schema.metadata or {}) | {METADATA_KEY: json.dumps(self.wanted).encode()}
+        write_table(whole.replace_schema_metadata(metadata), self.output)
+        remove_parts(self.output)
+        return whole
+
+    def _path(self, batch: int) -> Path:
+        return self.directory / f"part-{batch:06d}.parquet"
+
+
+def parts_directory(output: Path) -> Path:
+    return output.with_name(f"{output.name}.parts")
+
+
+def remove_parts(output: Path) -> None:
+    """What a run that was killed between writing the output and this may have left."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(parts_directory(output))
+
+
+def _differences(found: Fingerprint, wanted: Fingerprint) -> str:
+    """Key by key, what is there and what is asked for."""
+    keys = [key for key in dict.fromkeys([*wanted, *found]) if found.get(key) != wanted.get(key)]
+    return "; ".join(f"{key} {found.get(key)} there, {wanted.get(key)} here" for key in keys)

@@ -1,0 +1,142 @@
+"""The checksums that a rollout server's weights must have, made from Hugging Face tensors while they stream by.
+
+Where an engine keeps which tensor is the engine's to know (`Placement`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """16 hex digits over the tensor's bytes, equal to SGLang's: SHA-256 cut to 8 bytes on CPU, its own hash on CUDA."""
+    if tensor.is_cuda:
+        from sglang.srt.managers.mm_utils import tensor_hash
+
+        return f"{tensor_hash(tensor):016x}"
+    digest = hashlib.sha256()
+    _hash_into(digest, tensor)
+    return digest.hexdigest()[:16]
+
+
+def _hash_into(digest: Any, tensor: Tensor) -> None:
+    data = tensor.detach().contiguous()
+    if data.nbytes:
+        # Not through numpy(): it would forbid the storage to be resized, which is how a parameter leaves its device.
+        digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Hugging Face tensor goes: part `position` of the `count` that make up the server's parameter `name`."""
+
+    name: str
+    position: int = 0
+    count: int = 1
+
+
+class _Parameter:
+    """One parameter of one server rank, hashed part by part in the order of its memory.
+
+    A part that comes before its turn is kept as a copy, since the sender may reuse its buffer. CUDA's hash is of whole
+    tensors, so there all parts are kept until the last has come.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.checksum: str | None = None
+        self._digest = hashlib.sha256()
+        self._next = 0
+        self._kept: dict[int, Tensor] = {}
+
+    @property
+    def missing(self) -> list[int]:
+        return [position for position in range(self._next, self.count) if position not in self._kept]
+
+    def add(self, position: int, part: Tensor) -> None:
+        if part.is_cuda and self.count > 1:
+            self._kept[position] = part.clone()
+            if len(self._kept) == self.count:
+                self.checksum = tensor_checksum(torch.cat([self._kept[i].flatten() for i in range(self.count)]))
+                self._kept.clear()
+                self._next = self.count
+            return
+        if position != self._next:
+            self._kept[position] = part.clone()
+            return
+        if part.is_cuda:
+            self.checksum = tensor_checksum(part)
+            self._next = 1
+            return
+        _hash_into(self._digest, part)
+        self._next += 1
+        while self._next in self._kept:
+            _hash_into(self._digest, self._kept.pop(self._next))
+            self._next += 1
+        if self._next == self.count:
+            self.checksum = self._digest.hexdigest()[:16]
+
+
+class Placement(Protocol):
+    """Where an engine keeps a Hugging Face tensor. num_ranks: of a server."""
+
+    num_ranks: int
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
+        """(rank, place, what that rank has of it) on every rank that has some."""
+        ...
+
+
+class AsSent:
+    """One rank that keeps every tensor under its own name."""
+
+    num_ranks = 1
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
+        yield 0, Place(name), tensor
+
+
+class ExpectedChecksums:
+    """What `RolloutClient.checksums` must answer once a stream of Hugging Face tensors is loaded.
+
+    Parts are hashed as they come by: a stream in the order of the family's table is never copied on a CPU.
+    """
+
+    def __init__(self, placement: Placement, dtype: torch.dtype | None = None) -> None:
+        """dtype: what the engine stores; None: as the tensors come."""
+        self._placement, self._dtype = placement, dtype
+        self._ranks: list[dict[str, _Parameter]] = [{} for _ in range(placement.num_ranks)]
+
+    def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named_tensors:
+            tensor = tensor.detach() if self._dtype is None else tensor.detach().to(self._dtype)
+            for rank, place, part in self._placement.parts(name, tensor):
+                self._ranks[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
+
+    def result(self) -> list[dict[str, str]]:
+        """Per engine rank {server's parameter name: checksum}. ValueError when a part of a fused one is missing."""
+        missing = {name: p.missing[:8] for name, p in self._ranks[0].items() if p.checksum is None}
+        if missing:
+            raise ValueError(f"expected checksums: parts of fused parameters were not sent: {missing}")
+        return [{name: str(parameter.checksum) for name, parameter in rank.items()} for rank in self._ranks]
+
+
+def checksum_differences(expected: Sequence[dict[str, str]], actual: Sequence[dict[str, str]]) -> list[str]:
+    """One line per parameter that differs, is missing or too many; empty when the server has exactly these weights."""
+    if len(expected) != len(actual):
+        return [f"{len(actual)} engine ranks answered, {len(expected)} expected"]
+    lines = []
+    for rank, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        for name in sorted(want.keys() | got.keys()):
+            if want.get(name) != got.get(name):
+                lines.append(
+                    f"rank {rank} {name}: trainer {want.get(name, 'absent')}, server {got.get(name, 'absent')}"
+                )
+    return lines

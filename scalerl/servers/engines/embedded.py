@@ -1,0 +1,60 @@
+"""The embedded engine: transformers on a CPU. It repeats every draw from the sample's own seed."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from scalerl.servers.context_length import check_context_length
+from scalerl.servers.engines.base import Command, Engine, Launch
+from scalerl.servers.requests import GenerateRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.servers.checksums import ExpectedChecksums
+    from scalerl.servers.weights import Bucket
+    from scalerl.servers.wire import Slot
+
+
+class EmbeddedEngine(Engine):
+    name = "embedded"
+
+    def command(self, launch: Launch) -> Command:
+        check_context_length(launch.model_path, launch.max_model_len)
+        command = [sys.executable, "-m", "scalerl.servers.embedded.server", "--model-path", launch.model_path]
+        command += ["--host", launch.host, "--port", str(launch.port), "--device", launch.device]
+        command += ["--dtype", launch.config.dtype, "--max-model-len", str(launch.max_model_len)]
+        command += ["--max-batch-size", str(launch.config.max_num_seqs)]
+        env = {"OMP_NUM_THREADS": "1"}
+        if launch.device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        elif launch.gpu_ids is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpu_ids))
+        return command + (["--trust-remote-code"] if launch.trust_remote_code else []), env
+
+    def num_ranks(self, tp_size: int) -> int:
+        return 1
+
+    def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
+        if slot.seed is None:
+            raise ValueError(f"request {request.request_id!r}: the embedded engine needs seeds, one per sample")
+        # The counter goes on where it was, so that an interruption does not change what is drawn.
+        position = {"sampling_seed": slot.seed, "sampling_position": len(slot.output_ids)}
+        return super().sampling_params(request, slot) | position
+
+    def serialize(self, bucket: Bucket) -> str:
+        """Text that holds the values."""
+        import safetensors.torch
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.named}
+        return base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
+
+    def expected_checksums(
+        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+    ) -> ExpectedChecksums:
+        from scalerl.servers.checksums import AsSent, ExpectedChecksums
+
+        return ExpectedChecksums(AsSent(), dtype)

@@ -1,0 +1,222 @@
+"""SGLang: its command line, its requests, how it takes weights and what it cannot serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalerl.config import server_violations
+from scalerl.config.rules.base import divisors_text
+from scalerl.servers.context_length import check_context_length
+from scalerl.servers.engines.base import Command, Engine, Launch
+from scalerl.servers.requests import GenerateRequest
+from scalerl.servers.sglang.cpu_shim import shim_environment
+from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
+
+if TYPE_CHECKING:
+    import torch
+
+    from scalerl.config.schema import ServerConfig
+    from scalerl.families import ModelShape
+    from scalerl.servers.checksums import ExpectedChecksums
+    from scalerl.servers.weights import Bucket
+    from scalerl.servers.wire import Slot
+
+# Of the machine's memory, an upper bound for weights and KV cache; in practice max_total_tokens limits the cache.
+CPU_MEM_FRACTION_STATIC = 0.5
+# SGLang keeps the last tokens of a context for itself: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
+CONTEXT_SLACK = 8
+# Reads buckets out of memory that the trainer's ranks write.
+MAPPED_LOADER = "scalerl.servers.mapped.load"
+# Mixtures whose experts it holds as `sglang.placement` says; shown on a CPU by tests/sglang/test_sync_mixture.py.
+MIXTURES = ("qwen3_moe", "mixtral")
+# Of its arguments those that decide which rank holds which expert, and how.
+EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
+
+
+class SGLangEngine(Engine):
+    name = "sglang"
+    # One more token comes after the abort, and whether it ends the sample was not looked at.
+    undone_by_abort = 1
+
+    def command(self, launch: Launch) -> Command:
+        """`engine_kwargs["sglang"]` has the last word: a value replaces ours, true is a bare flag, null or false drops
+        the argument, a list gives several values."""
+        check_context_length(launch.model_path, launch.max_model_len)
+        config, on_cpu = launch.config, launch.device == "cpu"
+        arguments: dict[str, Any] = {
+            "model_path": launch.model_path,
+            "host": launch.host,
+            "port": launch.port,
+            "tp_size": config.tensor_model_parallel_size,
+            "dtype": config.dtype,
+            "context_length": launch.max_model_len + CONTEXT_SLACK,
+            "max_running_requests": config.max_num_seqs,
+            "random_seed": launch.seed,
+            # Numeric from the start, so that every sample's version parses; `RolloutClient.set_policy_version`
+            # changes it.
+            "weight_version": "0",
+            "log_level": "warning",
+            "skip_server_warmup": True,
+            # A model's generation_config.json may ask for a repetition penalty; the policy is the model alone.
+            "sampling_defaults": "openai",
+            "trust_remote_code": launch.trust_remote_code,
+            # Answers are streams, so that each sample comes when it is finished; of its tokens only the first comes
+            # before.
+            "stream_interval": 2**30,
+        }
+        # /health without a generated token: a probe must not wait behind a full batch.
+        env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        # The model is a directory.
+        env["HF_HUB_OFFLINE"] = "1"
+        # The slack may lie beyond the model's positions: no token ever gets there.
+        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        if on_cpu:
+            arguments |= _cpu_arguments(config, launch.max_model_len)
+            env |= _cpu_environment(config.tensor_model_parallel_size)
+        else:
+            arguments["mem_fraction_static"] = config.gpu_memory_utilization
+            arguments["enable_memory_saver"] = launch.releases_memory
+            if launch.gpu_ids is not None:
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
+        arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
+        if on_cpu:
+            # Ours as well as the user's.
+            arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
+        return [sys.executable, "-m", "scalerl.servers.sglang.launch", *_flags(arguments)], env
+
+    def num_ranks(self, tp_size: int) -> int:
+        return tp_size
+
+    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
+        body = super().generate_body(request, slots)
+        if not request.progress:
+            # It computes the prompt of n equal samples once.
+            body["input_ids"] = request.input_ids
+            body["sampling_params"] = self.sampling_params(request, slots[0]) | {"n": len(slots)}
+        return body
+
+    def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
+        return super().sampling_params(request, slot) | {"skip_special_tokens": False}
+
+    def serialize(self, bucket: Bucket) -> str:
+        """Text with a one-shot handle of shared memory (CPU) or of device memory (CUDA), which holds no values; a
+        bucket that lies in mapped memory is not copied.
+
+        The memory is freed when the server has read it; on a CPU it lives until this process ends if it never does.
+        """
+        from scalerl.servers.weights import flattened_text
+
+        return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
+
+    def update_fields(self, load_format: str) -> dict[str, Any]:
+        return {"load_format": load_format}
+
+    def expected_checksums(
+        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+    ) -> ExpectedChecksums:
+        from scalerl.servers.checksums import ExpectedChecksums
+        from scalerl.servers.sglang.placement import SGLangPlacement
+
+        return ExpectedChecksums(SGLangPlacement(model_config, tp_size), dtype)
+
+    def trained_model_violations(
+        self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
+    ) -> Iterator[str]:
+        # On a GPU it repeats heads that are fewer than its ranks; on a CPU it adds some, which no checksum knows.
+        tp_size, kv_heads = config.tensor_model_parallel_size, shape.num_kv_heads
+        if device == "cpu" and tp_size > kv_heads and verify_weights_every:
+            yield (
+                f"{section}.tensor_model_parallel_size = {tp_size}: the checksums of an SGLang server on a CPU are not "
+                f"known with more ranks than the model's {kv_heads} key/value heads; set one of "
+                f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
+            )
+        if shape.num_experts:
+            yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+
+    def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
+        try:
+            config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            # The server says what is wrong with the directory.
+            return
+        config = config.get("text_config") or config
+        heads = config.get("num_attention_heads")
+        if isinstance(heads, int) and heads > 0:
+            kv_heads = config.get("num_key_value_heads") or heads
+            yield from server_violations(key, tp_size, {"attention heads": heads}, kv_heads)
+
+
+def _own_arguments(config: ServerConfig) -> dict[str, Any]:
+    return config.engine_kwargs.get(SGLangEngine.name) or {}
+
+
+def _mixture_violations(
+    config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
+) -> Iterator[str]:
+    if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
+        dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
+        yield (
+            f"{section}.name = sglang: SGLang gives every layer of a qwen3_moe model experts, this one "
+            f"has none in layers {', '.join(map(str, dense[:5]))}{'...' if len(dense) > 5 else ''} (mlp_only_layers, "
+            "decoder_sparse_step); it would sample from random weights. Set it to embedded"
+        )
+    if not verify_weights_every:
+        return
+    key = f"{section}.verify_weights_every = {verify_weights_every}: the checksums of an SGLang"
+    if shape.model_type not in MIXTURES:
+        yield (
+            f"{key} server are not known for a {shape.model_type} model (known: dense models and "
+            f"{', '.join(MIXTURES)}); set it to 0"
+        )
+    elif device == "cuda":
+        yield f"{key} server on a GPU are not known for a mixture of experts ({shape.model_type}); set it to 0"
+    moved = sorted(name for name in _own_arguments(config) if name.startswith(EXPERT_ARGUMENTS))
+    if moved:
+        yield (
+            f"{key} server are not known with engine_kwargs.sglang.{moved[0]}, which moves experts or their weights; "
+            "leave it out, or set it to 0"
+        )
+
+
+def _cpu_arguments(config: ServerConfig, max_model_len: int) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": ATTENTION_BACKEND,
+        "sampling_backend": "pytorch",
+        # Overlap hides host work behind the device; here both are the same cores.
+        "disable_overlap_schedule": True,
+        # An idle scheduler polls without pause otherwise: half a core that the trainer needs. Where there are
+        # more ranks the others would still poll.
+        "sleep_on_idle": config.tensor_model_parallel_size == 1,
+        "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
+        "max_total_tokens": config.max_num_seqs * (max_model_len + CONTEXT_SLACK),
+    }
+
+
+def _cpu_environment(tp_size: int) -> dict[str, str]:
+    # A machine may have a GPU and be told not to use it.
+    env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
+    if allowed := os.environ.get("SGLANG_PLUGINS"):
+        # The user's list of plugins that SGLang may load, which has the attention backend then too.
+        env["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
+    if tp_size > 1:
+        # One core per rank; without it SGLang wants a NUMA node for each.
+        cores = sorted(os.sched_getaffinity(0))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    return env
+
+
+def _flags(arguments: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return flags

@@ -1,0 +1,252 @@
+"""`RolloutServer`: one supervised server process and the address it answers on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from scalerl.errors import UserError
+from scalerl.servers.access import KEY_VARIABLE, new_key
+from scalerl.servers.purpose import POLICY, Purpose
+from scalerl.servers.supervise import descendants
+
+# A server must not join the process group of the rank that starts it.
+RENDEZVOUS_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+LOG_TAIL_LINES = 30
+POLL_INTERVAL_S = 0.2
+STOP_TIMEOUT_S = 45.0
+# In which a supervisor notices that its server has ended.
+END_NOTICE_S = 2.0
+PORT_START_ATTEMPTS = 3
+ADDRESS_IN_USE = "address already in use"
+
+
+class ServerStartError(UserError, RuntimeError):
+    """A rollout server that ended or stayed silent while it started. The message ends with its own last log lines."""
+
+
+class ReservedPort:
+    """A TCP port that is held by a bound socket until `release()`."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        # Below the range from which the kernel picks ports for outgoing connections: between release() and the server's
+        # bind lie seconds of imports, in which such a connection could take the port.
+        ephemeral_low = _ephemeral_port_low()
+        candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
+        for port in (*candidates, 0):
+            self._socket = socket.socket(address_family(host), socket.SOCK_STREAM)
+            try:
+                self._socket.bind((host, port))
+            except OSError:
+                self._socket.close()
+                continue
+            self.port: int = self._socket.getsockname()[1]
+            return
+        raise OSError(
+            f"no free TCP port on {host}: 64 ports below {ephemeral_low} and the kernel's own choice are taken"
+        )
+
+    def release(self) -> None:
+        self._socket.close()
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """host: an address as numbers, IPv6 without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _ephemeral_port_low() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError):
+        return 32768
+
+
+class RolloutServer:
+    """A server command under `servers.supervise`: it and all it starts end with this process, however that ends.
+
+    url: where it will answer, such as http://127.0.0.1:30000.  env: variables added to this process's environment.
+    purpose: for errors.  key: a new one, which every request must carry (`servers.access`).
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        url: str,
+        log_path: str | Path,
+        start_timeout_s: float = 600.0,
+        purpose: Purpose = POLICY,
+    ) -> None:
+        self.command = list(command)
+        self.env = dict(env)
+        self.url = url
+        self.key = new_key()
+        self.log_path = Path(log_path)
+        self.start_timeout_s, self.purpose = start_timeout_s, purpose
+        self._supervisor: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process and return; `wait_ready` follows."""
+        if self._supervisor is not None:
+            raise RuntimeError(f"{self.purpose.who} {self.url} was started already; make a new RolloutServer")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.write_bytes(b"")
+        environment = {name: value for name, value in os.environ.items() if not _is_rendezvous(name)}
+        environment |= self.env | {KEY_VARIABLE: self.key}
+        # The supervisor must import this scalerl, also when it was found by the working directory alone.
+        package_root = str(Path(__file__).resolve().parents[2])
+        paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), package_root]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-m", "scalerl.servers.supervise", "--log", str(self.log_path), "--", *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Return when GET /health answers 200, and it is this server that answers.
+
+        Raises `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
+        start_timeout_s) passes; the server is stopped then.
+        """
+        timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        # Another job's server that took the port first answers too, until this one finds it taken and ends.
+        while not (self._answers() and self._listens()):
+            if not self.alive():
+                raise self._start_error(f"ended with exit code {self.exit_code()} before it was ready")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise self._start_error(
+                    f"was not ready after {timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if its log "
+                    "shows progress"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def alive(self) -> bool:
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    def exit_code(self) -> int | None:
+        """The command's exit code (128 + N after signal N); None while it runs or before it started."""
+        return None if self._supervisor is None else self._supervisor.poll()
+
+    def stop(self) -> None:
+        """Kill the server and everything it started, stopped or not; returns when all of it is gone. May be called
+        twice."""
+        if self._supervisor is None:
+            return
+        # A supervisor that somebody stopped would not see its input close.
+        self._supervisor.send_signal(signal.SIGCONT)
+        if self._supervisor.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._supervisor.stdin.close()
+        try:
+            self._supervisor.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            below = descendants(self._supervisor.pid)
+            self._supervisor.kill()
+            self._supervisor.wait()
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """`stop`. -> how the server ended, and the last lines of its log."""
+        deadline = time.monotonic() + END_NOTICE_S
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+        how = "was still running and was killed" if self.alive() else f"ended with exit code {self.exit_code()}"
+        self.stop()
+        return f"It {how}.\n{self._shown_tail()}"
+
+    def log_tail(self, num_lines: int = LOG_TAIL_LINES) -> list[str]:
+        """The last non-empty lines that the server wrote."""
+        if not self.log_path.exists():
+            return []
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-num_lines:]
+
+    def __enter__(self) -> RolloutServer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+                return response.status == 200
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
+            return False
+
+    def _listens(self) -> bool:
+        """Whether a process of this server listens on its port; True where the system does not tell."""
+        assert self._supervisor is not None
+        port = urllib.parse.urlsplit(self.url).port
+        for pid in descendants(self._supervisor.pid):
+            try:
+                connections = psutil.Process(pid).net_connections("tcp")
+            except psutil.AccessDenied:
+                return True
+            except psutil.NoSuchProcess:
+                continue
+            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections):
+                return True
+        return False
+
+    def _start_error(self, what: str) -> ServerStartError:
+        return ServerStartError(
+            f"{self.purpose.who} {self.url} {what}.\n{self._shown_tail()}\n"
+            f"It was started with: {' '.join(self.command)}"
+        )
+
+    def _shown_tail(self) -> str:
+        tail = self.log_tail()
+        shown = "\n".join(f"  | {line}" for line in tail) if tail else "  | (it wrote nothing)"
+        return f"Last lines of its log {self.log_path}:\n{shown}"
+
+
+def start_on_free_port(
+    make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1", timeout_s: float | None = None
+) -> RolloutServer:
+    """Start `make_server(port)` on a free port and wait until it is ready; retries with another if it got taken."""
+    for attempt in range(1, PORT_START_ATTEMPTS + 1):
+        reserved = ReservedPort(host)
+        try:
+            server = make_server(reserved.port)
+        finally:
+            reserved.release()
+        server.start()
+        try:
+            server.wait_ready(timeout_s)
+            return server
+        except ServerStartError as error:
+            if attempt == PORT_START_ATTEMPTS or ADDRESS_IN_USE not in str(error).lower():
+                raise
+        except BaseException:  # an interrupt must not leave a server behind
+            server.stop()
+            raise
+    raise AssertionError("unreachable")
+
+
+def _is_rendezvous(name: str) -> bool:
+    return name in RENDEZVOUS_VARIABLES or name.startswith("TORCHELASTIC_")

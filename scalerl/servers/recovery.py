@@ -1,0 +1,113 @@
+"""How generations get over the loss of a server.
+
+`Recovery` waits for successors in `Replacements`; whoever restarts servers reads there what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scalerl.servers.replica import ClientSettings, Replica
+
+if TYPE_CHECKING:
+    from scalerl.servers.client import RolloutClient
+    from scalerl.servers.requests import GenerateRequest, RolloutError
+
+
+@dataclass(frozen=True)
+class LostServer:
+    """index: of the replica.  url: of the server that was lost; a successor has another.  why: what was noticed."""
+
+    index: int
+    url: str
+    why: str
+
+
+class Replacements:
+    """The clients of a set of servers, in the event loop of the generations that use them. clients[i]: of replica i;
+    `put` replaces one."""
+
+    def __init__(self, settings: ClientSettings, replicas: Sequence[Replica]) -> None:
+        self.settings = settings
+        self.clients = [settings.client(replica) for replica in replicas]
+        # Index -> a server that has no successor in service yet.
+        self.missing: dict[int, LostServer] = {}
+        # None: nobody is to wait any more.
+        self._news: asyncio.Queue[LostServer | None] = asyncio.Queue()
+        self._returned = asyncio.Condition()
+        # Why no server comes back any more.
+        self._given_up: BaseException | None = None
+
+    async def next_lost(self) -> list[LostServer]:
+        """Those that were lost since the last call; waits until there is one. [] after `close`."""
+        lost = [await self._news.get()]
+        while not self._news.empty():
+            lost.append(self._news.get_nowait())
+        return [server for server in lost if server is not None]
+
+    def close(self) -> None:
+        """Whoever waits for news gets none."""
+        self._news.put_nowait(None)
+
+    async def successor(self, index: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        """Reports the loss, then waits until the successor is in service."""
+        if self.clients[index] is lost and index not in self.missing:
+            self.missing[index] = LostServer(index, lost.url, str(error))
+            self._news.put_nowait(self.missing[index])
+        async with self._returned:
+            await self._returned.wait_for(
+                lambda: self._given_up or (self.clients[index] is not lost and index not in self.missing)
+            )
+        self._raise_if_given_up()
+        return self.clients[index]
+
+    def put(self, successors: Mapping[int, Replica]) -> None:
+        """Restarted servers, which are not in service yet."""
+        for index, replica in successors.items():
+            # A generation may not have noticed the loss; it must not use the successor before it has its weights.
+            self.missing.setdefault(index, LostServer(index, self.clients[index].url, "replaced"))
+            self.clients[index] = self.settings.client(replica)
+
+    async def in_service(self, indices: Iterable[int]) -> None:
+        """They serve the weights that they are to serve: generations that wait for them go on."""
+        async with self._returned:
+            for index in indices:
+                self.missing.pop(index, None)
+            self._returned.notify_all()
+
+    async def give_up(self, error: BaseException) -> None:
+        """No lost server comes back: whoever waits for one raises this."""
+        self._given_up = error
+        async with self._returned:
+            self._returned.notify_all()
+
+    def _raise_if_given_up(self) -> None:
+        if self._given_up is not None:
+            raise self._given_up
+
+    async def serving(self) -> list[int]:
+        """Indices of the servers that are in service; waits for one."""
+        async with self._returned:
+            await self._returned.wait_for(lambda: self._given_up or len(self.missing) < len(self.clients))
+        self._raise_if_given_up()
+        return [index for index in range(len(self.clients)) if index not in self.missing]
+
+
+class Recovery:
+    """`rollout.generation.Recovery` of one generation on some of the servers."""
+
+    def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:
+        """indices[i]: the replica behind the generation's i-th client; None: all, in order."""
+        self.replacements, self.indices = replacements, indices
+        # That were asked again because of their server.
+        self.num_samples = 0
+
+    def resubmitted(self, request: GenerateRequest) -> None:
+        self.num_samples += request.n
+
+    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
+        index = server if self.indices is None else self.indices[server]
+        return await self.replacements.successor(index, lost, error)

@@ -1,0 +1,184 @@
+"""`ServerSet`: the servers of a run for one purpose; lost ones are ended and started again, within a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ray
+
+from scalerl.cluster.ask import values_of
+from scalerl.cluster.pools import ActorSpec, ResourcePool
+from scalerl.config.schema import ModelConfig, ServerConfig
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.host import ReplicaHost, ServerSettings
+from scalerl.servers.process import ServerStartError
+from scalerl.servers.purpose import Purpose
+from scalerl.servers.recovery import LostServer
+from scalerl.servers.replica import Replica
+from scalerl.servers.requests import RolloutError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplicaPlan:
+    """Where one server runs. devices: those of the pool on that node, counted from 0: in the trainer's its ranks'."""
+
+    index: int
+    node: int
+    devices: tuple[int, ...]
+
+    def gpu_ids(self, pool: ResourcePool, by_rank: Sequence[str]) -> list[str]:
+        """What the node calls these devices. by_rank: of each trainer rank, what it calls its own."""
+        return [by_rank[self.node * pool.devices_per_node + device] for device in self.devices]
+
+
+def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]:
+    """Replicas in device order, each on one node. On the trainer's CPUs any number of them, dealt over the nodes."""
+    tp_size = config.tensor_model_parallel_size
+    per_node = max(1, pool.devices_per_node // tp_size)
+    count = config.num_replicas or per_node * pool.nnodes
+    plans = []
+    for index in range(count):
+        node = index // per_node % pool.nnodes
+        start = index % per_node * tp_size
+        plans.append(ReplicaPlan(index, node, tuple(range(start, start + tp_size))))
+    return plans
+
+
+class ServerSet:
+    """One host per replica. replicas: as they answer now; a restarted one has another address.
+
+    The life of a server: started, in service; lost -> ended -> restarted -> what its purpose needs before it serves
+    (the policy's gets the trainer's weights, a judge's has its own) -> in service (`recovery.Replacements`).
+    """
+
+    def __init__(
+        self,
+        purpose: Purpose,
+        pool: ResourcePool,
+        model: ModelConfig,
+        config: ServerConfig,
+        *,
+        gpu_ids: Sequence[str] | None,
+        max_model_len: int,
+        log_dir: Path,
+        timeout_s: float,
+        owns_devices: bool = False,
+        single_node: bool | None = None,
+        synced: bool = False,
+        releases_memory: bool = False,
+        first_step: int = 0,
+    ) -> None:
+        """Starts the servers; `wait_ready` returns when they answer.
+
+        gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers are their owners.
+        owns_devices: the servers take the pool's devices, which nobody else has.
+        first_step: as `server_seed`.  releases_memory: as `Launch`.
+        synced: a trainer gives them weights, so they may be such that served another run.
+        single_node: whether all who talk to them are on their machine; None: whether the pool is one machine.
+        """
+        self.purpose, self.config, self.timeout_s = purpose, config, timeout_s
+        self.max_model_len = max_model_len
+        self.replicas: list[Replica] = []
+        # Index -> how it ended. They have no process until `restart_down`.
+        self.down: dict[int, str] = {}
+        self.num_restarts_of: dict[int, int] = {}
+        self.pool, self.actors = pool, []
+        for plan in plan_replicas(pool, config):
+            launch = Launch(
+                model_path=str(model.path),
+                config=config,
+                device=pool.device,
+                gpu_ids=None if gpu_ids is None else tuple(plan.gpu_ids(pool, gpu_ids)),
+                max_model_len=max_model_len,
+                trust_remote_code=model.trust_remote_code,
+                releases_memory=releases_memory,
+            )
+            settings = ServerSettings(launch, purpose, pool.nnodes == 1 if single_node is None else single_node)
+            num_devices = config.tensor_model_parallel_size if owns_devices else 0
+            spec = ActorSpec(ReplicaHost, plan.node, num_devices, key=(synced, settings.of_process()))
+            self.actors.append(
+                pool.start(
+                    spec,
+                    {"max_concurrency": 2},
+                    plan.index,
+                    settings,
+                    log_dir=str(log_dir.resolve()),
+                    first_step=first_step,
+                )
+            )
+        self.hosts = [one.actor for one in self.actors]
+        self.starting = [host.start.remote() for host in self.hosts]
+
+    @property
+    def num_restarts(self) -> int:
+        """In this run."""
+        return sum(self.num_restarts_of.values())
+
+    def wait_ready(self) -> None:
+        """Raises ServerStartError with the last log lines of a server that does not start."""
+        started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
+        tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
+        self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
+
+    def end(self, index: int, why: str) -> None:
+        """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
+        (how,) = values_of(f"{self.purpose.who} end", [self.hosts[index].end.remote()], self.timeout_s)
+        self._count_down(index, f"{self.purpose.who} {index} was lost: {why}\n{how}")
+
+    def end_lost(self, lost: Sequence[LostServer]) -> bool:
+        """`end` for each that was not replaced or ended meanwhile: the news of a loss may come late. -> whether any was
+        lost that has no successor."""
+        lost = [server for server in lost if self.replicas[server.index].url == server.url]
+        for server in lost:
+            if server.index not in self.down:
+                self.end(server.index, server.why)
+        return bool(lost)
+
+    def restart_down(self) -> dict[int, Replica]:
+        """Starts the servers that are down. -> index: the successor.
+
+        Raises RolloutError when one does not start within its restarts.
+        """
+        restarted = sorted(self.down)
+        while self.down:
+            starting = {index: self.hosts[index].start.remote() for index in self.down}
+            for index, call in starting.items():
+                self.num_restarts_of[index] = self.num_restarts_of.get(index, 0) + 1
+                nth, limit = self.num_restarts_of[index], self.config.max_restarts
+                logger.warning("%s\nRestart %d of at most %d.", self.down[index], nth, limit)
+                try:
+                    ((url, key),) = values_of(f"{self.purpose.who} restart", [call], self.timeout_s)
+                except ServerStartError as error:
+                    self._count_down(index, str(error))
+                    continue
+                del self.down[index]
+                self.replicas[index] = replace(self.replicas[index], url=url, key=key)
+        return {index: self.replicas[index] for index in restarted}
+
+    def leave(self) -> None:
+        """The servers forget the run and wait for another, each with its host."""
+        values_of(f"{self.purpose.who} leave", [host.leave.remote() for host in self.hosts], self.timeout_s)
+        self.pool.keep(self.actors)
+
+    def stop(self) -> None:
+        stopping = [host.stop.remote() for host in self.hosts]
+        for host, call in zip(self.hosts, stopping, strict=True):
+            try:
+                ray.get(call, timeout=20)
+            except Exception as error:
+                logger.warning("%s did not stop by itself: %s", self.purpose.who, error)
+            ray.kill(host)
+
+    def _count_down(self, index: int, how: str) -> None:
+        used, limit = self.num_restarts_of.get(index, 0), self.config.max_restarts
+        if used >= limit:
+            raise RolloutError(
+                f"{how}\nIt was restarted {used} times in this run, {self.purpose.key('max_restarts')}={limit}; raise "
+                "it if the machine is to blame and not the server"
+            )
+        self.down[index] = how

@@ -1,0 +1,156 @@
+"""Where SGLang keeps the tensors of a model, dense or one of the mixtures in `engines.sglang.MIXTURES`.
+
+q, k, v and gate, up are fused, all experts of a layer are in two tensors; heads, MLP widths and vocabulary are cut over
+its ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerl.families import FAMILIES
+from scalerl.servers.checksums import Place
+from scalerl.servers.engines.sglang import MIXTURES
+
+# sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
+VOCAB_PADDING = 64
+# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE: of every MLP's inner width on one rank of a CPU server
+CPU_WIDTH_PADDING = 32
+
+# HF module -> (SGLang's fused module, place in it)
+FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+# Of one expert's gate, up and down matrix: (SGLang's tensor of all experts, place, places per expert)
+EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
+
+_NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias)$")
+_EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
+
+
+class SGLangPlacement:
+    """`checksums.Placement` of one SGLang server."""
+
+    def __init__(self, model_config: Mapping[str, Any], num_ranks: int) -> None:
+        """model_config: the model's config.json."""
+        self._config, self.num_ranks = model_config, num_ranks
+        family = FAMILIES.get(str(model_config.get("model_type")))
+        names = family.expert_names if family else ()
+        # Last part of the name -> place.
+        self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
+
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
+        if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
+            return
+        place, cut = self._place(name)
+        for rank in range(self.num_ranks):
+            yield rank, place, self._shard(cut, tensor, rank)
+
+    def _place(self, name: str) -> tuple[Place, str]:
+        """-> (place, how it is cut over the ranks: see `_shard`)."""
+        of_expert = _EXPERT_NAME.match(name)
+        if of_expert is not None and of_expert["part"] in self._expert_parts:
+            tensor, position, per_expert = self._expert_parts[of_expert["part"]]
+            place = Place(
+                of_expert["prefix"] + tensor,
+                int(of_expert["expert"]) * per_expert + position,
+                self._num_experts * per_expert,
+            )
+            return place, "width_columns" if tensor == "w2_weight" else "width_rows"
+        match = _NAME.match(name)
+        if match is None or of_expert is not None:
+            raise ValueError(
+                f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
+            )
+        module, leaf = match["module"], match["leaf"]
+        if module in FUSED:
+            fused, position = FUSED[module]
+            place = Place(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
+            return place, {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}.get(module, "width_rows")
+        cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
+        if leaf == "weight":
+            cuts |= {"o_proj": "columns", "down_proj": "width_columns"}
+        return Place(name), cuts.get(module, "whole")
+
+    @property
+    def _num_experts(self) -> int:
+        for key in NUM_EXPERTS_KEYS:
+            if self._config.get(key):
+                return self._config[key]
+        raise ValueError(f"expected checksums: config.json of a mixture has none of {', '.join(NUM_EXPERTS_KEYS)}")
+
+    @property
+    def _num_kv_heads(self) -> int:
+        return self._config.get("num_key_value_heads") or self._config["num_attention_heads"]
+
+    def _shard(self, cut: str, tensor: Tensor, rank: int) -> Tensor:
+        if cut == "whole":
+            return tensor
+        if cut == "vocab":
+            return self._vocab_shard(tensor, rank)
+        if cut == "kv_rows":
+            return self._kv_shard(tensor, rank)
+        if cut.startswith("width"):
+            return self._width_shard(tensor, 1 if cut == "width_columns" else 0, rank)
+        return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)
+
+    def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """Rows of one rank; the vocabulary is padded with zeros at its end."""
+        vocab_size = self._config["vocab_size"]
+        padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+        if padded % self.num_ranks:
+            padding = VOCAB_PADDING * self.num_ranks
+            padded = -(-vocab_size // padding) * padding
+        return _padded_slice(tensor, 0, rank, padded // self.num_ranks)
+
+    def _width_shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
+        """Of an MLP's inner width, which SGLang pads with zeros at its end on a CPU."""
+        if tensor.is_cuda:
+            return _slice(tensor, dim, rank, self.num_ranks)
+        padding = CPU_WIDTH_PADDING * self.num_ranks
+        return _padded_slice(tensor, dim, rank, -(-tensor.shape[dim] // padding) * CPU_WIDTH_PADDING)
+
+    def _kv_shard(self, tensor: Tensor, rank: int) -> Tensor:
+        """With more ranks than key-value heads each head is on several ranks (GPU; SGLang on CPU pads instead)."""
+        num_kv_heads, tp_size = self._num_kv_heads, self.num_ranks
+        if num_kv_heads >= tp_size:
+            return _slice(tensor, 0, rank, tp_size)
+        if not tensor.is_cuda or tp_size % num_kv_heads:
+            raise ValueError(
+                f"rollout.tensor_model_parallel_size={tp_size} does not divide num_key_value_heads={num_kv_heads}; "
+                f"set it to a divisor of {num_kv_heads}"
+            )
+        return _slice(tensor, 0, rank // (tp_size // num_kv_heads), num_kv_heads)
+
+
+def _slice(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    if tensor.shape[dim] % count:
+        raise ValueError(
+            f"a tensor of {tensor.shape[dim]} {'columns' if dim else 'rows'} cannot be cut over {count} ranks of the "
+            "rollout engine; set rollout.tensor_model_parallel_size to a divisor"
+        )
+    size = tensor.shape[dim] // count
+    return tensor.narrow(dim, index * size, size)
+
+
+def _padded_slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """size rows or columns from index * size on; zeros where the tensor has ended."""
+    start = min(index * size, tensor.shape[dim])
+    part = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
+    lacking = size - part.shape[dim]
+    if not lacking:
+        return part
+    padding = list(part.shape)
+    padding[dim] = lacking
+    return torch.cat([part, part.new_zeros(padding)], dim)

@@ -1,0 +1,46 @@
+"""What SGLang calls in each of its processes on a CPU before it reads its arguments: our names in its registries.
+
+SGLang finds `register` by the entry point beside the import stand-ins (`cpu_shim/*.dist-info`), so it is known where
+these are on PYTHONPATH and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# Of the entry point, and of SGLang's --attention-backend.
+PLUGIN = "scalerl_cpu"
+ATTENTION_BACKEND = "scalerl_cpu"
+
+
+def register() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    register_attention_backend(ATTENTION_BACKEND)(_create_backend)
+    # SGLang takes every backend whose name it does not know for one beside which triton runs.
+    HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
+
+
+def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
+    from scalerl.servers.sglang.cpu_attention_backend import BatchedAttnBackend
+
+    return BatchedAttnBackend(model_runner)
+
+
+def _support_triton(backend: str) -> bool:
+    return False
+
+
+def _get_last_loc(*args: torch.Tensor) -> torch.Tensor:
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)

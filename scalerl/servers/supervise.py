@@ -1,0 +1,225 @@
+"""`python -m scalerl.servers.supervise --log FILE -- COMMAND ...`: run a command that never outlives its parent.
+
+The command gets a session of its own and writes to FILE. Its whole process tree is killed when this process's standard
+input closes (the parent ended, in whatever way), on SIGTERM, and when the command itself ends; daemons that detached
+from the tree are included (Linux: this process is their subreaper). Exits with the command's code, 128 + N after
+signal N. The command's temporary files, and what it leaves in /dev/shm when it is killed, are removed. Standard library
+only: it starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import getpass
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from scalerl.scratch import scratch_directory
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_INTERVAL_S = 0.5
+KILL_TIMEOUT_S = 30.0
+SCRATCH_PREFIX = "scalerl-server-"
+SHARED_MEMORY = Path("/dev/shm")
+# Between two looks at what the command's processes have there.
+LOOK_INTERVAL_S = 5.0
+# In the scratch directory: names that were seen, one a line.
+SEEN_FILE = "shared_memory"
+# Files of SGLang and of joblib whose name has the number of the process that made them.
+OF_PROCESS = re.compile(r"(?:sem\.loky-(\d+)-|sgl_shm_.*_(\d+)_[0-9a-f]+$|multi_tokenizer_args_(\d+)$)")
+# Files of SGLang with a random name; a process of the server has them open.
+OPENED = "sglang_loads_"
+
+
+def _prctl() -> Callable[[int, int], int]:
+    """prctl(2), loaded before any fork: a forked child must not import."""
+    if not sys.platform.startswith("linux"):
+        return lambda option, value: 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    return lambda option, value: libc.prctl(option, value, 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Live processes below `pid` in the process tree, zombies excluded."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
+                # "pid (name) state ppid ...": the name may hold spaces and parentheses.
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+        except OSError:  # gone between listdir and open
+            continue
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(entry))
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def _reap() -> None:
+    """Collect every child that ended, adopted ones included."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
+    """SIGKILL everything below this process until nothing is left; returns what survived `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        alive = descendants(os.getpid())
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        _reap()
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.01)
+
+
+class SharedFiles:
+    """What the processes below this one have in /dev/shm and would leave there when they are killed.
+
+    Files that others made and they only read, as the trainer's weights, have other names.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self._seen_file = scratch / SEEN_FILE
+        self._pids: set[int] = set()
+        self._names: set[str] = set()
+        self._last_look = 0.0
+
+    def look(self, *, now: bool = False) -> None:
+        """now: else at most every LOOK_INTERVAL_S."""
+        if not now and time.monotonic() - self._last_look < LOOK_INTERVAL_S:
+            return
+        self._last_look = time.monotonic()
+        pids = descendants(os.getpid())
+        self._pids.update(pids)
+        found = {name for pid in pids for name in _opened(pid)}
+        for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
+            match = OF_PROCESS.match(name)
+            if match and int(next(filter(None, match.groups()))) in self._pids:
+                found.add(name)
+        if new := found - self._names:
+            self._names |= new
+            with open(self._seen_file, "a", encoding="utf-8") as file:
+                file.writelines(f"{name}\n" for name in sorted(new))
+
+
+def _opened(pid: int) -> list[str]:
+    names = []
+    with contextlib.suppress(OSError):  # the process has ended
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = Path(os.readlink(entry.path))
+                if path.parent == SHARED_MEMORY and path.name.startswith(OPENED):
+                    names.append(path.name)
+    return names
+
+
+def remove_shared_files(scratch: Path) -> None:
+    """Those that `SharedFiles` saw."""
+    seen = scratch / SEEN_FILE
+    for name in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
+        path = SHARED_MEMORY / name
+        with contextlib.suppress(OSError):
+            if path.parent == SHARED_MEMORY and path.lstat().st_uid == os.getuid():
+                path.unlink()
+
+
+def supervise(command: list[str], log_path: str) -> int:
+    """Run `command` until it ends, standard input closes, the parent is gone or SIGTERM comes; its exit code."""
+    parent = Path(tempfile.gettempdir())
+    with scratch_directory(SCRATCH_PREFIX, parent, remove_shared_files) as scratch:
+        environment = os.environ | {"TMPDIR": str(scratch)}
+        # That one is worth keeping.
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
+        return _supervise(command, log_path, environment, SharedFiles(scratch))
+
+
+def _supervise(command: list[str], log_path: str, environment: dict[str, str], shared: SharedFiles) -> int:
+    prctl = _prctl()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    stop_requested = False
+
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        nonlocal stop_requested
+        stop_requested = True
+
+    signal.signal(signal.SIGTERM, request_stop)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # SIGQUIT is how a crashing SGLang ends its parent
+        signal.signal(signum, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def child_setup() -> None:
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # an ignored signal stays ignored over exec
+            signal.signal(signum, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should this process itself be killed
+
+    with open(log_path, "ab") as log:
+        try:
+            # This process has one thread, so preexec_fn is safe.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=child_setup,
+                env=environment,
+            )
+        except OSError as error:
+            log.write(f"cannot start {command[0]}: {error}\n".encode())
+            return 127
+    stdin_fd = sys.stdin.fileno()
+    while not stop_requested and process.poll() is None:
+        if os.getppid() != parent:  # a forked sibling may still hold the pipe open
+            break
+        readable, _, _ = select.select([stdin_fd], [], [], POLL_INTERVAL_S)
+        if readable and not os.read(stdin_fd, 4096):
+            break
+        shared.look()
+    shared.look(now=True)
+    code = process.poll()
+    if code is None:
+        process.kill()
+        code = process.wait()
+    survivors = kill_descendants()
+    if survivors:
+        with open(log_path, "ab") as log:
+            log.write(f"still alive {KILL_TIMEOUT_S:.0f} s after SIGKILL: processes {survivors}\n".encode())
+    return code if code >= 0 else 128 - code
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scalerl.servers.supervise", description=__doc__)
+    parser.add_argument("--log", required=True, help="file that the command's output is appended to")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND ARG ...")
+    args = parser.parse_args()
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("no command after --")
+    sys.exit(supervise(command, args.log))
+
+
+if __name__ == "__main__":
+    main()

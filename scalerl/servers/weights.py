@@ -1,0 +1,198 @@
+"""Weights on their way into a rollout server; `checksums` proves that they arrived.
+
+Imports no sglang on a CPU (5 s and 350 MB in every trainer rank): the payload is written in sglang's pickle format.
+"""
+
+from __future__ import annotations
+
+import base64
+import copyreg
+import io
+import math
+import os
+import pickle
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scalerl.errors import UserError
+from scalerl.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
+from scalerl.servers.engines import ENGINES
+from scalerl.servers.engines.sglang import MAPPED_LOADER
+from scalerl.servers.mapped import Place
+
+__all__ = [
+    "Bucket",
+    "ExpectedChecksums",
+    "SharedBytes",
+    "checksum_differences",
+    "expected_checksums",
+    "flat_layout",
+    "serialize_bucket",
+    "tensor_checksum",
+]
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+# Bytes; the widest dtype, complex128, has 16.
+BUCKET_ALIGNMENT = 16
+# SGLang's name for what `serialize_bucket` gives.
+FLATTENED = "flattened_bucket"
+SHARED_MEMORY_DIR = "/dev/shm"
+# torch has one sharing strategy for the whole process.
+_sharing = threading.Lock()
+
+
+@dataclass
+class BucketEntry:
+    """One tensor of a bucket. Pickled under the name of sglang's FlattenedTensorMetadata, whose fields it has.
+
+    start_idx, end_idx, numel: in bytes.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+# The pickler in Python, whose methods can be overridden; neither has types.
+_PythonPickler: Any = vars(pickle)["_Pickler"]
+
+
+class _SglangPickler(_PythonPickler):
+    """Tensors go by shared memory (as torch.multiprocessing sends them), `BucketEntry` as sglang's class."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
+        self.dispatch_table = {**copyreg.dispatch_table, **vars(ForkingPickler)["_extra_reducers"]}
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is not BucketEntry:
+            super().save_global(obj, name)
+            return
+        self.save("sglang.srt.weight_sync.tensor_bucket")
+        self.save("FlattenedTensorMetadata")
+        self.write(pickle.STACK_GLOBAL)
+        self.memoize(obj)
+
+
+def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple[list[BucketEntry], int]:
+    """-> (entries, bytes): (name, shape, dtype) one after the other, at offsets that every dtype can be read at."""
+    entries, start = [], 0
+    for name, shape, dtype in tensors:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        entries.append(BucketEntry(name, torch.Size(shape), dtype, start, start + num_bytes, num_bytes))
+        start += -(-num_bytes // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
+    return entries, start
+
+
+class SharedBytes:
+    """Memory of one bucket that a server reads by its file name. Freed when the last process lets it go, or dies."""
+
+    def __init__(self, flat: Tensor) -> None:
+        """flat: uint8 [bytes], in shared memory that has a file name."""
+        self.flat = flat
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> SharedBytes:
+        """Raises UserError where the machine's shared memory is too small: writing to it would kill the process."""
+        stat = os.statvfs(SHARED_MEMORY_DIR)
+        if stat.f_bavail * stat.f_frsize < num_bytes:
+            raise UserError(
+                f"weight sync needs {num_bytes / 2**20:.0f} MiB of shared memory, {SHARED_MEMORY_DIR} has "
+                f"{stat.f_bavail * stat.f_frsize / 2**20:.0f} MiB free; set a smaller "
+                "actor_rollout_ref.rollout.update_weights_bucket_megabytes (a bucket holds at least the largest "
+                f"tensor), or enlarge {SHARED_MEMORY_DIR} (docker run --shm-size)"
+            )
+        return cls(torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(num_bytes)))
+
+    def views(self, entries: Sequence[BucketEntry]) -> list[tuple[str, Tensor]]:
+        """The tensors of a bucket that lies at the start of this memory."""
+        return [
+            (entry.name, self.flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape))
+            for entry in entries
+        ]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """named: (HF name, tensor), which lie in memory that servers of this machine map, or anywhere (None)."""
+
+    named: NamedTensors
+    shared: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.named)
+
+    @property
+    def load_format(self) -> str:
+        """How SGLang reads what `serialize` gives."""
+        return FLATTENED if self.shared is None else MAPPED_LOADER
+
+
+def serialize_bucket(named_tensors: NamedTensors, engine: str) -> str:
+    """Text for `RolloutClient.update_weights`; call it once per rank of the server. engine: its name."""
+    if not named_tensors:
+        raise ValueError("serialize_bucket: an empty bucket; send only buckets with tensors")
+    return ENGINES[engine].serialize(Bucket(named_tensors))
+
+
+def expected_checksums(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    model_config: Mapping[str, Any],
+    tp_size: int,
+    engine: str,
+    dtype: torch.dtype | None = None,
+) -> list[dict[str, str]]:
+    """`Engine.expected_checksums` over all tensors of a model at once."""
+    expected = ENGINES[engine].expected_checksums(model_config, tp_size, dtype)
+    expected.add(named_tensors)
+    return expected.result()
+
+
+def flattened_text(named_tensors: NamedTensors) -> str:
+    """The tensors one after the other in memory that a server opens, under sglang's names."""
+    return _sglang_text(*_flatten(named_tensors))
+
+
+def _flatten(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]:
+    """-> (uint8 [bytes], entries); on a CPU in shared memory."""
+    entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
+    if named_tensors[0][1].is_cuda:
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
+    else:
+        flat = SharedBytes.allocate(num_bytes).flat
+    for (_, place), (_, tensor) in zip(SharedBytes(flat).views(entries), named_tensors, strict=True):
+        place.copy_(tensor.detach())
+    return flat, entries
+
+
+def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
+    if flat.is_cuda:
+        # Names the device by its UUID: sender and server may see the devices in different orders.
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+    return base64.b64encode(_dump({"flattened_tensor": flat, "metadata": list(entries)})).decode("ascii")
+
+
+def _dump(content: Any) -> bytes:
+    file = io.BytesIO()
+    with _sharing:
+        # The other strategy hands file descriptors over a socket that only processes of one Python family can open.
+        strategy = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            _SglangPickler(file).dump(content)
+        finally:
+            torch.multiprocessing.set_sharing_strategy(strategy)
+    return file.getvalue()

@@ -1,0 +1,153 @@
+"""A thread and a bounded queue per backend: one that fails, is slow or hangs costs its own records, never a step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from scalerl.tracking.backend import Backend, TrackingStartError, first_line
+
+logger = logging.getLogger(__name__)
+
+QUEUE_SIZE = 1000
+# Above what MLflow's first start on a slow file system takes (it makes its tables), and its client's retries.
+START_TIMEOUT_S = 300.0
+# A single write that takes longer is reported while it hangs.
+STALL_S = 120.0
+
+Write = Callable[[Backend], None]
+
+
+class Channel:
+    """Opens a backend in a daemon thread, which then makes all calls to it.
+
+    open_backend: raises when the backend cannot be used; `wait_started` passes that on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_backend: Callable[[], Backend],
+        *,
+        queue_size: int = QUEUE_SIZE,
+        start_timeout_s: float = START_TIMEOUT_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.name = name
+        self._open_backend = open_backend
+        self._start_timeout_s = start_timeout_s
+        self._stall_s = stall_s
+        self._queue: queue.Queue[Write | None] = queue.Queue(queue_size)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._backend: Backend | None = None
+        self._lock = threading.Lock()
+        self._num_writes = 0
+        self._num_lost = 0
+        self._reported: set[str] = set()
+        self._busy_since: float | None = None
+        self._status: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"tracking-{name}", daemon=True)
+        self._thread.start()
+
+    def wait_started(self) -> Backend:
+        """Raises what opening the backend raised; TrackingStartError when it takes longer than start_timeout_s."""
+        if not self._started.wait(self._start_timeout_s):
+            raise TrackingStartError(
+                f"trainer.logger has {self.name}, which did not start within {self._start_timeout_s:.0f} s: "
+                f"see whether what it connects to answers, or take {self.name} out of trainer.logger"
+            )
+        if self._start_error is not None:
+            raise self._start_error
+        assert self._backend is not None
+        return self._backend
+
+    def put(self, write: Write) -> None:
+        """Hands the write to the thread; never waits."""
+        if self._status is not None:
+            return
+        with self._lock:
+            self._num_writes += 1
+        try:
+            self._queue.put_nowait(write)
+        except queue.Full:
+            self._lose(f"{self._queue.maxsize} writes wait already: it is too slow, or hangs")
+        self._report_stall()
+
+    def close(self, status: str) -> None:
+        """What is queued is still written, then the backend is closed. Does not wait: `join` does."""
+        self._status = status
+        # Wakes a thread that waits; one that works looks at the status by itself.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def join(self, deadline: float) -> None:
+        """deadline: of time.monotonic(). A thread that is not done by then is left behind; it ends with the process."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._start_error is not None:
+            return
+        if self._thread.is_alive():
+            logger.warning(
+                "tracking backend %r did not end in time and is left behind, %d writes and its end are lost",
+                self.name,
+                self._queue.qsize() + (self._busy_since is not None),
+            )
+        with self._lock:
+            if self._num_lost:
+                logger.warning(
+                    "tracking backend %r: %d of %d writes were lost in this run",
+                    self.name,
+                    self._num_lost,
+                    self._num_writes,
+                )
+
+    def _run(self) -> None:
+        try:
+            self._backend = self._open_backend()
+        # BaseException, here and below: a client library that calls sys.exit ends nothing.
+        except BaseException as error:
+            self._start_error = error
+            return
+        finally:
+            self._started.set()
+        while not (self._status is not None and self._queue.empty()):
+            if (write := self._queue.get()) is not None:
+                self._attempt(write)
+        status = self._status
+        with self._lock:
+            self._num_writes += 1
+        self._attempt(lambda backend: backend.finish(status))
+
+    def _attempt(self, write: Write) -> None:
+        assert self._backend is not None
+        self._busy_since = time.monotonic()
+        try:
+            write(self._backend)
+        except BaseException as error:
+            self._lose(first_line(error))
+        finally:
+            self._busy_since = None
+
+    def _lose(self, cause: str) -> None:
+        with self._lock:
+            self._num_lost += 1
+        self._report(
+            "lost", f"a write failed, training goes on, later failures of it are counted and told at the end: {cause}"
+        )
+
+    def _report_stall(self) -> None:
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._stall_s:
+            self._report("stall", f"one write has been going on for {self._stall_s:.0f} s; training does not wait")
+
+    def _report(self, kind: str, text: str) -> None:
+        """Once per kind."""
+        with self._lock:
+            if kind in self._reported:
+                return
+            self._reported.add(kind)
+        logger.warning("tracking backend %r: %s", self.name, text)

@@ -1,0 +1,42 @@
+"""Lines, or a live panel, on standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scalerl.metrics.progress import Progress
+from scalerl.tracking.backend import RunInfo, register_backend
+
+_MAX_CELL = 200
+
+
+@register_backend("console")
+class ConsoleBackend:
+    """The only backend without a thread of its own: its lines stay in order with what the process prints itself."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.progress = Progress(run.total_steps)
+
+    def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
+        self.progress.update(step, data)
+
+    def log_artifact(self, path: Path) -> None:
+        """Nothing to show."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        self.progress.message(f"{name} at step {step}:")
+        for row in rows:
+            cells = (f"{column}={_printable(cell)}" for column, cell in zip(columns, row, strict=True))
+            self.progress.message("  " + "  ".join(cells))
+
+    def finish(self, status: str) -> None:
+        self.progress.close()
+
+
+def _printable(cell: Any) -> str:
+    """One line; control characters (a model can sample those of a terminal) escaped."""
+    text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + "…"

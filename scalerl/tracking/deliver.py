@@ -1,0 +1,52 @@
+"""`python -m scalerl.tracking.deliver RUN_DIR --tracking-uri URI`: sends what an MLflow server did not take."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalerl.tracking.backend import first_line, safe_uri
+from scalerl.tracking.mlflow_backend import SPOOL, make_client, send
+from scalerl.tracking.spool import Spool
+
+
+def deliver(run_dir: Path, tracking_uri: str) -> dict[str, int]:
+    """MLflow run id -> records sent. Stops with the server's error at the first that is not taken; the rest stays."""
+    client = make_client(tracking_uri)
+    sent: dict[str, int] = {}
+    for directory in sorted((run_dir / SPOOL).glob("*")):
+        spool = Spool(directory)
+        sent[directory.name] = 0
+        while len(spool):
+            send(client, directory.name, spool.head())
+            spool.pop()
+            sent[directory.name] += 1
+    return sent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scalerl.tracking.deliver", description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="trainer.default_local_dir of the run")
+    parser.add_argument(
+        "--tracking-uri", default=os.environ.get("MLFLOW_TRACKING_URI"), help="default: MLFLOW_TRACKING_URI"
+    )
+    args = parser.parse_args(argv)
+    if not args.tracking_uri:
+        parser.error("--tracking-uri: say where the run is, as trainer.mlflow_tracking_uri of the run does")
+    try:
+        sent = deliver(args.run_dir, args.tracking_uri)
+    except Exception as error:
+        print(f"{safe_uri(args.tracking_uri)} did not take a record: {first_line(error)}", file=sys.stderr)
+        return 1
+    for run_id, number in sent.items():
+        print(f"{run_id}: {number} records delivered")
+    if not sent:
+        print(f"nothing waits in {args.run_dir / SPOOL}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

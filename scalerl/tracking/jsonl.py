@@ -1,0 +1,64 @@
+"""Backend `file`: metrics.jsonl and tables as JSON in the run's directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from scalerl.tracking.backend import RunInfo, register_backend
+
+
+@register_backend("file")
+class FileBackend:
+    """metrics.jsonl, one object per log call, appended; tables/{name}/step_{step}.json.
+
+    A process that finds lines there begins with {"resumed_from": step}: later lines replace those of greater steps.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run_dir = run.run_dir
+        path = self.run_dir / "metrics.jsonl"
+        drop_torn_line(path)
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        if path.stat().st_size:
+            self._write({"resumed_from": run.resumed_from})
+
+    def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
+        self._write({"step": step, "data": {key: _json_number(value) for key, value in data.items()}})
+
+    def log_artifact(self, path: Path) -> None:
+        """Lies in the file system already."""
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        path = self.run_dir / "tables" / name / f"step_{step}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = {"columns": list(columns), "data": [list(row) for row in rows]}
+        path.write_text(json.dumps(table, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+    def finish(self, status: str) -> None:
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def drop_torn_line(path: Path) -> None:
+    """A process killed while it wrote leaves a last line without its end."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinities."""
+    return value if math.isfinite(value) else str(value)

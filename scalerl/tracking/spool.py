@@ -1,0 +1,76 @@
+"""Records that a tracking server has not taken yet, in a file in their order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from scalerl.tracking.jsonl import drop_torn_line
+
+Record = dict[str, Any]
+
+
+class Spool:
+    """A queue of JSON records in {directory}/records.jsonl, which outlives the process. Empty, it has no directory.
+
+    What a process took out and could not finish comes again in the next one: records must bear that.
+    Raises ValueError for a file that holds something else.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._path = directory / "records.jsonl"
+        drop_torn_line(self._path)
+        self._offset = 0
+        self._num = 0
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        json.loads(line)
+                    except ValueError as error:
+                        raise ValueError(
+                            f"{self._path}, line {number}: not JSON ({error}): remove the line, its record is lost"
+                        ) from error
+                    self._num += 1
+
+    def __len__(self) -> int:
+        return self._num
+
+    def append(self, record: Record) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._num += 1
+
+    def keep(self, path: Path) -> Path:
+        """A copy of a file or directory, under its own name, for a record that needs it later."""
+        target = self.directory / "files" / uuid.uuid4().hex / path.name
+        target.parent.mkdir(parents=True)
+        if path.is_dir():
+            shutil.copytree(path, target)
+        else:
+            shutil.copy2(path, target)
+        return target
+
+    def head(self) -> Record:
+        """The oldest record. IndexError when there is none."""
+        return self._read()[0]
+
+    def pop(self) -> None:
+        """Drops the oldest record."""
+        self._offset = self._read()[1]
+        self._num -= 1
+        if self._num == 0:
+            shutil.rmtree(self.directory)
+            self._offset = 0
+
+    def _read(self) -> tuple[Record, int]:
+        if self._num == 0:
+            raise IndexError(f"{self._path} is empty")
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            return json.loads(file.readline()), file.tell()

@@ -1,0 +1,219 @@
+"""`Tracking`: one call logs to every configured backend; none of them can stop a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scalerl.metrics.metric import Metric
+from scalerl.tracking.backend import (
+    FINISH_TIMEOUT_S,
+    STATUSES,
+    Backend,
+    RunInfo,
+    backend_names,
+    check_backends,
+    first_line,
+    opener_of,
+)
+from scalerl.tracking.channel import QUEUE_SIZE, STALL_S, START_TIMEOUT_S, Channel
+from scalerl.tracking.console import ConsoleBackend
+from scalerl.tracking.mlflow_backend import MlflowBackend
+
+logger = logging.getLogger(__name__)
+
+
+class Tracking:
+    """default_backend: a registered name or names.  config: the run's configuration as nested mapping.
+
+    run_dir: where files of this run go, made when missing.  mlflow_tracking_uri: None: sqlite in run_dir.
+    run_id: MLflow run to continue.  resumed_from: the step that this process starts from (0: the beginning).
+    wait: False returns while backends are still being opened; a failure then shows in `wait_started` or the first log.
+    queue_size, start_timeout_s, stall_s: of each backend.  finish_timeout_s: of all of them together.
+    Raises ValueError for an unknown backend or one that is not installed, RuntimeError or OSError with the cause when a
+    backend cannot start. Afterwards a backend that fails or hangs is reported once, and counted; the others go on.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | Sequence[str] = "console",
+        config: Mapping[str, Any] | None = None,
+        *,
+        run_dir: str | Path,
+        mlflow_tracking_uri: str | None = None,
+        run_id: str | None = None,
+        total_steps: int | None = None,
+        resumed_from: int = 0,
+        wait: bool = True,
+        queue_size: int = QUEUE_SIZE,
+        start_timeout_s: float = START_TIMEOUT_S,
+        stall_s: float = STALL_S,
+        finish_timeout_s: float = FINISH_TIMEOUT_S,
+    ) -> None:
+        names = [default_backend] if isinstance(default_backend, str) else list(dict.fromkeys(default_backend))
+        check_backends(names)
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        info = RunInfo(
+            project_name,
+            experiment_name,
+            run_dir,
+            config=config or {},
+            resumed_from=resumed_from,
+            total_steps=total_steps,
+            mlflow_tracking_uri=mlflow_tracking_uri,
+            run_id=run_id,
+            finish_timeout_s=finish_timeout_s,
+        )
+        self._finish_timeout_s = finish_timeout_s
+        self._unloggable: set[str] = set()
+        self._num_console_failures = 0
+        self._started = False
+        self._finished = False
+        self._console: ConsoleBackend | None = None
+        self._channels = {
+            name: Channel(
+                name,
+                partial(opener_of(name), info),
+                queue_size=queue_size,
+                start_timeout_s=start_timeout_s,
+                stall_s=stall_s,
+            )
+            for name in names
+            if name != "console"
+        }
+        try:
+            if wait:
+                self.wait_started()
+            # Last: its panel would hide the message of a backend that does not start.
+            if "console" in names:
+                self._console = ConsoleBackend(info)
+        except BaseException:
+            self._close_all("FAILED")
+            raise
+
+    @property
+    def supported_backend(self) -> tuple[str, ...]:
+        return backend_names()
+
+    @property
+    def logger(self) -> dict[str, Backend]:
+        """Name -> backend. Waits until all are open."""
+        opened = {name: channel.wait_started() for name, channel in self._channels.items()}
+        return opened if self._console is None else {**opened, "console": self._console}
+
+    def wait_started(self) -> None:
+        """Raises what a backend raised that could not be opened."""
+        if not self._started:
+            for channel in self._channels.values():
+                channel.wait_started()
+            self._started = True
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the MLflow run; None without mlflow. Waits until the run is open."""
+        mlflow = self._mlflow()
+        return None if mlflow is None else mlflow.run_id
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """Where MLflow's runs are; None without mlflow."""
+        mlflow = self._mlflow()
+        return None if mlflow is None else mlflow.tracking_uri
+
+    def log(self, data: Mapping[str, Metric | float], step: int, backend: str | Sequence[str] | None = None) -> None:
+        """backend: only to these; default: all. A value that is not a number is left out, with one warning per key."""
+        self.wait_started()
+        numbers, time_s = self._numbers(data), time.time()
+        only = None if backend is None else {backend} if isinstance(backend, str) else set(backend)
+        self._each(lambda each: each.log(numbers, step, time_s), only)
+
+    def log_artifact(self, path: str | Path) -> None:
+        """A file or directory of the run, to the backends that keep such (mlflow, wandb). It is read later."""
+        self._each(lambda each: each.log_artifact(Path(path)))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Rows of text and numbers. The only call that hands prompts and responses to a backend."""
+        columns, rows = list(columns), [list(row) for row in rows]
+        self._each(lambda each: each.log_table(name, columns, rows, step))
+
+    def phase(self, name: str) -> None:
+        """What the run does now, for the progress display."""
+        if self._console is not None:
+            self._on_console(lambda console: console.progress.phase(name))
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches; without a console it goes to the log."""
+        if self._console is not None:
+            self._on_console(lambda console: console.progress.message(text))
+        else:
+            logger.info("%s", text)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """status: FINISHED | FAILED | KILLED. Writes what is pending, within finish_timeout_s. Again: nothing."""
+        if status not in STATUSES:
+            raise ValueError(f"Tracking.finish: status {status!r}, use one of {', '.join(STATUSES)}")
+        if not self._finished:
+            self._close_all(status)
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
+        self.finish("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
+
+    def _mlflow(self) -> MlflowBackend | None:
+        if "mlflow" not in self._channels:
+            return None
+        backend = self._channels["mlflow"].wait_started()
+        assert isinstance(backend, MlflowBackend)
+        return backend
+
+    def _close_all(self, status: str) -> None:
+        self._finished = True
+        # The console first: warnings of the others then appear below its last line, not inside the panel.
+        if self._console is not None:
+            self._on_console(lambda console: console.finish(status))
+            if self._num_console_failures > 1:
+                logger.warning("tracking backend 'console': %d writes were lost", self._num_console_failures)
+        deadline = time.monotonic() + self._finish_timeout_s
+        for channel in self._channels.values():
+            channel.close(status)
+        for channel in self._channels.values():
+            channel.join(deadline)
+
+    def _each(self, call: Callable[[Backend], None], only: set[str] | None = None) -> None:
+        if self._finished:
+            return
+        for name, channel in self._channels.items():
+            if only is None or name in only:
+                channel.put(call)
+        if self._console is not None and (only is None or "console" in only):
+            self._on_console(call)
+
+    def _on_console(self, call: Callable[[ConsoleBackend], None]) -> None:
+        assert self._console is not None
+        try:
+            call(self._console)
+        except Exception as error:
+            self._num_console_failures += 1
+            if self._num_console_failures == 1:
+                logger.warning("tracking backend 'console': a write failed, training goes on: %s", first_line(error))
+
+    def _numbers(self, data: Mapping[str, Any]) -> dict[str, float]:
+        numbers = {}
+        for key, value in data.items():
+            try:
+                numbers[key] = float(value.value if isinstance(value, Metric) else value)
+            except (TypeError, ValueError, RuntimeError):
+                if key not in self._unloggable:
+                    self._unloggable.add(key)
+                    logger.warning("metric %r is a %s, not a number: not logged", key, type(value).__name__)
+        return numbers

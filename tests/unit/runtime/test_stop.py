@@ -1,0 +1,129 @@
+"""How a run is asked to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from scalerl.runtime.stop import EXIT_REQUEUE, EXIT_TERMINATED, TERMINATED, StopRequest
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """As they were."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_sigusr1_lets_the_step_end() -> None:
+    stop = StopRequest()
+    with stop.listening():
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested and not stop.terminated
+
+
+def test_sigterm_leaves_by_an_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that `with` blocks end servers and workers; the message comes when they have."""
+    stop = StopRequest()
+    closed, went_on = [], []
+    with pytest.raises(SystemExit) as error, stop.listening():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            went_on.append(True)
+        finally:
+            closed.append(True)
+            assert capsys.readouterr().err == ""
+    assert error.value.code == EXIT_TERMINATED == 143 and closed and not went_on
+    assert capsys.readouterr().err == f"{TERMINATED}\n"
+
+
+def test_a_second_sigterm_does_not_cut_short_the_end() -> None:
+    stop = StopRequest()
+    closed = []
+    with pytest.raises(SystemExit), stop.listening():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            closed.append(True)
+    assert closed
+
+
+def test_what_the_interrupt_breaks_is_no_error_of_its_own() -> None:
+    with pytest.raises(SystemExit) as error, StopRequest().listening():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise RuntimeError("a call that was cut short") from None
+    assert error.value.code == EXIT_TERMINATED
+
+
+def test_an_exception_that_is_lost_still_ends_the_run() -> None:
+    """As in a destructor, whose exceptions Python drops: the loop sees the request, and the code is the signal's."""
+    stop = StopRequest()
+    with pytest.raises(SystemExit) as error, stop.listening():
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert error.value.code == EXIT_TERMINATED
+
+
+def test_ctrl_c_and_errors_pass() -> None:
+    for kind in (KeyboardInterrupt, ValueError):
+        with pytest.raises(kind), StopRequest().listening():
+            raise kind
+
+
+def test_the_alarm_of_rays_handler_is_off() -> None:
+    """Ray's handler below Python's calls ours and aborts the process 3 seconds later, however far its end is."""
+    stop = StopRequest()
+    signal.alarm(60)
+    with pytest.raises(SystemExit), stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.alarm(0) == 0
+
+
+def test_the_handlers_are_those_of_before_again() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequest().listening():
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_nothing_is_installed_off_the_main_thread() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    inside = []
+
+    def listen() -> None:
+        with StopRequest().listening():
+            inside.extend(signal.getsignal(number) for number in SIGNALS)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert inside == before
+
+
+def test_a_request_is_quiet_until_it_listens() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    assert StopRequest().requested is False
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_the_codes() -> None:
+    """sysexits.h EX_TEMPFAIL, which the Slurm launcher puts back in the queue; what a shell says of SIGTERM."""
+    assert EXIT_REQUEUE == os.EX_TEMPFAIL
+    killed = subprocess.run([sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 15)"])
+    assert 128 - killed.returncode == EXIT_TERMINATED

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.servers.context_length import check_context_length
+from scalerl.servers.engines import ENGINES, Command, Launch
+from scalerl.servers.engines.sglang import CONTEXT_SLACK
+from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
+from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
+
+
+def sglang_command(config: RolloutConfig, device: str, **more: Any) -> Command:
+    return ENGINES["sglang"].command(Launch("/models/m", config, device, 1024, port=4000, **more))
+
+
+def value_of(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_cpu_command_caps_the_cache_and_binds_each_rank_to_a_core() -> None:
+    rollout = RolloutConfig(dtype="float32", tensor_model_parallel_size=2, max_num_seqs=8)
+    command, env = sglang_command(rollout, "cpu")
+    assert value_of(command, "--tp-size") == "2"
+    assert value_of(command, "--attention-backend") == ATTENTION_BACKEND
+    assert value_of(command, "--max-total-tokens") == str(8 * (1024 + CONTEXT_SLACK))
+    assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpu_command_leaves_the_device_memory_to_the_configured_share() -> None:
+    rollout = RolloutConfig(gpu_memory_utilization=0.4)
+    command, env = sglang_command(rollout, "cuda", gpu_ids=[2, 3], releases_memory=True)
+    assert value_of(command, "--mem-fraction-static") == "0.4"
+    assert "--enable-memory-saver" in command
+    assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"--max-total-tokens", "--device", "--trust-remote-code"} & set(command)
+
+
+def test_engine_kwargs_have_the_last_word() -> None:
+    kwargs = {"attention_backend": "fa3", "skip_server_warmup": None, "enable-metrics": True, "cuda_graph_bs": [1, 2]}
+    rollout = RolloutConfig(engine_kwargs={"sglang": kwargs})
+    command, _ = sglang_command(rollout, "cpu")
+    assert value_of(command, "--attention-backend") == "fa3"
+    assert command.count("--attention-backend") == 1
+    assert "--skip-server-warmup" not in command
+    assert "--enable-metrics" in command
+    start = command.index("--cuda-graph-bs")
+    assert command[start + 1 : start + 3] == ["1", "2"]
+
+
+def test_trust_remote_code_is_passed_only_when_asked_for() -> None:
+    command, _ = sglang_command(RolloutConfig(), "cpu", trust_remote_code=True)
+    assert "--trust-remote-code" in command
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    check_context_length(tmp_path, 512)
+    with pytest.raises(ValueError, match="max_position_embeddings=512"):
+        check_context_length(tmp_path, 513)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
+    )
+    check_context_length(tmp_path, 2048)
+
+
+def run_python(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_supervisor_imports_the_standard_library_only() -> None:
+    heavy = run_python(
+        "import sys, scalerl.servers.supervise, scalerl.servers.process\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'aiohttp', 'transformers', 'sglang')])"
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_the_cpu_shim_is_only_where_a_server_without_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        assert importlib.util.find_spec("sgl_kernel") is None
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    _, env = sglang_command(RolloutConfig(), "cpu")
+    shim, *others = env["PYTHONPATH"].split(os.pathsep)
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1" and Path(shim, "sgl_kernel").exists() and others == ["mine"]
+    _, env = sglang_command(RolloutConfig(), "cuda")
+    assert not {"SGLANG_USE_CPU_ENGINE", "PYTHONPATH"} & env.keys()
+
+
+def test_a_server_without_a_gpu_does_not_import_megatron() -> None:
+    program = "try:\n    from megatron.core import parallel_state\nexcept ImportError as error:\n    print(error)"
+    env = os.environ | shim_environment()
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    assert "a rollout server has no trainer" in found
+
+
+def test_sglang_finds_the_plugin_beside_the_cpu_shim(monkeypatch: pytest.MonkeyPatch) -> None:
+    (distribution,) = importlib.metadata.distributions(path=[SHIM_DIR])
+    (entry_point,) = distribution.entry_points.select(group="sglang.srt.plugins")
+    assert (entry_point.name, entry_point.load()) == (PLUGIN, register)
+    # A user's list of what SGLang may load does not take the attention backend away.
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    assert "SGLANG_PLUGINS" not in sglang_command(RolloutConfig(), "cpu")[1]
+    monkeypatch.setenv("SGLANG_PLUGINS", "mine")
+    _, env = sglang_command(RolloutConfig(), "cpu")
+    assert env["SGLANG_PLUGINS"].split(",") == ["mine", PLUGIN]

@@ -1,0 +1,50 @@
+"""The order of the bytes of a broadcast bucket, and where its members meet."""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalerl.servers.update_group import address_towards, in_sending_order, num_bytes, pack, unpack
+
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(DTYPES, SHAPES), min_size=1, max_size=6))
+def test_a_bucket_of_any_dtypes_and_shapes_is_packed_without_gaps(content: list[tuple[torch.dtype, list[int]]]) -> None:
+    named = [
+        (str(at), torch.arange(math.prod(shape)).reshape(shape).to(dtype)) for at, (dtype, shape) in enumerate(content)
+    ]
+    ordered = in_sending_order(named)
+    assert sorted(name for name, _ in ordered) == sorted(name for name, _ in named)
+    layout = [(name, x.dtype, x.shape) for name, x in ordered]
+    flat = pack(ordered)
+    assert flat.dtype == torch.uint8 and flat.numel() == num_bytes(layout) == sum(x.nbytes for _, x in named)
+    for (name, found), (_, tensor) in zip(unpack(flat, layout), ordered, strict=True):
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+
+
+def test_tensors_of_other_strides_are_packed_by_value() -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    named = [("columns", whole[:, 1:3]), ("transposed", whole.t()), ("reversed rows", whole[[3, 0]])]
+    layout = [(name, x.dtype, x.shape) for name, x in named]
+    for (_, found), (_, tensor) in zip(unpack(pack(named), layout), named, strict=True):
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize(("url", "family"), [
+    ("http://127.0.0.1:30000", socket.AF_INET),
+    ("http://[::1]:30000", socket.AF_INET6),
+])  # fmt: skip
+def test_the_address_that_a_server_reaches_us_at(url: str, family: int) -> None:
+    try:
+        address = address_towards(url)
+    except OSError:
+        pytest.skip("this machine has no route there")
+    assert socket.inet_pton(family, address) == socket.inet_pton(family, "::1" if "::" in url else "127.0.0.1")

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from scalerl.errors import UserError
+from scalerl.metrics import Metric
+from scalerl.tracking import Tracking, plots
+from scalerl.tracking.backend import flat_config, safe_uri
+from scalerl.tracking.mlflow_backend import metric_name, param_text
+
+
+@pytest.fixture(scope="module")
+def empty_db(tmp_path_factory) -> Path:
+    """Making MLflow's tables takes seconds: once, and copied into each run directory."""
+    run_dir = tmp_path_factory.mktemp("mlflow")
+    MlflowClient(f"sqlite:///{run_dir}/mlflow.db").search_experiments()
+    return run_dir / "mlflow.db"
+
+
+@pytest.fixture
+def run_dir(tmp_path, empty_db) -> Path:
+    shutil.copy(empty_db, tmp_path / "mlflow.db")
+    return tmp_path
+
+
+def client(run_dir: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record for record in caplog.records if record.name.startswith("scalerl")]
+    return [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+
+
+def history(run_dir: Path, run_id: str, key: str = "x") -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client(run_dir).get_metric_history(run_id, key)]
+
+
+def wait_for(happened: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_from_nothing_is_complete(tmp_path, capfd):
+    run_dir = tmp_path / "new" / "run"
+    config = {"trainer": {"nnodes": 2, "logger": ["mlflow"]}, "empty": {}, "none": None}
+    with Tracking("project", "first try", "mlflow", config, run_dir=run_dir) as tracking:
+        tracking.log({"actor/pg_loss": Metric(0.5, "mean"), "val-core/a/b/reward/mean@4": 0.25}, step=3)
+        tracking.log({"actor/pg_loss": 0.25}, step=4)
+        (tmp_path / "resolved.yaml").write_text("a: 1")
+        tracking.log_artifact(tmp_path / "resolved.yaml")
+        run_id = tracking.run_id
+    run = client(run_dir).get_run(run_id)
+    assert run.info.status == "FINISHED" and run.info.run_name == "first try"
+    assert client(run_dir).get_experiment(run.info.experiment_id).name == "project"
+    assert run.data.params == {"trainer.nnodes": "2", "trainer.logger": '["mlflow"]', "empty": "{}", "none": "None"}
+    history = client(run_dir).get_metric_history(run_id, "actor/pg_loss")
+    assert [(point.step, point.value) for point in history] == [(3, 0.5), (4, 0.25)]
+    assert run.data.metrics["val-core/a/b/reward/mean_at_4"] == 0.25
+    assert [path.name for path in (run_dir / "mlartifacts").rglob("*.yaml")] == ["resolved.yaml"]
+    # Neither migrations nor tips of MLflow on the user's terminal.
+    assert capfd.readouterr() == ("", "")
+
+
+def test_resume_continues_the_same_run(run_dir):
+    first = Tracking("p", "e", "mlflow", {"lr": 1.0, "seed": 7}, run_dir=run_dir)
+    run_id = first.run_id
+    for step in (1, 2, 3):
+        first.log({"x": step}, step)
+    first.finish("FAILED")
+    second = Tracking("p", "e", "mlflow", {"lr": 2.0, "seed": 7, "new": 1}, run_dir=run_dir, run_id=run_id)
+    assert second.run_id == run_id
+    assert client(run_dir).get_run(run_id).info.status == "RUNNING"
+    for step in (3, 4):
+        second.log({"x": 10 * step}, step)
+    second.finish()
+    run = client(run_dir).get_run(run_id)
+    points = client(run_dir).get_metric_history(run_id, "x")
+    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (3, 3), (3, 30), (4, 40)]
+    assert run.info.status == "FINISHED"
+    # MLflow refuses a second value for a param: the change is a tag, and the run goes on.
+    assert run.data.params == {"lr": "1.0", "seed": "7", "new": "1"}
+    assert run.data.tags["changed.lr"] == "2.0" and "changed.seed" not in run.data.tags
+    assert len(client(run_dir).search_runs([run.info.experiment_id])) == 1
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, "FINISHED"), (KeyError, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_the_status_says_how_the_run_ended(run_dir, error, status):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    try:
+        with tracking:
+            if error is not None:
+                raise error
+    except BaseException as raised:
+        assert type(raised) is error
+    assert client(run_dir).get_run(tracking.run_id).info.status == status
+
+
+def test_a_table_is_an_artifact_and_the_only_way_for_text(run_dir):
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log_table("val/generations", ["prompt", "score"], [["2+2=", 1.0]], step=5)
+    path = next((run_dir / "mlartifacts").rglob("step_5.json"))
+    assert path.parts[-3:] == ("val", "generations", "step_5.json")
+    assert json.loads(path.read_text()) == {"columns": ["prompt", "score"], "data": [["2+2=", 1.0]]}
+
+
+def test_more_than_a_thousand_metrics_and_nan_go_through(run_dir):
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log({f"m/{i}": float(i) for i in range(1100)} | {"nan": float("nan"), "inf": float("inf")}, step=1)
+    metrics = client(run_dir).get_run(tracking.run_id).data.metrics
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("system/")}
+    assert len(metrics) == 1102 and metrics["m/1099"] == 1099.0 and metrics["nan"] != metrics["nan"]
+
+
+def test_a_record_that_the_database_refuses_is_given_up_and_the_next_ones_are_kept(run_dir, caplog, capfd):
+    tracking = Tracking("p", "e", ["mlflow", "file"], run_dir=run_dir)
+    tracking.log({"x": 1}, 1)
+    wait_for(lambda: history(run_dir, tracking.run_id) == [(1, 1.0)])
+    with sqlite3.connect(run_dir / "mlflow.db") as db:
+        db.execute(
+            "CREATE TRIGGER no BEFORE INSERT ON metrics WHEN NEW.step = 2 BEGIN SELECT RAISE(ABORT, 'no 2'); END"
+        )
+    for step in (2, 3, 4):
+        tracking.log({"x": step}, step)
+    tracking.finish()
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 4
+    assert history(run_dir, tracking.run_id) == [(1, 1.0), (3, 3.0), (4, 4.0)]
+    first, last = warnings(caplog)
+    assert "'mlflow': a write failed" in first and "no 2" in first
+    assert last == "tracking backend 'mlflow': 1 of 5 writes were lost in this run"
+    assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
+    assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_record_that_never_gets_through_is_given_up_after_some_attempts(run_dir, caplog):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    tracking.wait_started()
+    # Where the artifacts belong is a file: an error that another attempt might not meet.
+    (run_dir / "mlartifacts").write_text("in the way")
+    (run_dir / "a.txt").write_text("a")
+    tracking.log({"x": 1}, 1)
+    tracking.log_artifact(run_dir / "a.txt")
+    tracking.log({"x": 2}, 2)
+    tracking.finish()
+    found = warnings(caplog)
+    assert "did not take a record, training goes on" in found[0] and "mlartifacts" in found[0]
+    assert "mlflow: a record was refused" in found[1]
+    assert history(run_dir, tracking.run_id) == [(1, 1.0), (2, 2.0)]
+    assert client(run_dir).get_run(tracking.run_id).info.status == "FINISHED"
+    assert not (run_dir / "mlflow_spool" / tracking.run_id).exists()
+
+
+def test_a_locked_database_holds_up_no_step_and_loses_nothing(run_dir, caplog, monkeypatch):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    steps = threading.Thread(target=lambda: [tracking.log({"x": step}, step) for step in range(20)], daemon=True)
+    steps.start()
+    steps.join(20)
+    held_up = steps.is_alive()
+    lock.execute("ROLLBACK")
+    lock.close()
+    tracking.finish()
+    assert not held_up
+    assert history(run_dir, tracking.run_id) == [(step, float(step)) for step in range(20)]
+
+
+def test_a_database_that_stays_locked_does_not_hold_the_end(run_dir, caplog):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir, finish_timeout_s=0.3)
+    tracking.wait_started()
+    lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    tracking.log({"x": 1}, 1)
+    tracking.finish()
+    lock.execute("ROLLBACK")
+    lock.close()
+    assert "'mlflow' did not end in time and is left behind" in warnings(caplog)[0]
+    tracking._channels["mlflow"]._thread.join(60)
+
+
+def test_an_address_where_nothing_listens_is_fatal_and_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://me:hidden@127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=r"trainer.logger has mlflow, but http://\*\*\*@127") as caught:
+            Tracking("p", "e", "mlflow", run_dir=tmp_path, mlflow_tracking_uri=uri)
+    assert "trainer.mlflow_tracking_uri" in str(caught.value) and "hidden" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_fatal(tmp_path):
+    (tmp_path / "mlflow.db").write_text("not a database " * 100)
+    with pytest.raises(RuntimeError, match="file is not a database"):
+        Tracking("p", "e", ["console", "mlflow"], run_dir=tmp_path)
+
+
+def test_without_waiting_the_failure_shows_in_the_first_log(tmp_path):
+    (tmp_path / "mlflow.db").write_text("not a database " * 100)
+    tracking = Tracking("p", "e", "mlflow", run_dir=tmp_path, wait=False)
+    with pytest.raises(RuntimeError, match="file is not a database"):
+        tracking.log({"x": 1}, 1)
+    tracking.finish("FAILED")
+
+
+def test_a_run_of_another_database_is_fatal_and_named(run_dir):
+    # Without a stack.
+    with pytest.raises(UserError, match="belongs to MLflow run 0123abcd, which is not there"):
+        Tracking("p", "e", "mlflow", run_dir=run_dir, run_id="0123abcd")
+
+
+def test_deleted_runs_and_experiments_are_fatal_with_the_way_back(run_dir):
+    tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    run_id = tracking.run_id
+    tracking.finish()
+    client(run_dir).delete_run(run_id)
+    with pytest.raises(RuntimeError, match=f"mlflow runs restore --run-id {run_id}"):
+        Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id)
+    client(run_dir).delete_experiment(client(run_dir).get_experiment_by_name("p").experiment_id)
+    with pytest.raises(RuntimeError, match="mlflow experiments restore -x"):
+        Tracking("p", "e", "mlflow", run_dir=run_dir)
+
+
+def test_keys_that_mlflow_would_call_alike_keep_a_curve_each(tmp_path, caplog):
+    long = "x" * 300
+    with Tracking("p", "e", "mlflow", run_dir=tmp_path) as tracking:
+        for step in (1, 2):
+            tracking.log(
+                {"a@b": 1.0, "a_at_b": 2.0, "a#b": 3.0, "a_b": 4.0, f"{long}1": 5.0, f"{long}2": 6.0}, step=step
+            )
+    run = client(tmp_path).get_run(tracking.run_id)
+    ours = {name: value for name, value in run.data.metrics.items() if name.startswith(("a_", "x"))}
+    assert sorted(ours.values()) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert ours["a_at_b"] == 1.0 and all(len(name) <= 250 for name in ours)
+    (other,) = [name for name, value in ours.items() if value == 2.0]
+    assert other.startswith("a_at_b_")
+    assert len(client(tmp_path).get_metric_history(tracking.run_id, other)) == 2
+    assert caplog.text.count("the metrics 'a@b' and 'a_at_b' have one name there") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("val-core/openai/gsm8k/reward/mean@4", "val-core/openai/gsm8k/reward/mean_at_4"),
+        ("a//b/../c/", "a/b/c"),
+        ("/absolute", "absolute"),
+        ("p=0.5 (%)", "p_0.5 ___"),
+        ("长/度", "长/度"),
+        ("///", "_"),
+        ("x" * 400, "x" * 250),
+    ],
+)
+def test_names_are_made_acceptable_to_mlflow(key, name):
+    from mlflow.utils.validation import _validate_metric, _validate_param_name
+
+    assert metric_name(key) == name
+    _validate_metric(name, 1.0, 0, 0)
+    _validate_param_name(name)
+
+
+def test_params_are_flat_and_without_secrets():
+    config = {
+        "a": {"b": [1, 2], "c": [{"d": True}]},
+        "hub": {"api_key": "sk-1", "token": "hf_1", "max_token_len": 16},
+        "uri": "http://me:pw@host/x",
+        "reward": {"password": None},
+        "hosts": ["http://me:pw@host/y"],
+    }
+    assert {key: param_text(value) for key, value in flat_config(config).items()} == {
+        "a.b": "[1, 2]",
+        "a.c.0.d": "True",
+        "hub.api_key": "***",
+        "hub.token": "***",
+        "hub.max_token_len": "16",
+        "uri": "http://***@host/x",
+        "reward.password": "None",
+        "hosts": '["http://***@host/y"]',
+    }
+    assert safe_uri("sqlite:////a/b@c.db") == "sqlite:////a/b@c.db"
+
+
+def test_tables_are_found_by_mlflow_itself(run_dir, monkeypatch):
+    # load_table looks for runs where the process's default is.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir}/mlflow.db")
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        for step in (5, 10, 10):
+            tracking.log_table("val/generations", ["prompt", "score"], [["2+2=", step / 10]], step=step)
+    tag = json.loads(client(run_dir).get_run(tracking.run_id).data.tags["mlflow.loggedArtifacts"])
+    assert tag == [{"path": f"val/generations/step_{step}.json", "type": "table"} for step in (5, 10)]
+    run = client(run_dir).get_run(tracking.run_id)
+    table = client(run_dir).load_table(run.info.experiment_id, "val/generations/step_10.json", [tracking.run_id])
+    assert table.to_dict("list") == {"prompt": ["2+2="], "score": [1.0]}
+
+
+def test_the_curves_are_an_artifact_with_the_steps_of_the_process_before(run_dir):
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    run_id = first.run_id
+    first.log({"critic/score/mean": 0.1}, 1)
+    first.finish("FAILED")
+    with Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=1) as second:
+        second.log({"critic/score/mean": 0.2, "val-core/a/reward/mean@4": 0.5}, 2)
+    picture = next((run_dir / "mlartifacts").rglob("plots/curves.png"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plots.keys_to_plot(["critic/score/mean", "val-core/a/reward/mean_at_4", "timing_s/step"]) == [
+        "critic/score/mean",
+        "val-core/a/reward/mean_at_4",
+    ]
+
+
+def test_nothing_to_draw_makes_no_picture(tmp_path):
+    assert not plots.draw({"timing_s/step": [(1, 2.0)], "critic/score/mean": []}, tmp_path / "a.png", "t")
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_load_of_the_machine_is_recorded_once_per_step(run_dir):
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log({"x": 1}, 1)
+        tracking.log({"val": 1}, 1)
+    metrics = client(run_dir).get_run(tracking.run_id).data.metrics
+    used = metrics["system/system_memory_usage_percentage"]
+    assert 0 < used <= 100 and "system/cpu_utilization_percentage" in metrics
+    assert len(history(run_dir, tracking.run_id, "system/system_memory_usage_percentage")) == 1
+
+
+def test_telemetry_is_off(run_dir):
+    Tracking("p", "e", "mlflow", run_dir=run_dir).finish()
+    from mlflow.environment_variables import MLFLOW_DISABLE_TELEMETRY
+
+    assert MLFLOW_DISABLE_TELEMETRY.get() is True

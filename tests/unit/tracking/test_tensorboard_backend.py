@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalerl.tracking import Tracking
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def read(run_dir: Path):
+    """As TensorBoard reads a directory of event files."""
+    reader = event_accumulator.EventAccumulator(
+        str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
+    reader.Reload()
+    return reader
+
+
+def scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(run_dir).Scalars(tag)]
+
+
+def test_scalars_tables_and_configuration_are_read_back(tmp_path):
+    config = {"optim": {"lr": 0.5}, "hub": {"token": "hf_1"}}
+    with Tracking("p", "e", "tensorboard", config, run_dir=tmp_path) as tracking:
+        for step in (1, 2):
+            tracking.log({"critic/score/mean": step / 4, "val-core/a/reward/mean@4": 1.0}, step)
+        tracking.log_table("val/generations", ["prompt", "score"], [["a|b\n<b>", 1.0]], 2)
+    assert scalars(tmp_path, "critic/score/mean") == [(1, 0.25), (2, 0.5)]
+    assert scalars(tmp_path, "val-core/a/reward/mean@4") == [(1, 1.0), (2, 1.0)]
+    (table,) = read(tmp_path).Tensors("val/generations")
+    text = table.tensor_proto.string_val[0].decode()
+    assert table.step == 2
+    assert text == "| prompt | score |\n| --- | --- |\n| a\\|b<br>&lt;b> | 1.0 |"
+    (config_text,) = read(tmp_path).Tensors("config")
+    assert "| optim.lr | 0.5 |\n| hub.token | *** |" in config_text.tensor_proto.string_val[0].decode()
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
+    for resumed_from, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        with Tracking("p", "e", "tensorboard", run_dir=tmp_path, resumed_from=resumed_from) as tracking:
+            for step in steps:
+                tracking.log({"x": step + 10 * resumed_from}, step)
+    assert scalars(tmp_path, "x") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scalerl.metrics import Metric
+from scalerl.tracking import Tracking, backend_names
+
+
+def jsonl(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_unknown_backend_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown backend 'clearml'; use any of console, file, mlflow"):
+        Tracking("p", "e", ["console", "clearml"], run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_cannot_be_written_stops_the_start(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        Tracking("p", "e", "file", run_dir=tmp_path)
+
+
+def test_console_is_the_default_and_counts_steps(tmp_path, capsys):
+    with Tracking("p", "e", run_dir=tmp_path, total_steps=3) as tracking:
+        assert list(tracking.logger) == ["console"]
+        assert tracking.run_id is None and tracking.tracking_uri is None
+        tracking.log({"critic/score/mean": Metric(0.5, "mean"), "timing_s/step": 2.0}, step=1)
+        tracking.message("saved")
+    assert capsys.readouterr().out == "step 1/3  reward 0.500  other 2.0s  | 2.0s  eta 4s\nsaved\n"
+
+
+def test_file_keeps_one_line_per_log_and_plain_json(tmp_path):
+    tracking = Tracking("p", "e", "file", run_dir=tmp_path)
+    tracking.log({"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": Metric(3, "sum")}, step=1)
+    tracking.log({"e": float("nan"), "f": float("-inf")}, step=2)
+    tracking.finish()
+    assert jsonl(tmp_path) == [
+        {"step": 1, "data": {"a": 1.0, "b": 0.5, "c": 2.0, "d": 3.0}},
+        {"step": 2, "data": {"e": "nan", "f": "-inf"}},
+    ]
+
+
+def test_a_resumed_run_appends_and_says_from_where(tmp_path):
+    for resumed_from, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        with Tracking("p", "e", "file", run_dir=tmp_path, resumed_from=resumed_from) as tracking:
+            for step in steps:
+                tracking.log({"x": step}, step)
+    lines = jsonl(tmp_path)
+    assert [line.get("step", line) for line in lines] == [1, 2, 3, {"resumed_from": 2}, 3, 4]
+
+
+def test_the_torn_line_of_a_killed_process_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "data": {}}\n{"step": 2, "da')
+    with Tracking("p", "e", "file", run_dir=tmp_path, resumed_from=1) as tracking:
+        tracking.log({}, 2)
+    assert jsonl(tmp_path) == [{"step": 1, "data": {}}, {"resumed_from": 1}, {"step": 2, "data": {}}]
+
+
+def test_log_reaches_the_named_backends_only(tmp_path, capsys):
+    with Tracking("p", "e", ["console", "file"], run_dir=tmp_path) as tracking:
+        tracking.log({"train/loss": 1.0}, 1, backend="file")
+        tracking.log({"train/loss": 2.0}, 2, backend=["console"])
+    assert [line["step"] for line in jsonl(tmp_path)] == [1]
+    assert capsys.readouterr().out == "step 2  loss 2.0000\n"
+
+
+def test_a_value_that_is_not_a_number_is_left_out_with_one_warning(tmp_path, caplog):
+    with Tracking("p", "e", "file", run_dir=tmp_path) as tracking:
+        for step in (1, 2):
+            tracking.log({"ok": 1.0, "text": "abc", "vector": np.ones(2)}, step)
+    assert [line["data"] for line in jsonl(tmp_path)] == [{"ok": 1.0}] * 2
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "metric 'text' is a str, not a number: not logged",
+        "metric 'vector' is a ndarray, not a number: not logged",
+    ]
+
+
+def test_a_backend_that_breaks_is_reported_once_and_the_others_go_on(tmp_path, caplog, capsys):
+    tracking = Tracking("p", "e", ["file", "console"], run_dir=tmp_path)
+    tracking.logger["file"]._file.close()
+    for step in (1, 2, 3):
+        tracking.log({"train/loss": 1.0}, step)
+    tracking.finish()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2 and "'file': a write failed" in warnings[0]
+    assert warnings[1] == "tracking backend 'file': 3 of 4 writes were lost in this run"
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_every_name_that_the_configuration_allows_is_a_backend():
+    from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+    from scalerl.config.value_checks import DOMAINS
+
+    for section in (TrainerConfig, SFTTrainerConfig):
+        assert all(DOMAINS[section]["logger"].allows([name]) for name in backend_names())
+    assert set(Tracking.supported_backend.fget(None)) == {
+        "console",
+        "file",
+        "mlflow",
+        "tensorboard",
+        "wandb",
+        "swanlab",
+    }
+
+
+def test_what_is_logged_may_be_changed_by_the_run_afterwards(tmp_path):
+    with Tracking("p", "e", "file", run_dir=tmp_path) as tracking:
+        metrics, row = {"x": 1.0}, ["a", 1.0]
+        tracking.log(metrics, 1)
+        tracking.log_table("t", ["c", "d"], [row], 1)
+        metrics["x"], row[0] = 2.0, "b"
+    assert jsonl(tmp_path)[0]["data"] == {"x": 1.0}
+    assert json.loads((tmp_path / "tables/t/step_1.json").read_text())["data"] == [["a", 1.0]]
+
+
+def test_tables_are_shown_in_one_line_per_row_and_kept_whole(tmp_path, capsys):
+    rows = [["a\nb \x1b[2J", "x" * 500, 0.25]]
+    with Tracking("p", "e", ["console", "file"], run_dir=tmp_path) as tracking:
+        tracking.log_table("val/generations", ["prompt", "response", "score"], rows, step=7)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "val/generations at step 7:"
+    assert shown[1].startswith(r"  prompt=a\nb \x1b[2J  response=xxx") and shown[1].endswith("x…  score=0.250")
+    table = json.loads((tmp_path / "tables/val/generations/step_7.json").read_text())
+    assert table == {"columns": ["prompt", "response", "score"], "data": rows}
+
+
+def test_finish_takes_known_statuses_and_ends_logging(tmp_path):
+    tracking = Tracking("p", "e", "file", run_dir=tmp_path)
+    with pytest.raises(ValueError, match="'DONE', use one of FINISHED, FAILED, KILLED"):
+        tracking.finish("DONE")
+    tracking.log({"a": 1}, 1)
+    tracking.finish()
+    tracking.log({"a": 1}, 2)
+    tracking.finish("FAILED")
+    assert [line["step"] for line in jsonl(tmp_path)] == [1]
