@@ -90,6 +90,7 @@ def actor_update(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )["long"]  # fmt: skip
 
 
+@pytest.mark.full
 def test_actor_update(actor_update: dict[str, Any]) -> None:
     zero = ("/padding_frac", "/time_share", "/padded_to_update/first", "/padded_to_micro_batch/first")
     assert_positive(actor_update, may_be_zero=zero)
@@ -102,6 +103,7 @@ def test_actor_update(actor_update: dict[str, Any]) -> None:
     assert actor_update["padding_frac"] == 0.0
 
 
+@pytest.mark.full
 def test_actor_update_says_where_all_the_time_went(actor_update: dict[str, Any]) -> None:
     share = actor_update["time_share"]
     assert share.keys() == {*time_shares.CATEGORIES, "other", "waiting", "profiled_s"}
@@ -110,6 +112,7 @@ def test_actor_update_says_where_all_the_time_went(actor_update: dict[str, Any])
     assert all(share[name] > 0 for name in ("attention", "gemm", "optimizer", "communication", "other"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("padding", ["update", "micro_batch"])
 def test_actor_update_compares_the_same_update(actor_update: dict[str, Any], padding: str) -> None:
     padded = actor_update[f"padded_to_{padding}"]
@@ -176,6 +179,7 @@ def test_the_rules_that_packing_is_compared_with() -> None:
     assert packing.modified_first_fit_decreasing(sizes, 100) == [[0, 5, 4], [1, 2, 6], [3]]
 
 
+@pytest.mark.full
 def test_end_to_end(tmp_path: Path) -> None:
     result = run_benchmark(
         "end_to_end.py", tmp_path / "result.json",
@@ -194,6 +198,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert result["limits"].keys() >= limits
 
 
+@pytest.mark.full
 def test_weight_sync(tmp_path: Path) -> None:
     result = run_benchmark(
         "weight_sync.py", tmp_path / "result.json",
@@ -213,6 +218,7 @@ def test_weight_sync(tmp_path: Path) -> None:
     assert len({one["gb"] for one in found.values()}) == 1
 
 
+@pytest.mark.full
 def test_rollout_client(tmp_path: Path) -> None:
     result = run_benchmark(
         "rollout_client.py", tmp_path / "result.json",
@@ -245,6 +251,7 @@ def test_cpu_attention(tmp_path: Path) -> None:
         assert load["speed_up"] == pytest.approx(rates["batched"] / rates["loop"])
 
 
+@pytest.mark.full
 def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -1,0 +1,222 @@
+"""Parts of benchmarks/controller_scale.py: actors that answer at once, and a run of the product's parts over them."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+
+from scalerl.cluster.batch import ShardedBatch
+from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.config import PPOConfig, compose
+from scalerl.controller.sampling.groups import SampleGroup
+from scalerl.controller.sampling.policy_servers import PolicyServers
+from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.sampling.worker import Generated
+from scalerl.controller.training.roles import MegatronActor
+from scalerl.controller.training.worker import MegatronWorker
+from scalerl.data import PromptCursor
+from scalerl.hybrid.handover import Handover, RankMemory
+from scalerl.hybrid.order import SyncOrder
+from scalerl.metrics import FlopsShape, Metric, Timers
+from scalerl.parallel.layout import Layout
+from scalerl.protocol import DataProto
+from scalerl.runtime.stop import StopRequest
+from scalerl.servers.replica import Replica
+from scalerl.trainer.packing_rules import Planner
+from scalerl.trainer.ppo import Run
+from scalerl.trainer.sample_stream import SampleStream
+from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
+
+GROUP = 16
+RANKS_OF_A_SERVER = 8
+MAX_PROMPT, MAX_RESPONSE = 512, 8192
+MAX_TOKENS = 16384
+UPDATES = 4
+# As many as a rank of a run reports of a pass.
+NUM_METRICS = 24
+# Qwen2.5-1.5B
+SHAPE = FlopsShape(
+    num_layers=28, hidden_size=1536, num_heads=12, num_kv_heads=2, head_dim=128, ffn_hidden_size=8960, vocab_size=151936
+)
+# Of what the driver sends of a batch and gets of it, pickled; None: not counted.
+_counted: list[int] = []
+
+
+class InstantRank:
+    """In the place of many `MegatronWorker`s."""
+
+    def run_on_shard(self, method: str, shard: Any, kwargs: dict, *fragments: Any) -> tuple[Any, Any, Any]:
+        kind = "actor" if method == "update_actor" else "mismatch"
+        return {f"{kind}/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, {}, None
+
+    def memory(self) -> dict[str, Metric]:
+        return {f"perf/{name}": Metric(1.0, "max") for name in ("a", "b", "c", "d")}
+
+    def device_memory(self) -> RankMemory:
+        return RankMemory(0, "cpu", 2**36, 2**37, 2**30)
+
+    def sync_weights(self, version: int, **kwargs: Any) -> dict[str, Any]:
+        numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
+        return {**dict.fromkeys(numbers, 1.0), "failed": {}}
+
+
+class InstantRolloutWorker:
+    """In the place of `RolloutWorker`: the sample columns of a generation, without the samples."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+
+    async def generate(self, dataset: str, groups: Sequence[SampleGroup], n: int, *args: Any, **kwargs: Any) -> Any:
+        return Generated(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
+
+    async def next_lost(self) -> None:
+        import asyncio
+
+        await asyncio.Event().wait()
+
+    async def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
+        return DataProto()
+
+    async def drop(self, batch_id: int) -> None:
+        pass
+
+    async def in_service(self, indices: Sequence[int]) -> None:
+        pass
+
+
+def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """The columns that `RolloutWorker` makes."""
+    count = len(groups) * n
+    responses = generator.lognormal(7, 1, count).clip(1, MAX_RESPONSE).astype(np.int64)
+    numbers = {
+        "uid": np.repeat([group.uid for group in groups], n),
+        "prompt_uid": np.repeat([group.prompt_uid for group in groups], n),
+        "sample_index": np.tile(np.arange(n), len(groups)),
+        "seed": generator.integers(0, 2**62, count),
+        "prompt_length": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
+        "prompt_length_before": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
+        "response_length": responses,
+        "score": generator.random(count),
+        "reward_failed": np.zeros(count, dtype=bool),
+        "policy_version": np.zeros(count, dtype=np.int64),
+    }
+    texts = {"finish_reason": "stop", "data_source": "openai/gsm8k", "reward_style": "rule"}
+    objects: dict[str, list[Any]] = {name: [text] * count for name, text in texts.items()}
+    objects["reward_extra"] = [{"acc": 1.0}] * count
+    for name, values in objects.items():
+        numbers[name] = np.empty(count, dtype=object)
+        numbers[name][:] = values
+    return numbers
+
+
+class CountingGroup(WorkerGroup):
+    """A group of many ranks on a few actors."""
+
+    def __init__(self, layout: Layout, actors: Sequence[Any]) -> None:
+        self.cls, self.layout = MegatronWorker, layout
+        self.timeout_s, self.limits = 600.0, {}
+        self.ranks = [actors[rank % len(actors)] for rank in range(layout.world_size)]
+
+    def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
+        shard, fragments = super()._shard(batch, dp_rank)
+        if _counted:
+            _counted[0] += len(pickle.dumps(ray.get(shard) if isinstance(shard, ray.ObjectRef) else shard))
+        return shard, fragments
+
+
+class CountingRollout(HybridRollout):
+    def _result(self, generation: Any) -> Generated:
+        generated = super()._result(generation)
+        if _counted:
+            _counted[0] += len(pickle.dumps(generated))
+        return generated
+
+
+def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool) -> Run:
+    num_samples = dp_size * options.samples_per_rank
+    config = configuration(options, dp_size, num_samples)
+    rank, worker = ray.remote(InstantRank), ray.remote(InstantRolloutWorker)
+    place = pool.place(0, num_devices=1)
+    actors = [rank.options(**place).remote() for _ in range(options.processes)]
+    group = CountingGroup(Layout(dp_size * options.tp, tp_size=options.tp), actors)
+    rollout = make_rollout(config, pool, group, worker.options(**place, max_concurrency=64).remote(options.seed))
+    actor = config.actor_rollout_ref.actor
+    update = actor.ppo_mini_batch_size * GROUP
+    planner = Planner(actor.megatron, dp_size, actor.ppo_max_token_len_per_gpu, update, SHAPE)
+    return Run(
+        config=config,
+        samples=SampleStream(config, rollout, PromptCursor(10**6, 1, True), total_steps=10**6),
+        rollout=rollout,
+        actor=MegatronActor(group, actor, 1.0),
+        reference=None,
+        critic=None,
+        reward_model=None,
+        kl=None,
+        worker_groups=[group],
+        planners={"actor": planner},
+        yardsticks={"actor": Yardstick(SHAPE, 1e15, dp_size * options.tp)},
+        tracker=SimpleNamespace(log=lambda *args, **kwargs: None),  # type: ignore[arg-type]
+        timers=Timers(),
+        total_steps=10**6,
+        stop=StopRequest(),
+    )
+
+
+def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, worker: Any) -> HybridRollout:
+    """With servers that nobody starts: one for every RANKS_OF_A_SERVER ranks."""
+    servers = PolicyServers.__new__(PolicyServers)
+    servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
+    servers.timeout_s, servers.num_syncs, servers.policy_version = 600.0, 0, 0
+    servers.handover, servers.parts_s, servers.workers, servers.worker = Handover(), {}, group, worker
+    count = max(1, group.world_size // RANKS_OF_A_SERVER)
+    replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
+    servers.server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)  # type: ignore[assignment]
+    servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
+    rollout = CountingRollout.__new__(CountingRollout)
+    rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
+    rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
+    rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
+    rollout.worker, rollout.lost = worker, worker.next_lost.remote()
+    # The servers started from files; the first step finds them with the trainer's weights.
+    rollout.sync_weights(policy_version=0)
+    return rollout
+
+
+def configuration(options: argparse.Namespace, dp_size: int, num_samples: int) -> PPOConfig:
+    rollout = "actor_rollout_ref.rollout"
+    arguments = [
+        "+recipe=grpo",
+        "data.train_files=none.parquet",
+        "data.val_files=none.parquet",
+        f"data.max_prompt_length={MAX_PROMPT}",
+        f"data.max_response_length={MAX_RESPONSE}",
+        f"data.train_batch_size={num_samples // GROUP}",
+        "actor_rollout_ref.model.path=none",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={num_samples // GROUP // UPDATES}",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MAX_TOKENS}",
+        f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={options.tp}",
+        f"{rollout}.n={GROUP}",
+        f"trainer.n_gpus_per_node={dp_size * options.tp}",
+        "trainer.device=cpu",
+        "trainer.default_local_dir=none",
+    ]
+    return compose("ppo", arguments, rules=False)
+
+
+def count_bytes(is_on: bool) -> int:
+    """Begins to count, or ends: bytes since it began."""
+    if is_on:
+        _counted[:] = [0]
+        return 0
+    return _counted.pop() if _counted else 0
+
+
+def log(run: Run, outcome: StepOutcome, step: int, timing_s: Mapping[str, float]) -> dict[str, float]:
+    return step_metrics(run.config, outcome, run.yardsticks, timing_s, step=step, epoch=0)
