@@ -68,7 +68,7 @@ _kept: list[_Rank] = []
 def run_ranks(
     world_size: int, function: Callable, *args: Any, timeout_s: float = 240.0, fresh: bool = False
 ) -> list[Any]:
-    """function(*args) on every rank, RANK and friends set; results in rank order. Fails with the first rank's traceback.
+    """function(*args) on every rank, RANK and friends set; results in rank order. Fails with the first traceback.
 
     fresh: on processes that ran no job before and will run none after.
     """
@@ -125,7 +125,8 @@ def _answers(ranks: list[_Rank], deadline: float) -> list[Any]:
             try:
                 result, error = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise AssertionError(f"rank {number} of {len(ranks)} died without a word (see its output above)") from None
+                died = f"rank {number} of {len(ranks)} died without a word (see its output above)"
+                raise AssertionError(died) from None
             assert error is None, f"rank {number} of {len(ranks)} failed:\n{error}"
             results[number] = result
     return [results[number] for number in range(len(ranks))]

@@ -8,9 +8,9 @@ import torch
 
 torch.set_num_threads(1)
 
-from scalerl.parallel import platform
+from scalerl.parallel import platform  # noqa: E402
 
 platform.install("cpu")
 
-import scalerl.parallel.engine  # noqa: F401
-import tests.tiny_models  # noqa: F401
+import scalerl.parallel.engine  # noqa: E402, F401
+import tests.tiny_models  # noqa: E402, F401

@@ -70,15 +70,15 @@ def test_training_is_bitwise_the_same(model: str, layout: str, distributed: bool
     megatron = {"dtype": dtype, "use_distributed_optimizer": distributed}
     here = run_ranks(2, train, model, LAYOUTS[layout], megatron, False)
     away = run_ranks(2, train, model, LAYOUTS[layout], megatron, True)
-    for (numbers, state, _, full), (others, other_state, sizes, full_again) in zip(here, away, strict=True):
+    for (numbers, state, _, whole), (others, other_state, sizes, whole_again) in zip(here, away, strict=True):
         assert same(numbers, others)
         assert same(state, other_state)
         assert numbers[1]["grad_norm"] > 0 and not same(numbers[2], numbers[-1])
         assert len(sizes) == 1 + 3 * NUM_UPDATES
         assert all(size == dict.fromkeys(PARTS, 0) for size in sizes)
         # Flat copies may end in a few bytes of padding.
-        assert all(0 <= full_again[part] - full[part] < 256 * 200 for part in PARTS)
-        assert all(full[part] > 0 for part in PARTS)
+        assert all(0 <= whole_again[part] - whole[part] < 256 * 200 for part in PARTS)
+        assert all(whole[part] > 0 for part in PARTS)
 
 
 def sizes(model: str, layout: tuple[int, int, int], dtype: str) -> Any:
@@ -106,20 +106,20 @@ def sizes(model: str, layout: tuple[int, int, int], dtype: str) -> Any:
 def test_each_part_frees_its_own_bytes(model: str, dtype: str) -> None:
     """Counted from the storages: with the distributed optimizer on 2 ranks each holds half of the optimizer state."""
     for num_params, found, addresses, grads_are_zero in run_ranks(2, sizes, model, LAYOUTS["dp2"], dtype):
-        full = found["all"]
+        whole = found["all"]
         param_bytes = {"float32": 4, "bfloat16": 2}[dtype]
         # Moments, and main parameters where the parameters are not float32 themselves.
         state_bytes = {"float32": 8, "bfloat16": 12}[dtype]
-        assert full["params"] == pytest.approx(num_params * param_bytes, rel=0.01)
-        assert full["grads"] == pytest.approx(num_params * 4, rel=0.01)
-        assert full["optimizer"] == pytest.approx(num_params * state_bytes / 2, rel=0.02)
+        assert whole["params"] == pytest.approx(num_params * param_bytes, rel=0.01)
+        assert whole["grads"] == pytest.approx(num_params * 4, rel=0.01)
+        assert whole["optimizer"] == pytest.approx(num_params * state_bytes / 2, rel=0.02)
         for part in PARTS:
-            assert found[part] == full | {part: 0}
+            assert found[part] == whole | {part: 0}
         half = len(addresses["params"]) // 2
         assert not any(addresses["params"][:half]) and all(addresses["params"][half:])
         assert all(addresses["grads"][:half]) and not any(addresses["grads"][half:])
         assert all(addresses["optimizer"])
-        assert found["back"] == pytest.approx(full, rel=0.05)
+        assert found["back"] == pytest.approx(whole, rel=0.05)
         assert grads_are_zero
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_a_model_that_comes_and_goes(model: str, tmp_path: Path)
 def frozen(model: str, layout: tuple[int, int, int]) -> Any:
     trainee = Trainee(model, layout, frozen=True, dtype="bfloat16", param_offload=True)
     before = trainee.logprobs()
-    full = trainee.engine.device_bytes()
+    whole = trainee.engine.device_bytes()
     trainee.engine.leave_device()
     sizes = [trainee.engine.device_bytes()]
     after = []
@@ -233,14 +233,14 @@ def frozen(model: str, layout: tuple[int, int, int]) -> Any:
         with trainee.engine.on_device("params"):
             after.append(trainee.logprobs())
         sizes.append(trainee.engine.device_bytes())
-    return before, after, full, sizes
+    return before, after, whole, sizes
 
 
 def test_a_frozen_model_comes_and_goes(model: str) -> None:
     """A reference has no DDP buffers: its parameters leave all the same."""
-    for before, after, full, sizes in run_ranks(2, frozen, model, LAYOUTS["tp2"]):
+    for before, after, whole, sizes in run_ranks(2, frozen, model, LAYOUTS["tp2"]):
         assert all(same(before, again) for again in after)
-        assert full["params"] > 0 and full["grads"] == full["optimizer"] == 0
+        assert whole["params"] > 0 and whole["grads"] == whole["optimizer"] == 0
         assert all(size["params"] == 0 for size in sizes)
 
 

@@ -31,9 +31,7 @@ UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(
-        make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_layers=NUM_LAYERS, initializer_range=0.1)
-    )
+    return str(make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_layers=NUM_LAYERS, initializer_range=0.1))
 
 
 # --- close to float32 ---
@@ -340,5 +338,3 @@ def test_a_norm_that_overflows_without_a_culprit(model: str) -> None:
     ((update, texts),) = run_ranks(1, scaled, model, LAYOUTS["one"], 1e30)
     assert update["skipped_updates"] == 1.0 and math.isfinite(update["loss"])
     assert "the gradient norm is inf; every value of it is finite" in texts[0]
-
-

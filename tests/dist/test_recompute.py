@@ -30,9 +30,7 @@ RELATIVE = 1e-5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(
-        make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_layers=NUM_LAYERS, initializer_range=0.1)
-    )
+    return str(make_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", num_layers=NUM_LAYERS, initializer_range=0.1))
 
 
 def train(model: str, layout: tuple[int, int, int], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
