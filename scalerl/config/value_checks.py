@@ -121,7 +121,7 @@ def _is_threshold(value: Any) -> bool:
     return _number(value) or (isinstance(value, str) and value.strip() != "")
 
 
-# What the numbers may be depends on what they limit: correction_rules.
+# What the numbers may be depends on what they limit: `config.correction`.
 THRESHOLD = Domain(_is_threshold, "a number, a band [lower, upper] or a list of these", "2")
 
 
@@ -162,7 +162,7 @@ _REWARD = {"reward_manager": TEXT, "timeout_s": above(0, 60), "on_error": one_of
 _RUN = {
     "project_name": TEXT,
     "experiment_name": TEXT,
-    # Which names there are: user_code_rules.
+    # Which names there are: `rules.user_code`.
     "logger": TEXTS,
     "mlflow_tracking_uri": or_null(TEXT),
     "device": one_of("auto", "cuda", "cpu"),

@@ -1,4 +1,4 @@
-"""What Transformer Engine's attention asks of keys, device and installed version. Of the model: `layout_rules.py`."""
+"""What Transformer Engine's attention asks of keys, device and installed version. Of the model: `layout.py`."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class MegatronWorker(Reusable):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """Sample columns of `two_log_probs.worst_tokens`, from rollout_logprobs and old_logprobs."""
+        """Sample columns of `logprob_mismatch.worst_tokens`, from rollout_logprobs and old_logprobs."""
         from scalerl.controller.training.logprob_mismatch import worst_tokens
 
         return {}, DataProto(samples=worst_tokens(shard))
