@@ -19,8 +19,10 @@ PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
 # Side by side, one process, no services.
 UNIT = -n logical --maxprocesses 8 tests/unit
-# These start processes of their own, so they run one by one.
-ONE_BY_ONE := tests/dist tests/ray tests/sglang tests/slurm tests/e2e
+# These start processes of their own: two at a time, of which mostly one waits for a process to start. A machine with much
+# memory may run more (each takes up to 8 GB).
+AT_A_TIME ?= 2
+SERVICES = -n $(AT_A_TIME) --dist loadgroup tests/dist tests/ray tests/sglang tests/slurm tests/e2e
 # What only `make test-all` runs (docs/testing.md): tests with this mark, and hypothesis' whole budget.
 MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick
@@ -77,11 +79,11 @@ ifdef TESTS
 	$(PYTEST) $(PYTEST_ARGS) $(TESTS)
 else
 	@status=0; $(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT) || status=1; \
-	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(ONE_BY_ONE) || status=1; exit $$status
+	$(PYTEST) $(MAIN) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
 endif
 
 test-all: setup ## every test but tests/gpu, on every layout
-	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(ONE_BY_ONE) || status=1; exit $$status
+	@status=0; $(PYTEST) $(PYTEST_ARGS) $(UNIT) || status=1; $(PYTEST) $(PYTEST_ARGS) $(SERVICES) || status=1; exit $$status
 
 lint: setup ## ruff: rules and format
 	$(BIN)/ruff check .

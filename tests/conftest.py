@@ -27,6 +27,8 @@ settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("whole")
 
 MARKED_FOLDERS = ("dist", "ray", "sglang", "slurm", "e2e", "gpu")
+# Their tests share processes, or addresses; of the other folders a file is what stays together.
+SHARING_FOLDERS = ("dist", "sglang", "slurm")
 TESTS = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 # Places for all runs and groups of workers that a test has at a time; a place is a number to Ray, no core.
@@ -48,6 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
+            # What `make test` runs side by side: --dist loadgroup.
+            together = folder if folder in SHARING_FOLDERS else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(together))
         if folder == "gpu":
             skip_gpu = skip_gpu or _skip_without_gpu()
             item.add_marker(skip_gpu)
