@@ -22,6 +22,7 @@ import pytest
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.process import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
 from scalerl.servers.supervise import descendants
+from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", ["sglang", "embedded"])
+@pytest.mark.parametrize("kind", [full("sglang"), "embedded"])
 def test_a_server_that_dies_at_start_shows_its_own_last_words(kind: str, model_a: Model, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()

@@ -40,6 +40,7 @@ def engine(start_engine: Callable[..., Engine], old: Model) -> Iterator[Engine]:
     engine.server.stop()
 
 
+@pytest.mark.full
 def test_update_and_checksums_with_two_ranks(engine: Engine, old: Model, tmp_path: Path) -> None:
     new = Model.load(make_model(tmp_path / "new", "qwen2", seed=1, vocab_size=VOCAB_SIZE, ffn_size=FFN_SIZE))
     config = old.hf.config.to_dict()

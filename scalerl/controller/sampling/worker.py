@@ -346,46 +346,34 @@ class RolloutWorker(Reusable):
 
         return await self._tell_each(go_on)
 
-    async def _tell_each(self, call: Callable[[RolloutClient], None]) -> dict[int, str]:
-        """At the same time, while samples come back."""
-        from scalerl.servers.requests import RolloutError
-
-        failed = {}
-        asked = [asyncio.to_thread(call, client) for client in self.clients]
-        for index, result in enumerate(await asyncio.gather(*asked, return_exceptions=True)):
-            if isinstance(result, RolloutError):
-                failed[index] = str(result)
-            elif isinstance(result, BaseException):
-                raise result
-        return failed
-
-    def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
+    async def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
         """Frees that part (kv_cache, weights) of the servers' device memory. -> index: error of those that did not.
 
         skip: indices of servers that are not asked.
         """
-        return self._tell_all(lambda client: client.release([tag]), skip)
+        return await self._tell_each(lambda client: client.release([tag]), skip)
 
-    def resume(self, tags: Sequence[str]) -> dict[int, str]:
+    async def resume(self, tags: Sequence[str]) -> dict[int, str]:
         """Of what each server released: one that was restarted since has all of it. -> as `release`."""
 
         def resume(client: RolloutClient) -> None:
             if released := [tag for tag in tags if tag in client.released]:
                 client.resume(released)
 
-        return self._tell_all(resume)
+        return await self._tell_each(resume)
 
-    def _tell_all(self, call: Callable[[RolloutClient], None], skip: Collection[int] = ()) -> dict[int, str]:
+    async def _tell_each(self, call: Callable[[RolloutClient], None], skip: Collection[int] = ()) -> dict[int, str]:
+        """All at the same time, while samples come back."""
         from scalerl.servers.requests import RolloutError
 
+        indices = [index for index in range(len(self.clients)) if index not in skip]
+        asked = [asyncio.to_thread(call, self.clients[index]) for index in indices]
         failed = {}
-        for index, client in enumerate(self.clients):
-            if index in skip:
-                continue
-            try:
-                call(client)
-            except RolloutError as error:
-                failed[index] = str(error)
+        for index, result in zip(indices, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(result, RolloutError):
+                failed[index] = str(result)
+            elif isinstance(result, BaseException):
+                raise result
         return failed
 
 
