@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MARKED_FOLDERS:
             item.add_marker(folder)
-            # What `make test` runs side by side: --dist loadgroup.
+            # With `make test AT_A_TIME=N`: --dist loadgroup.
             together = folder if folder in SHARING_FOLDERS else str(item.path)
             item.add_marker(pytest.mark.xdist_group(together))
         if folder == "gpu":
