@@ -70,8 +70,9 @@ def done(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -
         "trainer.val_before_train=false",
         *settings(),
     )
+    own_keys = ["actor/ratio", "my/best_score", "my/largest_weight", "timing_s/mine"]
     with contextlib.chdir(directory):
-        finished = kept.train(overrides, own_keys=["actor/ratio", "my/best_score", "my/largest_weight"])
+        finished = kept.train(overrides, own_keys=own_keys)
     assert finished.code == 0, finished.tail()
     return Done(run_dir, Record.read(run_dir), inputs)
 
