@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
 from tests.e2e.kept import Kept
 from tests.e2e.test_kill_and_resume import STEPS, assert_same_samples, assert_same_weights, reproducible
+from tests.lanes import full
 
 # With a prompt as many tokens as a micro-batch has.
 RESPONSE = 48
@@ -75,28 +77,44 @@ def numbers_but_faults(run_dir: Path) -> dict[int, dict[str, float]]:
     return {step: {key: value for key, value in data.items() if key not in FAULTS} for step, data in steps.items()}
 
 
+@pytest.mark.parametrize(
+    "strikes",
+    [
+        pytest.param([Strike(1, 0, signal.SIGKILL), Strike(3, 1, signal.SIGSTOP)], id="busy"),
+        full(
+            [
+                Strike(1, 0, signal.SIGKILL),
+                Strike(2, 1, signal.SIGKILL, idle=True),
+                Strike(3, 1, signal.SIGSTOP),
+                Strike(4, 0, signal.SIGSTOP, idle=True),
+            ],
+            id="busy and idle",
+        ),
+    ],
+)
 def test_two_servers_that_die_and_hang_in_turn(
-    inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path
+    inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path, strikes: list[Strike]
 ) -> None:
     run_dir = tmp_path / "run"
-    strikes = [
-        Strike(1, 0, signal.SIGKILL),
-        Strike(2, 1, signal.SIGKILL, idle=True),
-        Strike(3, 1, signal.SIGSTOP),
-        Strike(4, 0, signal.SIGSTOP, idle=True),
-    ]
     job = run(start_job, arguments(inputs, run_dir, strikes, "actor_rollout_ref.rollout.num_replicas=2"), run_dir)
     metrics = Record.read(run_dir).final
-    assert [metrics[step]["rollout/num_restarts"] for step in range(1, STEPS + 1)] == [1.0] * STEPS
-    resubmitted = [metrics[step]["rollout/num_resubmitted"] for step in range(1, STEPS + 1)]
-    # How many samples a server has left when the signal comes is a race with it; idle servers have none.
-    assert resubmitted[0] > 0 and resubmitted[2] > 0 and resubmitted[1] == resubmitted[3] == 0.0
+    struck = {strike.step: strike for strike in strikes}
+    for step in range(1, STEPS + 1):
+        assert metrics[step]["rollout/num_restarts"] == (1.0 if step in struck else 0.0), step
+        # How many samples a server has left when the signal comes is a race with it; idle servers have none.
+        had_samples = step in struck and not struck[step].idle
+        assert (metrics[step]["rollout/num_resubmitted"] > 0) == had_samples, step
     assert_same_run(undisturbed, run_dir, tmp_path)
-    assert job.stderr.count("It ended with exit code 137.") == 2
-    assert job.stderr.count("It was still running and was killed.") == 2
-    assert job.stderr.count("Restart 1 of at most 3.") == job.stderr.count("Restart 2 of at most 3.") == 2
+    signums = [strike.signum for strike in strikes]
+    assert job.stderr.count("It ended with exit code 137.") == signums.count(signal.SIGKILL)
+    assert job.stderr.count("It was still running and was killed.") == signums.count(signal.SIGSTOP)
+    restarts = Counter(strike.replica for strike in strikes)
+    for nth in (1, 2):
+        expected = sum(count >= nth for count in restarts.values())
+        assert job.stderr.count(f"Restart {nth} of at most 3.") == expected
     logs = {path.name for path in (run_dir / "logs").iterdir()}
-    assert logs == {f"rollout-{index}{again}.log" for index in (0, 1) for again in ("", ".restart-1", ".restart-2")}
+    again = {index: ["", *(f".restart-{nth}" for nth in range(1, restarts[index] + 1))] for index in (0, 1)}
+    assert logs == {f"rollout-{index}{name}.log" for index, names in again.items() for name in names}
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Record, main_ppo, numbered, only, refused
 from tests.e2e.kept import Kept
 from tests.e2e.test_kill_and_resume import reproducible
+from tests.lanes import mostly_full
 
 STEPS = 2
 # Of the recipe cpu.
@@ -64,22 +65,29 @@ def train(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> dict[in
     return Record.read(run_dir).final
 
 
+@pytest.fixture(scope="module")
+def new(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in processes of its own."""
+    run_dir = tmp_path_factory.mktemp("new")
+    job = start_job(main_ppo(inputs.overrides(run_dir, *SHORT, *CRITIC)), run_dir)
+    assert job.finish() == 0, job.tail()
+    return run_dir
+
+
+@pytest.mark.parametrize("name", mostly_full(OTHERS, lambda name: name == "four_ranks"))
 def test_the_numbers_are_those_of_new_processes(
-    inputs: Inputs, kept: Kept, start_job: StartJob, tmp_path: Path
+    inputs: Inputs, kept: Kept, new: Path, tmp_path: Path, name: str
 ) -> None:
-    new = start_job(main_ppo(inputs.overrides(tmp_path / "new", *SHORT, *CRITIC)), tmp_path / "new")
-    assert new.finish() == 0, new.tail()
-    wanted = {step: reproducible(data) for step, data in Record.read(tmp_path / "new").final.items()}
+    wanted = {step: reproducible(data) for step, data in Record.read(new).final.items()}
     assert wanted[STEPS]["actor/grad_norm"] > 0 and wanted[STEPS]["critic/grad_norm"] > 0
-    for name, overrides in OTHERS.items():
-        train(kept, inputs, tmp_path / name / "other", *overrides)
-        before = ranks()
-        found = train(kept, inputs, tmp_path / name / "run", *CRITIC)
-        assert {step: reproducible(data) for step, data in found.items()} == wanted, f"after {name}"
-        for step in range(1, STEPS + 1):
-            at = (tmp_path / "new", tmp_path / name / "run")
-            theirs, ours = (pq.read_table(run_dir / "rollouts" / f"step_{step}.parquet") for run_dir in at)
-            assert ours.equals(theirs), f"samples of step {step} after {name}"
+    train(kept, inputs, tmp_path / "other", *OTHERS[name])
+    run_dir = tmp_path / "run"
+    found = train(kept, inputs, run_dir, *CRITIC)
+    assert {step: reproducible(data) for step, data in found.items()} == wanted
+    for step in range(1, STEPS + 1):
+        theirs, ours = (pq.read_table(at / "rollouts" / f"step_{step}.parquet") for at in (new, run_dir))
+        assert ours.equals(theirs), f"samples of step {step}"
+    before = ranks()
     again = train(kept, inputs, tmp_path / "again", *CRITIC)
     assert {step: reproducible(data) for step, data in again.items()} == wanted
     assert len(before) >= 2 and ranks() == before, "the last two runs had the same processes"
