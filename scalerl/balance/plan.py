@@ -128,7 +128,8 @@ def plan_step(
             raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple, keys))
         sizes = sizes_S[rows]
         ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number, keys)
-        plans.append([_ordered(bins, rows, workload_S) for bins in ranks])
+        numbers = rows.tolist()
+        plans.append([_ordered(bins, numbers, workload_S) for bins in ranks])
         lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
         num_computed += sum(int(alignment.of_micro_batch(bin_sums(bins, sizes)).sum()) for bins in ranks)
     return StepPlan(
@@ -194,10 +195,9 @@ def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bi
     return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
 
 
-def _ordered(bins: Bins, rows: np.ndarray, workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
+def _ordered(bins: Bins, rows: Sequence[int], workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
     """Light micro-batches first and last: a pipeline fills and drains with them, so its bubble is short."""
-    name = rows.tolist()
-    micros = sorted(tuple(sorted([name[item] for item in items])) for items in bins)
+    micros = sorted(tuple(sorted([rows[item] for item in items])) for items in bins)
     order = np.argsort(bin_sums(micros, workload_S), kind="stable").tolist()
     return tuple(micros[at] for at in order[0::2] + order[1::2][::-1])
 

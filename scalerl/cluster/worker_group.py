@@ -31,6 +31,8 @@ from scalerl.user_code import called, is_users_own, place_of
 
 # In which ranks part: the last call to them was answered.
 LEAVE_TIMEOUT_S = 60.0
+# How long the driver waits for ranks before it looks whether one has failed; twice as long each time.
+FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.5
 
 
 class WorkerError(RunError):
@@ -180,15 +182,15 @@ class WorkerGroup:
         name = name.rpartition(":")[2]
         limit = self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
         deadline = time.monotonic() + limit.seconds
-        pending = list(refs)
+        pending, look_s = list(refs), FIRST_LOOK_S
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if done and pending:
-                # All that are there, so that ranks that answer together cost one look and not one each.
-                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
-                done += more
-            if not done:
-                missing = [rank for rank, ref in enumerate(refs) if ref in set(pending)]
+            # Not rank by rank: each look costs as much as there are ranks. A failure is seen in the next one.
+            left_s = max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=min(look_s, left_s))
+            look_s = min(2 * look_s, LAST_LOOK_S)
+            if not done and time.monotonic() >= deadline:
+                late = set(pending)
+                missing = [rank for rank, ref in enumerate(refs) if ref in late]
                 raise WorkerError(
                     f"{name}: ranks {missing} did not answer within {limit.key}={limit.seconds:.0f} s; of rank "
                     f"{missing[0]}: {last_words(self.ranks[missing[0]])}"
