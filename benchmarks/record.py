@@ -16,6 +16,8 @@ from statistics import median
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Results of other benchmarks are no change of what is measured.
+RESULTS = ":(exclude)benchmarks/results"
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "ray", "transformer-engine", "flash-attn", "apex")
 
 
@@ -56,7 +58,9 @@ def commit() -> str:
     """Hash of HEAD, with `+changes` when tracked files of the package or the benchmarks differ from it."""
     try:
         head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", "scalerl", "benchmarks", "examples")
+        changed = _git(
+            "status", "--porcelain", "--untracked-files=no", "--", "scalerl", "benchmarks", "examples", RESULTS
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
