@@ -156,10 +156,11 @@ class GenerationServers:
         while lost := await replacements.next_lost():
             try:
                 successors = await _in_thread(partial(self._successors, lost))
+                replacements.put(successors)
             except Exception as error:
+                # Whoever waits for a successor would wait for ever.
                 await replacements.give_up(error)
                 return
-            replacements.put(successors)
             await replacements.in_service(successors)
 
     def _successors(self, lost: list[LostServer]) -> dict[int, Replica]:
