@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
+from torch.distributed import TCPStore
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.dist.preload"])
@@ -96,12 +96,13 @@ def end_ranks() -> None:
 
 
 def _run(ranks: list[_Rank], function: Callable, args: tuple, deadline: float) -> list[Any]:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    # Here, where it is there before the first rank asks: a rank that asks in vain waits a while.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # The ranks are clients of the store, all of them.
+    meeting = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     for number, rank in enumerate(ranks):
         place = dict(RANK=str(number), WORLD_SIZE=str(len(ranks)), LOCAL_RANK=str(number))
-        rank.pipe.send((place | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)), function, args))
+        rank.pipe.send((place | meeting, function, args))
     results = _answers(ranks, deadline)
     # Nobody leaves while another rank may still need it.
     for rank in ranks:

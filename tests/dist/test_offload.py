@@ -273,7 +273,6 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     """A trainer rank as the controller drives it: its metrics, and what is on the device after each call."""
     import logging
     import os
-    import socket
 
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
     from scalerl.controller.training.worker import MegatronWorker
@@ -288,10 +287,8 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
     worker = MegatronWorker(rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1)
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0:
-        worker.listener = socket.create_server(address)
-    worker.join(address)
+    # The store is there already.
+    worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     config = MegatronConfig(dtype="bfloat16", **megatron)
     worker.build_engine("actor", model, config, OptimConfig(lr=1e-3))
     worker.build_engine("ref", model, config, None)

@@ -5,10 +5,54 @@ Arguments are those of `sglang.launch_server`; a key among them would be on the 
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import multiprocessing
 import os
+import socket
 import sys
+import time
+from typing import Any
 
 from scalerl.servers.access import take_key
+
+# In the environment of a server that has no GPU (`cpu_shim`).
+ON_CPU = "SGLANG_USE_CPU_ENGINE"
+LISTEN_TIMEOUT_S = 120.0
+POLL_INTERVAL_S = 0.1
+
+
+def fork_its_processes() -> None:
+    """Makes SGLang's scheduler and detokenizer forks of this process, which has imported all that they need.
+
+    SGLang asks for processes that import it anew, as CUDA demands: 15 of the 24 seconds of processor time that a start
+    takes on a CPU. Nothing runs beside this thread when they start.
+    """
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=force)
+    # Else the first collection of each would copy every page that they share.
+    os.register_at_fork(before=gc.freeze)
+
+
+def freeze_garbage_once_it_listens() -> None:
+    """Lets SGLang's own request of /freeze_gc wait for the socket.
+
+    It is sent from a thread right after the start, is refused where no warm-up comes before it, and is not repeated:
+    each full collection then goes through all modules, a second every few steps on a CPU.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    freeze = http_server._freeze_gc_after_server_warmup
+
+    def wait_and_freeze(server_args: Any) -> None:
+        address, deadline = (server_args.host, server_args.port), time.monotonic() + LISTEN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
+                break
+            time.sleep(POLL_INTERVAL_S)
+        freeze(server_args)
+
+    http_server._freeze_gc_after_server_warmup = wait_and_freeze
 
 
 def main() -> None:
@@ -21,6 +65,9 @@ def main() -> None:
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], "--api-key", key])
+    freeze_garbage_once_it_listens()
+    if ON_CPU in os.environ:
+        fork_its_processes()
     try:
         run_server(arguments)
     finally:
