@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
+    from scalerl.cluster.processes import Processes
     from scalerl.inference.generation import Prompt
     from scalerl.inference.parts import Fingerprint
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the output is there, 75 when the run was asked to stop early and goes on when it is started again."""
+def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
+    """0 when the output is there, 75 when the run was asked to stop early and goes on when it is started again.
+
+    processes: which the run takes, and leaves when it is done; None: it has its own.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("generation"))
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             logs = parts.directory.absolute() / "logs"
-            with generation_servers(cfg, inputs.device, logs) as servers:
+            with generation_servers(cfg, inputs.device, logs, processes) as servers:
                 done = generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
             if not done:
                 print(f"stopped; the same command goes on from {parts.directory}")

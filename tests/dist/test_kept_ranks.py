@@ -18,6 +18,7 @@ from tests.dist.test_experts import update_with_losses
 from tests.dist.test_hierarchical_groups import groups_of_a_rank
 from tests.dist.test_layout_invariance import train
 from tests.dist.trainee import Trainee
+from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
 # One after another in the same processes. A rank of tp 2, dp 1 becomes one of dp 2, and so on; one rank leaves the
@@ -48,6 +49,7 @@ def test_runs_one_after_another_have_the_numbers_of_fresh_processes(tmp_path: Pa
         assert same(found, fresh[name]), name
 
 
+@pytest.mark.full
 def test_mixtures_one_after_another(tmp_path: Path) -> None:
     """Losses of routers and gradients; another number of layers, other groups of experts."""
     for num_layers, sizes in ((2, MIXTURE_LAYOUTS["tp2_etp2"]), (4, MIXTURE_LAYOUTS["ep2"]), (2, LAYOUTS["pp2"])):
@@ -143,7 +145,7 @@ def replaces_a_function() -> None:
     [
         (fails_on_the_second, "rank 1 of 2 failed:.*RuntimeError: on purpose"),
         (dies_on_the_second, "rank 1 of 2 died without a word"),
-        (hangs, r"ranks \[0, 1\] gave no answer in time"),
+        full(hangs, r"ranks \[0, 1\] gave no answer in time"),
         (replaces_a_function, r"scalerl\.parallel\.engine\.MegatronEngine\.update.*fresh=True"),
     ],
 )

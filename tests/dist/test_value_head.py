@@ -17,7 +17,7 @@ from scalerl.families import ModelShape, value_model_config
 from scalerl.merge import merge
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
-from tests.lanes import mostly_full
+from tests.lanes import full, mostly_full
 from tests.tiny_models import make_tiny_model
 
 LENGTHS = (9, 17, 1, 12, 30, 8, 3, 21)
@@ -236,7 +236,7 @@ def test_export_is_what_was_loaded(model: Path, one_process: Found) -> None:
 # --- a critic that starts from a language model ---
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", full("qwen2"), full("qwen3_moe")])
 def test_from_a_language_model(family: str, tmp_path: Path) -> None:
     """All but the head is the language model's; the head is the same on every layout and for every seed."""
     path = make_tiny_model(tmp_path, family, vocab_size=VOCAB_SIZE, num_layers=4, initializer_range=0.1)

@@ -44,6 +44,12 @@ class Kept:
 
         return self._run(main, arguments, ())
 
+    def generate(self, arguments: Sequence[str]) -> Finished:
+        """`scalerl generate ARGUMENTS`"""
+        from scalerl.inference.main_generation import main
+
+        return self._run(main, arguments, ())
+
     def _run(self, main: Callable[..., int], arguments: Sequence[str], own_keys: Sequence[str]) -> Finished:
         """Of a run that came to its end the steps are checked."""
         out, err = io.StringIO(), io.StringIO()

@@ -23,6 +23,7 @@ def greedy_score(model: Any, tokenizer: Any, prompt_ids: list[int]) -> float:
     return compute_score("", tokenizer.decode(ids, skip_special_tokens=True), "")
 
 
+@pytest.mark.full
 def test_remax_and_gspo(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -21,6 +21,7 @@ from scalerl.runtime.directory_lock import directory_lock
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, numbered, only, refused, scalerl
 from tests.e2e.kept import Kept
+from tests.lanes import full
 
 ACTOR = "actor_rollout_ref.actor"
 TP = f"{ACTOR}.megatron.tensor_model_parallel_size"
@@ -178,7 +179,7 @@ def test_layers_not_divisible_by_pp(fit_violations: list[str], inputs: Inputs) -
     only(fit_violations, f"{PP} = {layers + 1}: must divide the model's {layers} layers")
 
 
-@pytest.mark.parametrize("choice", ["data.truncation=middle", "data.filter_overlong_prompts=true"])
+@pytest.mark.parametrize("choice", ["data.truncation=middle", full("data.filter_overlong_prompts=true")])
 def test_long_prompts_are_cut_or_filtered_with_a_count(
     choice: str, inputs: Inputs, start_job: StartJob, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_long_prompts_are_cut_or_filtered_with_a_count(
 # What shows only while the job runs.
 
 
+@pytest.mark.full
 def test_reward_function_that_fails(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
     """On what the policy writes; one that fails on every response is found before anything starts."""
     reward = tmp_path / "reward.py"

@@ -61,6 +61,7 @@ def train_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_train_step(train_step: dict[str, Any]) -> None:
     assert_positive(train_step, may_be_zero=("/padding_frac",))
     assert train_step["num_sequences"] == 5
@@ -73,6 +74,7 @@ def test_train_step(train_step: dict[str, Any]) -> None:
     assert train_step["optimizer_s"]["median"] < seconds["median"]
 
 
+@pytest.mark.full
 def test_train_step_counts_the_padding(train_step: dict[str, Any]) -> None:
     """tp 2 pads each micro-batch by at most one token."""
     padded = train_step["padding_frac"] / (1 - train_step["padding_frac"]) * train_step["num_tokens"]

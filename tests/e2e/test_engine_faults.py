@@ -21,7 +21,7 @@ from tests.lanes import full
 # With a prompt as many tokens as a micro-batch has.
 RESPONSE = 48
 # A request's whole time on a busy machine, and what a hang costs a test, twice.
-REQUEST_TIMEOUT_S = 20
+REQUEST_TIMEOUT_S = 12
 FAULTS = ("rollout/num_restarts", "rollout/num_resubmitted")
 
 

@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import REWARD, Inputs, scalerl
+from tests.e2e.kept import Kept
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 DISTURBED = Path(__file__).with_name("disturbed_generation.py")
@@ -39,7 +41,9 @@ def working_directory(inputs: Inputs, directory: Path) -> Path:
     return directory
 
 
-def test_generate_is_resumed_and_eval_scores_it(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+def test_generate_is_resumed_and_eval_scores_it(
+    inputs: Inputs, start_job: StartJob, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = documented()
     alone, killed = (working_directory(inputs, tmp_path / name) for name in ("alone", "killed"))
     parts, output = killed / "responses.parquet.parts", killed / "responses.parquet"
@@ -53,14 +57,16 @@ def test_generate_is_resumed_and_eval_scores_it(inputs: Inputs, start_job: Start
     assert not output.exists()
 
     more_servers = ["trainer.n_gpus_per_node=2", "rollout.num_replicas=2"]
-    second = start_job(scalerl("generate", *commands["generate"], *more_servers), killed)
-    assert second.finish() == 0, second.tail()
-    second.assert_gone()
+    monkeypatch.chdir(killed)
+    second = kept.generate([*commands["generate"], *more_servers])
+    assert second.code == 0, second.tail()
     assert "2 of them done before" in second.stdout
     assert not parts.exists()
 
+    # As its user starts it.
     left_alone = start_job(scalerl("generate", *commands["generate"]), alone)
     assert left_alone.finish() == 0, left_alone.tail()
+    left_alone.assert_gone()
     wanted = pq.read_table(alone / "responses.parquet")
     assert pq.read_table(output).equals(wanted)
 

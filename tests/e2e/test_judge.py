@@ -92,6 +92,7 @@ def arguments(judge: Path, mixed: dict[str, Path], question: Path) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_a_judge_scores_its_prompts_and_no_others(
     inputs: Inputs, kept: Kept, judge: Path, mixed: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def new(inputs: Inputs, start_job: StartJob, tmp_path_factory: pytest.TempPathFa
     return run_dir
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", mostly_full(OTHERS, lambda name: name == "four_ranks"))
 def test_the_numbers_are_those_of_new_processes(
     inputs: Inputs, kept: Kept, new: Path, tmp_path: Path, name: str
@@ -115,6 +116,7 @@ def test_files_of_the_user_are_forgotten(inputs: Inputs, kept: Kept, tmp_path: P
     only(numbered(refused(kept.train(arguments))), "algorithm.adv_estimator='own'")
 
 
+@pytest.mark.full
 def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from scalerl.merge import merge
 from scalerl.runtime.stop import EXIT_REQUEUE
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
-from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, numbered, only, refused, scalerl
+from tests.e2e.jobs import PROMPTS, Inputs, Pause, Record, main_ppo, numbered, only, refused, scalerl
 from tests.e2e.kept import Finished, Kept
 
 STEPS = 4
@@ -132,9 +132,8 @@ def mlflow_run_id(run_dir: Path, step: int) -> str:
     return json.loads((run_dir / f"global_step_{step}" / "trainer_state.json").read_text())["mlflow_run_id"]
 
 
-def assert_resumed(ended: Job | Finished, run_dir: Path, *, resumed_from: int) -> None:
-    code = ended.finish() if isinstance(ended, Job) else ended.code
-    assert code == 0, ended.tail()
+def assert_resumed(ended: Finished, run_dir: Path, *, resumed_from: int) -> None:
+    assert ended.code == 0, ended.tail()
     assert f"resumed from {run_dir / f'global_step_{resumed_from}'}" in ended.stdout
     assert "Traceback" not in ended.stderr
 
@@ -151,12 +150,12 @@ def make_half_written(run_dir: Path, step: int, like: int) -> str:
 
 @pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "dp2"))])
 def test_sigkill_in_a_step_then_resume_merge_and_transformers(
-    inputs: Inputs, start_job: StartJob, uninterrupted: Callable[[str], Path], tmp_path: Path, layout: str
+    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = main_ppo(overrides(inputs, layout, run_dir, pause))
+    arguments = overrides(inputs, layout, run_dir, pause)
     pause.in_step(4)
-    killed = start_job(arguments, run_dir)
+    killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
@@ -167,9 +166,8 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     pause.over()
 
     # Step 3, which was done and logged but not saved, is done again.
-    resumed = start_job(arguments, run_dir)
+    resumed = kept.train(arguments)
     assert_resumed(resumed, run_dir, resumed_from=2)
-    resumed.assert_gone()
     assert "skipping checkpoint" in resumed.stderr and "global_step_3" in resumed.stderr and broken in resumed.stderr
     assert_same_run(expected, run_dir, tmp_path)
     assert_one_mlflow_run(run_dir, run_id)

@@ -96,6 +96,7 @@ def test_the_tokens_that_differ_most_are_listed_beside_the_dump(plain: Done) -> 
             assert sample["prompt_length"] <= row["position"] < sample["prompt_length"] + sample["response_length"]
 
 
+@pytest.mark.full
 def test_a_run_whose_samples_are_all_rejected_goes_on_and_counts(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     done = run(kept, inputs, tmp_path / "run", *EVERYTHING_REJECTED)
     for step in range(1, STEPS + 1):

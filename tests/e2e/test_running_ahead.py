@@ -90,6 +90,7 @@ def test_one_step_off_over_a_sigkill(inputs: Inputs, start_job: StartJob, tmp_pa
     assert len({row["prompt_uid"] for step in range(1, steps + 1) for row in rows(run_dir, step)}) == steps * PROMPTS
 
 
+@pytest.mark.full
 def test_samples_that_are_interrupted_go_on_under_the_next_policy(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """A real SGLang server, paused with requests running at every sync. A validation runs among them."""
     run_dir, steps, length = tmp_path / "run", 4, 112

@@ -174,6 +174,7 @@ def test_ctrl_c_leaves_nothing(generating: Job) -> None:
     generating.assert_gone()
 
 
+@pytest.mark.full
 def test_sigkill_of_the_driver_leaves_nothing(generating: Job) -> None:
     generating.kill_driver(signal.SIGKILL)
     assert generating.finish(60) == -signal.SIGKILL

@@ -255,6 +255,7 @@ def test_a_sample_whose_question_is_too_long_fails_alone(bench: Bench) -> None:
     assert failed.extra == {} and "more than reward_model.judge.max_prompt_length=200" in failed.error
 
 
+@pytest.mark.full
 def test_a_server_that_is_well_and_late_is_no_reason_to_end_the_run(bench: Bench) -> None:
     """The engine is busy for longer than the request may take."""
     replica = bench.servers.servers.replicas[0]

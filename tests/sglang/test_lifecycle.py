@@ -131,6 +131,7 @@ def answering_program(port: int) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.full
 def test_ports_that_are_taken_between_reservation_and_bind_are_left_to_who_took_them(
     model_a: Model, tmp_path: Path
 ) -> None:

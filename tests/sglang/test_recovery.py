@@ -16,6 +16,7 @@ from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClien
 from scalerl.servers.process import ReservedPort
 from scalerl.servers.requests import ServerLostError
 from scalerl.servers.supervise import descendants
+from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, Engine, Model
 
 LONG = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -25,6 +26,8 @@ REQUESTS = [
 # Two requests at a time, so that most are still to come when the first is done.
 CONCURRENCY = 4
 REQUEST_TIMEOUT_S = 15.0
+# After which one that hangs is noticed; as long again, and it is known not to be well.
+HANG_TIMEOUT_S = 6.0
 
 
 def client_of(engine: Engine, timeout_s: float = REQUEST_TIMEOUT_S) -> RolloutClient:
@@ -96,8 +99,9 @@ def test_a_server_that_dies_or_hangs_costs_no_sample(
     undisturbed: list[tuple[object, ...]],
 ) -> None:
     engine = start_engine("embedded", model_a.path)
-    recovery = Restart(lambda: client_of(start_engine("embedded", model_a.path)))
-    clients = [client_of(engine)] + ([client_of(well)] if has_other else [])
+    timeout_s = HANG_TIMEOUT_S if signum == signal.SIGSTOP else REQUEST_TIMEOUT_S
+    recovery = Restart(lambda: client_of(start_engine("embedded", model_a.path), timeout_s))
+    clients = [client_of(engine, timeout_s)] + ([client_of(well, timeout_s)] if has_other else [])
     seen = []
 
     def strike_once(output: GenerateOutput) -> None:
@@ -228,7 +232,7 @@ def test_a_request_that_takes_too_long_on_a_server_that_is_well_says_so(well: En
     client_of(well).continue_generation()
 
 
-@pytest.mark.parametrize("kind", ["embedded", "sglang"])
+@pytest.mark.parametrize("kind", ["embedded", full("sglang")])
 def test_health_is_that_of_the_engine_and_knows_a_paused_one(
     kind: str, start_engine: Callable[..., Engine], model_a: Model
 ) -> None:

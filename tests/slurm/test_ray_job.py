@@ -84,6 +84,7 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
     assert_nothing_left(slurm)
 
 
+@pytest.mark.full
 def test_exit_code_passes_and_paths_may_have_spaces(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
