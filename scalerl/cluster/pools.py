@@ -208,6 +208,11 @@ class ResourcePool:
         remove_placement_group(self.group)
 
 
+def are_here(*pools: ResourcePool) -> bool:
+    """Whether all of them are on the machine of this process."""
+    return set[str]().union(*(pool.node_ids() for pool in pools)) == {ray.get_runtime_context().get_node_id()}
+
+
 def _answers(actor: ActorHandle) -> bool:
     """A process that waited may have been killed meanwhile."""
     try:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import ray
 
-from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Processes, leased
 from scalerl.config import GenerationConfig
 from scalerl.controller.sampling.worker import sample_seed
@@ -120,21 +119,19 @@ class GenerationServers:
     def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
         """Starts them; `wait_ready` returns when they answer."""
         max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
-        self.clients = ClientSettings(
+        clients = ClientSettings(
             GENERATION, max_model_len, cfg.rollout.request_timeout_s, max_in_flight(cfg.rollout.max_num_seqs)
         )
         self.servers = ServerSet(
-            GENERATION,
+            clients,
             pool,
             cfg.model,
             cfg.rollout,
             gpu_ids=None,
-            max_model_len=max_model_len,
             log_dir=log_dir,
             timeout_s=cfg.trainer.timeout_s,
             owns_devices=True,
-            # This process is the one that asks them.
-            single_node=pool.node_ids() == {ray.get_runtime_context().get_node_id()},
+            single_node=are_here(pool),
         )
         self.num_resubmitted = 0
 
@@ -145,7 +142,7 @@ class GenerationServers:
     @asynccontextmanager
     async def replaced(self) -> AsyncIterator[Replacements]:
         """Lost servers come back while the block runs, which may end before they have."""
-        replacements = Replacements(self.clients, self.servers.replicas)
+        replacements = Replacements(self.servers.clients, self.servers.replicas)
         restarting = asyncio.create_task(self._replace_lost(replacements))
         try:
             yield replacements

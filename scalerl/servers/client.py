@@ -317,15 +317,14 @@ class RolloutClient:
     async def is_well(self) -> bool:
         """Whether the engine behind the server does its work, within HEALTH_TIMEOUT_S.
 
-        A token goes all the way through the engine, or, where one is running, that one counts. An engine that is paused
-        or released cannot make a token: there its scheduler answers a question about its state.
+        Its scheduler, which is what makes tokens, answers a question about its state; a token itself would not come
+        from an engine that somebody paused or released.
         """
-        path = "/server_info" if self._paused or self._released else "/health_generate"
-        deadline = time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
+        url, deadline = f"{self.url}/server_info", time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
         async with aiohttp.ClientSession(headers=authorization(self.key)) as http:
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
-                    async with http.get(self.url + path, timeout=aiohttp.ClientTimeout(total=left_s)) as response:
+                    async with http.get(url, timeout=aiohttp.ClientTimeout(total=left_s)) as response:
                         if response.status == 200:
                             return True
                 except aiohttp.ClientConnectorError:  # nobody listens

@@ -12,12 +12,12 @@ import ray
 from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, ResourcePool
 from scalerl.config.schema import ModelConfig, ServerConfig
+from scalerl.servers.control import ServerControl
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.host import ReplicaHost, ServerSettings
 from scalerl.servers.process import ServerStartError
-from scalerl.servers.purpose import Purpose
 from scalerl.servers.recovery import LostServer
-from scalerl.servers.replica import Replica
+from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]
 
 
 class ServerSet:
-    """One host per replica. replicas: as they answer now; a restarted one has another address.
+    """One host per replica. replicas: as they answer now; a restarted one has another address.  control: of those.
 
     The life of a server: started, in service; lost -> ended -> restarted -> what its purpose needs before it serves
     (the policy's gets the trainer's weights, a judge's has its own) -> in service (`recovery.Replacements`).
@@ -58,31 +58,31 @@ class ServerSet:
 
     def __init__(
         self,
-        purpose: Purpose,
+        clients: ClientSettings,
         pool: ResourcePool,
         model: ModelConfig,
         config: ServerConfig,
         *,
         gpu_ids: Sequence[str] | None,
-        max_model_len: int,
         log_dir: Path,
         timeout_s: float,
+        single_node: bool,
         owns_devices: bool = False,
-        single_node: bool | None = None,
         synced: bool = False,
         releases_memory: bool = False,
         first_step: int = 0,
     ) -> None:
         """Starts the servers; `wait_ready` returns when they answer.
 
+        clients: of whoever asks them.
         gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers are their owners.
         owns_devices: the servers take the pool's devices, which nobody else has.
         first_step: as `server_seed`.  releases_memory: as `Launch`.
         synced: a trainer gives them weights, so they may be such that served another run.
-        single_node: whether all who talk to them are on their machine; None: whether the pool is one machine.
+        single_node: whether all who talk to them, this process too, are on their machine.
         """
-        self.purpose, self.config, self.timeout_s = purpose, config, timeout_s
-        self.max_model_len = max_model_len
+        self.purpose, self.config, self.timeout_s = clients.purpose, config, timeout_s
+        self.clients = clients
         self.replicas: list[Replica] = []
         # Index -> how it ended. They have no process until `restart_down`.
         self.down: dict[int, str] = {}
@@ -94,11 +94,11 @@ class ServerSet:
                 config=config,
                 device=pool.device,
                 gpu_ids=None if gpu_ids is None else tuple(plan.gpu_ids(pool, gpu_ids)),
-                max_model_len=max_model_len,
+                max_model_len=clients.max_model_len,
                 trust_remote_code=model.trust_remote_code,
                 releases_memory=releases_memory,
             )
-            settings = ServerSettings(launch, purpose, pool.nnodes == 1 if single_node is None else single_node)
+            settings = ServerSettings(launch, clients.purpose, single_node)
             num_devices = config.tensor_model_parallel_size if owns_devices else 0
             spec = ActorSpec(ReplicaHost, plan.node, num_devices, key=(synced, settings.of_process()))
             self.actors.append(
@@ -124,6 +124,7 @@ class ServerSet:
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
         self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
+        self.control = ServerControl(self.clients, self.replicas)
 
     def end(self, index: int, why: str) -> None:
         """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
@@ -158,6 +159,7 @@ class ServerSet:
                     continue
                 del self.down[index]
                 self.replicas[index] = replace(self.replicas[index], url=url, key=key)
+                self.control.put(index, self.replicas[index])
         return {index: self.replicas[index] for index in restarted}
 
     def leave(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalerl.algorithms import KLController
 from scalerl.balance import SizeKeys
-from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease, Processes, leased
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join
 from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved, total_steps
@@ -75,7 +75,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
             servers_pool,
             gpu_ids=workers.call(MegatronWorker.gpu_ids) if hybrid and inputs.device == "cuda" else None,
             log_dir=log_dir,
-            single_node=len(pool.node_ids() | servers_pool.node_ids()) == 1,
+            single_node=are_here(pool, servers_pool),
             first_step=resumed.step,
         )
         lease.add(servers)
@@ -194,8 +194,9 @@ def start_judge(lease: Lease, cfg: PPOConfig, rollout: ResourcePool, device: str
         return None
     section = "reward_model.judge.resource_pool"
     pool = start_pool(lease, judge.resource_pool, device, cfg.trainer.timeout_s, section)
-    single_node = len(pool.node_ids() | rollout.node_ids()) == 1
-    servers = JudgeServers(pool, judge, log_dir=log_dir, timeout_s=cfg.trainer.timeout_s, single_node=single_node)
+    servers = JudgeServers(
+        pool, judge, log_dir=log_dir, timeout_s=cfg.trainer.timeout_s, single_node=are_here(pool, rollout)
+    )
     return lease.add(servers)
 
 

@@ -93,7 +93,7 @@ class Run:
         policy = config.actor_rollout_ref
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
-        self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir)
+        self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
         self.servers.at = {}
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)

@@ -24,7 +24,7 @@ from scalerl.config.schema import (
     RewardModelConfig,
 )
 from scalerl.controller.sampling.groups import SampleGroup
-from scalerl.controller.sampling.judge import Judge, JudgeServers
+from scalerl.controller.sampling.judge import Judge, JudgeServers, client_settings
 from scalerl.controller.sampling.worker import RolloutWorker
 from scalerl.data import RLHFDataset, load_tokenizer
 from scalerl.rewards import RewardError, ScoreRequest
@@ -175,7 +175,7 @@ def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> N
     async def run() -> tuple[dict[str, Any], list[str]]:
         worker = RolloutWorker(*args, **kwargs)
         worker.connect(*bench.policy_arguments)
-        await worker.connect_judge(bench.servers.servers.replicas)
+        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.clients)
         score = worker._score
 
         async def gated(dataset: str, prompt: Any, output: Any) -> Any:
@@ -229,7 +229,7 @@ def judged(bench: Bench, on_error: str, *requests: ScoreRequest, **changes: Any)
 
     async def run() -> list[Any]:
         judge = Judge(replace(bench.config, **changes), on_error)
-        judge.connect(bench.servers.servers.replicas)
+        judge.connect(bench.servers.servers.replicas, client_settings(judge.config))
         asked = asyncio.gather(*(judge.score(request, seed=7) for request in requests), return_exceptions=True)
         found = await asyncio.wait_for(asked, TIMEOUT_S)
         assert judge.num_running == [0]

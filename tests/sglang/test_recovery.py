@@ -233,7 +233,7 @@ def test_a_request_that_takes_too_long_on_a_server_that_is_well_says_so(well: En
 
 
 @pytest.mark.parametrize("kind", ["embedded", full("sglang")])
-def test_health_is_that_of_the_engine_and_knows_a_paused_one(
+def test_health_is_that_of_the_engine_paused_or_not(
     kind: str, start_engine: Callable[..., Engine], model_a: Model
 ) -> None:
     engine = start_engine(kind, model_a.path)
@@ -250,11 +250,13 @@ def test_health_is_that_of_the_engine_and_knows_a_paused_one(
     below = descendants(engine.server._supervisor.pid)
     engines = [pid for pid in below if kind == "embedded" or b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(engines) == 1
-    os.kill(engines[0], signal.SIGSTOP)
-    client.timeout_s = 4.0
-    assert not asyncio.run(client.is_well())
-    os.kill(engines[0], signal.SIGCONT)
-    client.timeout_s = 60.0
-    assert asyncio.run(client.is_well())
+    for paused in (False, True):
+        if paused:
+            client.pause()
+        os.kill(engines[0], signal.SIGSTOP)
+        # Somebody who did not pause it asks.
+        assert not asyncio.run(client_of(engine, timeout_s=4.0).is_well())
+        os.kill(engines[0], signal.SIGCONT)
+        assert asyncio.run(client_of(engine, timeout_s=60.0).is_well())
     engine.server.stop()
     assert not asyncio.run(client.is_well())

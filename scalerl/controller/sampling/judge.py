@@ -26,6 +26,10 @@ def max_model_len(config: JudgeConfig) -> int:
     return config.max_prompt_length + config.max_response_length
 
 
+def client_settings(config: JudgeConfig) -> ClientSettings:
+    return ClientSettings(JUDGE, max_model_len(config), config.request_timeout_s, config.max_num_seqs)
+
+
 class Judge:
     """Scores samples one by one, up to max_num_seqs at a time on each of its servers."""
 
@@ -47,12 +51,10 @@ class Judge:
         assert self._replacements is not None
         return self._replacements
 
-    def connect(self, replicas: Sequence[Replica]) -> None:
-        config = self.config
-        clients = ClientSettings(JUDGE, max_model_len(config), config.request_timeout_s, config.max_num_seqs)
+    def connect(self, replicas: Sequence[Replica], clients: ClientSettings) -> None:
         self._replacements = Replacements(clients, replicas)
         self.num_running = [0] * len(replicas)
-        self.room = asyncio.Semaphore(len(replicas) * config.max_num_seqs)
+        self.room = asyncio.Semaphore(len(replicas) * clients.max_concurrency)
 
     def close(self) -> None:
         """Nobody waits for news any more."""
@@ -126,18 +128,17 @@ class JudgeServers:
     ) -> None:
         """Starts them on devices that nobody else has; `connect` waits until they answer.
 
-        log_dir: gets their logs.  single_node: whether they and the rollout worker are on one machine.
+        log_dir: gets their logs.  single_node: whether they, the rollout worker and this process are on one machine.
         """
         from scalerl.servers.server_set import ServerSet
 
         self.timeout_s = timeout_s
         self.servers = ServerSet(
-            JUDGE,
+            client_settings(config),
             pool,
             ModelConfig(str(config.model.path), config.model.trust_remote_code),
             config,
             gpu_ids=None,
-            max_model_len=max_model_len(config),
             log_dir=log_dir,
             timeout_s=timeout_s,
             owns_devices=True,
@@ -148,7 +149,7 @@ class JudgeServers:
         """worker: the RolloutWorker's handle. Raises ServerStartError with the last log lines of a server."""
         self.servers.wait_ready()
         self.worker = worker
-        self._ask(worker.connect_judge.remote(self.servers.replicas))
+        self._ask(worker.connect_judge.remote(self.servers.replicas, self.servers.clients))
         self.lost = worker.next_lost_judge.remote()
 
     def replace_lost(self) -> None:

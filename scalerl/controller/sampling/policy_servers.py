@@ -23,6 +23,7 @@ from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.transports.disk import directory_of_run
 from scalerl.metrics import Metric
 from scalerl.rollout.server_choice import max_in_flight
+from scalerl.servers.control import ServerControl
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import LostServer
 from scalerl.servers.replica import ClientSettings, Replica
@@ -43,7 +44,7 @@ class PolicyServers:
     """Servers that hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have
     a pool of their own.
 
-    They generate between `generate` and `rest`; what is sent to them and what comes back is the rollout worker's.
+    They generate between `generate` and `rest`; prompts and samples are the rollout worker's, all else is asked here.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PolicyServers:
         *,
         gpu_ids: Sequence[str] | None,
         log_dir: Path,
-        single_node: bool | None = None,
+        single_node: bool,
         first_step: int = 0,
     ) -> None:
         """Starts them; `wait_ready` returns when they answer.
@@ -75,13 +76,15 @@ class PolicyServers:
         self.handover = Handover()
         # Part of a phase -> seconds, until the next sync reports them.
         self.parts_s: dict[str, float] = {}
+        clients = ClientSettings(
+            POLICY, self.max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
+        )
         self.server_set = ServerSet(
-            POLICY,
+            clients,
             pool,
             self.model,
             self.rollout,
             gpu_ids=gpu_ids,
-            max_model_len=self.max_model_len,
             log_dir=log_dir,
             timeout_s=self.timeout_s,
             owns_devices=self.owns_devices,
@@ -99,10 +102,7 @@ class PolicyServers:
         self.server_set.wait_ready()
         self.workers, self.worker = workers, worker
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
-        clients = ClientSettings(
-            POLICY, self.max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
-        )
-        self._ask(worker.connect, self.replicas, clients, self.rollout.seed)
+        self._ask(worker.connect, self.replicas, self.server_set.clients, self.rollout.seed)
         workers.call(
             MegatronWorker.connect_rollout,
             self.replicas,
@@ -125,6 +125,10 @@ class PolicyServers:
     def replicas(self) -> list[Replica]:
         """Those that run now: a restarted one has another url."""
         return self.server_set.replicas
+
+    @property
+    def control(self) -> ServerControl:
+        return self.server_set.control
 
     @property
     def num_restarts(self) -> int:
@@ -159,9 +163,13 @@ class PolicyServers:
         self._take("drain", [index for index, order in self.orders.items() if order.serving])
         self._end_failed(failed or {})
 
-    def go_on(self, failed: Mapping[int, str]) -> None:
-        """After a pause: all serve again, successors in the place of those that failed."""
-        self._end_failed(failed)
+    def pause(self) -> dict[int, str]:
+        """Running samples are interrupted where they are. -> index: error of servers that did not; `rest` follows."""
+        return self.control.pause()
+
+    def go_on(self) -> None:
+        """After a pause: what was interrupted goes on, on successors in the place of servers that cannot."""
+        self._end_failed(self.control.go_on())
         if self.server_set.down:
             self._serve(set())
         self.generate()
@@ -190,11 +198,11 @@ class PolicyServers:
             self._see("before_release")
             self._take("release_kv", self.orders)
             with self._timed("gen/release_kv"):
-                failed |= self._ask(self.worker.release, "kv_cache")
+                failed |= self.control.release("kv_cache")
             self._see("after_release_kv")
             self._take("release_weights", self.orders)
             with self._timed("gen/release_weights"):
-                failed |= self._ask(self.worker.release, "weights", list(failed))
+                failed |= self.control.release("weights", skip=failed)
             self._end_failed(failed)
         self._see("after_release")
 
@@ -265,7 +273,8 @@ class PolicyServers:
             self._see("after_sync", running.intersection(synced))
             failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
             self._end_failed(failed)
-            self._ask(self.worker.in_service, sorted(running.union(restarted) - failed.keys()))
+            if restarted:
+                self._ask(self.worker.in_service, sorted(restarted.keys() - failed.keys()))
             indices = set()
         return rounds
 
@@ -276,7 +285,7 @@ class PolicyServers:
         point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
         self._take(step, indices)
         with self._timed(f"update_weights/{step}"):
-            failed = self._ask(self.worker.resume, [tag])
+            failed = self.control.resume(tag)
         self._see(point)
         return failed
 
@@ -300,8 +309,7 @@ class PolicyServers:
         """Raises RolloutError for a server that failed and is well: it refused, and would again."""
         if not failed:
             return
-        indices = sorted(failed)
-        for index, is_well in zip(indices, self._ask(self.worker.are_well, indices), strict=True):
+        for index, is_well in self.control.are_well(sorted(failed)).items():
             if is_well:
                 raise RolloutError(failed[index])
             self.server_set.end(index, failed[index])

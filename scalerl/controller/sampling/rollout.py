@@ -235,7 +235,7 @@ class HybridRollout:
         wait_s = time.monotonic() - began
         metrics = self.servers.sync(policy_version)
         if interrupted:
-            self.servers.go_on(self._ask(self.worker.go_on))
+            self.servers.go_on()
         return {"timing_s/update_weights/wait": Metric(wait_s, "max"), **metrics}
 
     def _interrupt(self) -> bool:
@@ -245,7 +245,7 @@ class HybridRollout:
                 self._result(generation)
         if not self.running:
             return False
-        failed = self._ask(self.worker.pause)
+        failed = self.servers.pause()
         if ray.wait([self.lost], timeout=0)[0]:
             down = self.servers.server_set.down
             failed |= {server.index: server.why for server in self._news() if server.index not in down}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,8 +137,8 @@ class RolloutWorker(Reusable):
     def clients(self) -> list[RolloutClient]:
         return self.replacements.clients
 
-    async def connect_judge(self, replicas: Sequence[Replica]) -> None:
-        self.judge.connect(replicas)
+    async def connect_judge(self, replicas: Sequence[Replica], clients: ClientSettings) -> None:
+        self.judge.connect(replicas, clients)
 
     async def next_lost_judge(self) -> list[LostServer]:
         """As `next_lost`, of the judge's servers."""
@@ -158,9 +158,6 @@ class RolloutWorker(Reusable):
     async def in_service(self, indices: Sequence[int]) -> None:
         """Restarted servers have the trainer's weights: generations that wait for them go on."""
         await self.replacements.in_service(indices)
-
-    async def are_well(self, indices: Sequence[int]) -> list[bool]:
-        return list(await asyncio.gather(*(self.clients[index].is_well() for index in indices)))
 
     async def generate(
         self,
@@ -329,52 +326,6 @@ class RolloutWorker(Reusable):
 
         # Beside the event loop: a generation may be under way.
         await asyncio.to_thread(write)
-
-    async def pause(self) -> dict[int, str]:
-        """Running samples are interrupted where they are and wait. -> index: error of servers that did not."""
-        from scalerl.servers.client import RolloutClient
-
-        return await self._tell_each(RolloutClient.pause)
-
-    async def go_on(self) -> dict[int, str]:
-        """What `pause` interrupted goes on, under the weights that its server has now. -> as `pause`."""
-
-        def go_on(client: RolloutClient) -> None:
-            # One that was restarted meanwhile was never paused.
-            if client.paused:
-                client.continue_generation()
-
-        return await self._tell_each(go_on)
-
-    async def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
-        """Frees that part (kv_cache, weights) of the servers' device memory. -> index: error of those that did not.
-
-        skip: indices of servers that are not asked.
-        """
-        return await self._tell_each(lambda client: client.release([tag]), skip)
-
-    async def resume(self, tags: Sequence[str]) -> dict[int, str]:
-        """Of what each server released: one that was restarted since has all of it. -> as `release`."""
-
-        def resume(client: RolloutClient) -> None:
-            if released := [tag for tag in tags if tag in client.released]:
-                client.resume(released)
-
-        return await self._tell_each(resume)
-
-    async def _tell_each(self, call: Callable[[RolloutClient], None], skip: Collection[int] = ()) -> dict[int, str]:
-        """All at the same time, while samples come back."""
-        from scalerl.servers.requests import RolloutError
-
-        indices = [index for index in range(len(self.clients)) if index not in skip]
-        asked = [asyncio.to_thread(call, self.clients[index]) for index in indices]
-        failed = {}
-        for index, result in zip(indices, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-            if isinstance(result, RolloutError):
-                failed[index] = str(result)
-            elif isinstance(result, BaseException):
-                raise result
-        return failed
 
 
 def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:

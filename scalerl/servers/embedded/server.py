@@ -47,7 +47,7 @@ class Endpoints:
             "/health_generate": lambda body: engine.check_alive() or {},
             "/get_model_info": lambda body: engine.info(),
             "/model_info": lambda body: engine.info(),
-            "/server_info": lambda body: engine.info() | {"version": "embedded", "tp_size": 1},
+            "/server_info": lambda body: engine.check_alive() or engine.info() | {"version": "embedded", "tp_size": 1},
         }
         self.post: dict[str, Callable[[dict[str, Any]], Any]] = {
             "/generate": self._generate,
