@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from scalerl.config import PipelineSizes, expert_tp_size
 from scalerl.config.schema import MegatronConfig
-
-_modules_are_frozen = False
+from scalerl.runtime.garbage import collect_garbage
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,8 @@ def initialize(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    _collect_garbage()
+    # Threads that were still at work when a run ended (megatron's writer of checkpoints) may have held some of it.
+    collect_garbage()
     if not dist.is_initialized():
         place = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
@@ -242,16 +242,3 @@ def leave() -> None:
     # collection.
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _collect_garbage() -> None:
-    """Frees what a run before this one left to threads that were still at work (megatron's writer of checkpoints).
-
-    What a process holds before its first run are modules, which live as long as it: they are frozen, or every
-    collection, in the midst of a step as well, would go through their half a million objects.
-    """
-    global _modules_are_frozen
-    gc.collect()
-    if not _modules_are_frozen:
-        gc.freeze()
-        _modules_are_frozen = True

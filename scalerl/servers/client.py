@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
+import orjson
 
 from scalerl.servers.access import authorization
 from scalerl.servers.engines import ENGINES
@@ -34,6 +35,7 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 # In which a server that is well answers a health check, however busy it is; a request's own limit where that is less.
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
+JSON = {"Content-Type": "application/json"}
 
 
 class RolloutClient:
@@ -188,7 +190,8 @@ class RolloutClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._http is not None
         try:
-            async with self._http.request(method, self.url + path, json=body) as response:
+            data = None if body is None else orjson.dumps(body)
+            async with self._http.request(method, self.url + path, data=data, headers=JSON) as response:
                 if response.status != 200:
                     raise RolloutError(f"{self.url}{path} refused {who}: {_message(await response.text())}")
                 yield response
@@ -356,7 +359,7 @@ class RolloutClient:
             self.url + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"} | authorization(self.key),
+            headers=JSON | authorization(self.key),
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as response:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from scalerl.servers.requests import (
     ABORTED,
@@ -71,7 +72,7 @@ async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncIterator[d
             data = event.removeprefix(b"data: ")
             if data == LAST_EVENT:
                 return
-            yield json.loads(data)
+            yield orjson.loads(data)
     raise ServerLostError(f"the answer to {who} ends before its last event")
 
 

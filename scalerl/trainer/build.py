@@ -31,6 +31,7 @@ from scalerl.families import ModelShape
 from scalerl.metrics import FlopsShape, Timers
 from scalerl.parallel.layout import Layout
 from scalerl.runtime.directory_lock import directory_lock
+from scalerl.runtime.garbage import collect_garbage
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
@@ -126,6 +127,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
         # It was opened beside all this; one that cannot be ends the run here, not after the first step.
         tracker.wait_started()
         load(run, resumed)
+        collect_garbage()
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
         yield run

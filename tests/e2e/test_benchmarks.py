@@ -236,6 +236,14 @@ def test_rollout_client(tmp_path: Path) -> None:
     assert result["ratio_of_rounds"]["min"] <= result["ratio_of_rounds"]["median"] <= result["ratio_of_rounds"]["max"]
 
 
+def test_answers(tmp_path: Path) -> None:
+    result = run_benchmark("answers.py", tmp_path / "result.json", "--samples", "3", "--tokens", "5", "--repeats", "2")
+    assert_positive(result)
+    rates = result["tokens_per_s"]
+    assert rates.keys() == {"to_batch", "orjson", "json"}
+    assert result["of_limit"] == pytest.approx(rates["to_batch"]["median"] / rates["orjson"]["median"])
+
+
 @pytest.mark.full
 def test_cpu_attention(tmp_path: Path) -> None:
     result = run_benchmark(

@@ -15,6 +15,7 @@ import torch
 
 from scalerl.cluster.pools import Reusable
 from scalerl.protocol import DataProto, Jagged
+from scalerl.runtime.garbage import collect_garbage
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class RolloutWorker(Reusable):
 
         self.seed = seed
         self._replacements = Replacements(clients, replicas)
+        # Answers are millions of small objects.
+        collect_garbage()
 
     @property
     def clients(self) -> list[RolloutClient]:
@@ -354,26 +357,13 @@ def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
 def _to_batch(
     outputs: list[GenerateOutput], prompts: list[PromptRow], results: list[Any], seeds: list[int]
 ) -> DataProto:
-    from scalerl.servers.requests import NO_VERSION
-
-    prompt_lengths = [len(prompt.input_ids) for prompt in prompts]
-    rows = list(zip(outputs, prompts, strict=True))
-    tokens = {
-        "input_ids": Jagged.from_list([p.input_ids + o.output_ids for o, p in rows], torch.int64),
-        "response_mask": Jagged.from_list(
-            [[False] * len(p.input_ids) + [True] * len(o.output_ids) for o, p in rows], torch.bool
-        ),
-        "rollout_logprobs": Jagged.from_list([[0.0] * len(p.input_ids) + o.logprobs for o, p in rows], torch.float32),
-        "policy_versions": Jagged.from_list(
-            [[NO_VERSION] * len(p.input_ids) + o.token_versions() for o, p in rows], torch.int32
-        ),
-    }
+    tokens = _token_columns(outputs, prompts)
     samples = {
         "uid": np.array([o.request_id for o in outputs]),
         "prompt_uid": np.array([p.uid for p in prompts]),
         "sample_index": np.array([o.sample_index for o in outputs]),
         "seed": np.array(seeds, dtype=np.int64),
-        "prompt_length": np.array(prompt_lengths),
+        "prompt_length": np.array([len(p.input_ids) for p in prompts]),
         "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
         "response_length": np.array([len(o.output_ids) for o in outputs]),
         "score": np.array([result.score for result in results], dtype=np.float64),
@@ -389,3 +379,27 @@ def _to_batch(
         samples[name] = np.empty(len(outputs), dtype=object)
         samples[name][:] = values
     return DataProto(tokens, samples)
+
+
+def _token_columns(outputs: Sequence[GenerateOutput], prompts: Sequence[PromptRow]) -> dict[str, Jagged]:
+    """Prompt and response of each sample, one behind the other. Written once: a step has tens of millions of tokens."""
+    from scalerl.servers.requests import NO_VERSION
+
+    ends = np.cumsum([len(p.input_ids) + len(o.output_ids) for o, p in zip(outputs, prompts, strict=True)], dtype=int)
+    num_tokens = int(ends[-1]) if len(ends) else 0
+    ids = np.empty(num_tokens, np.int64)
+    mask = np.ones(num_tokens, np.bool_)
+    logprobs = np.zeros(num_tokens, np.float32)
+    versions = np.full(num_tokens, NO_VERSION, np.int32)
+    start = 0
+    for output, prompt, end in zip(outputs, prompts, ends.tolist(), strict=True):
+        response = start + len(prompt.input_ids)
+        ids[start:response] = prompt.input_ids
+        ids[response:end] = output.output_ids
+        mask[start:response] = False
+        logprobs[response:end] = output.logprobs
+        versions[response:end] = output.token_versions()
+        start = end
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
+    columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
+    return {name: Jagged(torch.from_numpy(values), cu_seqlens) for name, values in columns.items()}
