@@ -30,7 +30,7 @@ from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.overrides import override_sampling
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.purpose import GENERATION
-from scalerl.servers.recovery import LostServer, Recovery, Replacements
+from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 from scalerl.servers.server_set import ServerSet
@@ -236,7 +236,7 @@ async def _generate(
             began = time.monotonic()
             requests = [_request(prompts[row], cfg) for row in parts.rows(batch)]
             serving = await replacements.serving()
-            recovery = Recovery(replacements, serving)
+            recovery = GenerationRecovery(replacements, serving)
             clients = [replacements.clients[index] for index in serving]
             outputs = await generate_samples(clients, requests, recovery=recovery)
             servers.num_resubmitted += recovery.num_samples

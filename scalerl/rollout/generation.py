@@ -13,7 +13,6 @@ from scalerl.rollout.server_choice import Router
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.requests import (
     ABORTED,
-    FAILED,
     NO_VERSION,
     GenerateOutput,
     GenerateRequest,
@@ -56,7 +55,6 @@ async def generate_samples(
     *,
     stop_when: Callable[[Groups], bool] | None = None,
     continue_aborted: bool = False,
-    raise_errors: bool = True,
     recovery: Recovery | None = None,
 ) -> list[GenerateOutput]:
     """-> one output per sample, ordered as the requests, then by sample index.
@@ -71,17 +69,15 @@ async def generate_samples(
         tokens, what had not begun. `unfinished_requests` says how to go on.
     continue_aborted: ask again for the rest of a sample that somebody else aborted (`RolloutClient.pause`) instead of
         handing it back; its new tokens carry the version of their weights.
-    raise_errors: False hands the samples of a failed request back with finish reason `error`, and no further request
-        to a server that went away.
     recovery: a server that is gone, or that does not answer a request in its time and then no health check either, is
         lost: what it had goes to the others, and to its successor once there is one.
 
     Raises ValueError on a request that cannot be sent or an id that is used twice. Raises RolloutError when a sample is
-    lost or doubled, and when a server fails unless `raise_errors` is off; nothing is left running then.
+    lost or doubled, and when a server fails that `recovery` does not bring back; nothing is left running then.
     """
     if not clients:
         raise ValueError("generate_samples: no rollout servers")
-    run = _Run(clients, requests, on_output, stop_when, continue_aborted, raise_errors, recovery)
+    run = _Run(clients, requests, on_output, stop_when, continue_aborted, recovery)
     async with contextlib.AsyncExitStack() as stack:
         for client in clients:
             await stack.enter_async_context(client.connected())
@@ -111,14 +107,12 @@ class _Run:
         on_output: Callable[[GenerateOutput], None] | None,
         stop_when: Callable[[Groups], bool] | None,
         continue_aborted: bool,
-        raise_errors: bool,
         recovery: Recovery | None,
     ) -> None:
         self.clients = list(clients)
         self.on_output = on_output
         self.stop_when = stop_when
         self.continue_aborted = continue_aborted
-        self.raise_errors = raise_errors
         self.recovery = recovery
         self.expected = _expected_samples(requests, min(client.max_model_len for client in clients))
         self.sizes = {request.request_id: request.n for request in requests}
@@ -139,7 +133,6 @@ class _Run:
         # An output came, or a task ended: a place is free, and `stop_when` may have another answer.
         self.came = asyncio.Event()
         self.stopping = False
-        self.last_error: RolloutError | None = None
 
     async def to_the_end(self, connections: contextlib.AsyncExitStack) -> None:
         try:
@@ -191,11 +184,6 @@ class _Run:
             self.pending.popleft()
             job = _Job(server, self.clients[server], request, owed)
             self.running[self._watched(asyncio.create_task(self._serve(job)))] = job
-        if self.pending and not self.router.num_alive and not self.recovering:
-            # Only after an error that was not raised.
-            for request in self.pending:
-                self._fail(request, RolloutError(f"request {request.request_id!r}: no server left; {self.last_error}"))
-            self.pending.clear()
 
     async def _serve(self, job: _Job) -> None:
         try:
@@ -230,13 +218,8 @@ class _Run:
             self._resubmit(job)
         elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job.request):
             self._resubmit(job)
-        elif self.raise_errors:
-            raise error
         else:
-            if isinstance(error, ServerLostError):
-                self.router.lose(job.server)
-            for request in _rest(job):
-                self._fail(request, error)
+            raise error
 
     async def _is_well(self, job: _Job) -> bool:
         # Requests that fail together ask once.
@@ -298,12 +281,6 @@ class _Run:
         if self.on_output is not None:
             self.on_output(output)
 
-    def _fail(self, request: GenerateRequest, error: RolloutError) -> None:
-        self.last_error = error
-        for output in _as_it_was(request):
-            if output.key not in self.outputs:
-                self._collect(replace(output, finish_reason=FAILED, error=str(error)))
-
     def _hand_back_pending(self) -> None:
         while self.pending:
             for output in _as_it_was(self.pending.popleft()):
@@ -320,7 +297,7 @@ class _Run:
 
 def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
     """The samples of a request that was not served."""
-    begun = {output.key: replace(output, finish_reason=ABORTED, error=None) for output in request.progress}
+    begun = {output.key: replace(output, finish_reason=ABORTED) for output in request.progress}
     return [begun.get(key) or GenerateOutput(*key, [], [], ABORTED, NO_VERSION) for key in request.sample_keys()]
 
 

@@ -41,10 +41,6 @@ class Router:
     def __post_init__(self) -> None:
         self._servers = [_Server(limit) for limit in self.max_samples]
 
-    @property
-    def num_alive(self) -> int:
-        return sum(server.alive for server in self._servers)
-
     def take(self, prompt: Hashable, num_samples: int, num_tokens: int) -> int | None:
         """-> the server, which now owes them; None when none has room.
 

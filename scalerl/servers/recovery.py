@@ -1,6 +1,6 @@
 """How generations get over the loss of a server.
 
-`Recovery` waits for successors in `Replacements`; whoever restarts servers reads there what was lost.
+`GenerationRecovery` waits for successors in `Replacements`; whoever restarts servers reads there what was lost.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Replacements:
         return [index for index in range(len(self.clients)) if index not in self.missing]
 
 
-class Recovery:
+class GenerationRecovery:
     """`rollout.generation.Recovery` of one generation on some of the servers."""
 
     def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:

@@ -10,7 +10,6 @@ from scalerl.errors import RunError
 # Of a sample that needs no more tokens.
 FINISHED = ("stop", "length")
 ABORTED = "abort"
-FAILED = "error"
 # The version of a sample without tokens that no server has seen.
 NO_VERSION = -1
 
@@ -48,7 +47,7 @@ class GenerateOutput:
     """One sample. output_ids include the token that stopped it.
 
     logprobs: of each output token under softmax(logits / temperature) (temperature 1 when greedy), whole vocabulary.
-    finish_reason: stop | length; abort: interrupted, `unfinished_requests` asks for the rest; error: `error` says why.
+    finish_reason: stop | length; abort: interrupted, `unfinished_requests` asks for the rest.
     policy_version: of the weights of its first token (without tokens: of the server, or NO_VERSION).
     version_spans: (index of a span's first token, version of its weights), ascending; spans end where the next begins.
     """
@@ -60,7 +59,6 @@ class GenerateOutput:
     finish_reason: str
     policy_version: int
     version_spans: tuple[tuple[int, int], ...] = ()
-    error: str | None = None
 
     def __post_init__(self) -> None:
         if not self.version_spans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,8 @@ class ServerSet:
         self.pool, self.actors = pool, []
         for plan in plan_replicas(pool, config):
             launch = Launch(
-                model_path=str(model.path),
+                # As this process sees it: a host that an earlier run left may be in another directory.
+                model_path=os.path.abspath(str(model.path)),
                 config=config,
                 device=pool.device,
                 gpu_ids=None if gpu_ids is None else tuple(plan.gpu_ids(pool, gpu_ids)),

@@ -80,7 +80,8 @@ def numbers_but_faults(run_dir: Path) -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize(
     "strikes",
     [
-        pytest.param([Strike(1, 0, signal.SIGKILL), Strike(3, 1, signal.SIGSTOP)], id="busy"),
+        pytest.param([Strike(1, 0, signal.SIGKILL)], id="dies"),
+        full([Strike(1, 0, signal.SIGKILL), Strike(3, 1, signal.SIGSTOP)], id="busy"),
         full(
             [
                 Strike(1, 0, signal.SIGKILL),

@@ -402,35 +402,28 @@ def test_generate_samples_fails_when_a_server_is_gone(engine: Engine) -> None:
         asyncio.run(generate_samples([engine.client, gone], requests))
 
 
-def test_finished_unfinished_and_failed_samples_are_the_submitted_ones(engine: Engine) -> None:
-    """One server of two is gone, one request is refused, the rest is stopped when two groups are complete."""
-    gone = RolloutClient("http://127.0.0.1:9", engine.kind, key="", max_model_len=MAX_MODEL_LEN, max_concurrency=2)
+def test_finished_and_unfinished_samples_are_the_submitted_ones(engine: Engine) -> None:
+    """The rest is stopped when two groups are complete."""
     short = [GenerateRequest(f"s{row}", [5 + row], 2, SamplingParams(4), [row, 100 + row]) for row in range(4)]
-    refused = GenerateRequest("refused", [9], 2, SamplingParams(4, top_p=1.5), [0, 1])
     long = [GenerateRequest(f"l{row}", [50 + row], 2, LONG, [row, 100 + row]) for row in range(12)]
-    requests = [*short[:2], refused, *short[2:], *long]
+    requests = [*short, *long]
     seen: list[object] = []
 
     outputs = asyncio.run(
         generate_samples(
-            [client_like(engine, RolloutClient), gone],
+            [client_like(engine, RolloutClient)],
             requests,
             lambda output: seen.append(output.key),
-            stop_when=lambda groups: len(groups) >= 2 and {("s1", 0), ("refused", 0)} <= set(seen),
-            raise_errors=False,
+            stop_when=lambda groups: len(groups) >= 2,
         )
     )
 
     keys = [output.key for output in outputs]
     assert keys == [key for request in requests for key in request.sample_keys()]
     assert sorted(seen, key=str) == sorted(keys, key=str)
-    failed = [output for output in outputs if output.finish_reason == "error"]
     unfinished = [output for output in outputs if output.finish_reason == "abort"]
     finished = [output for output in outputs if output.finished]
-    assert len(finished) + len(unfinished) + len(failed) == len(outputs)
-    # Requests are taken in order, so the second one met the server that is gone; after that nobody did.
-    assert {o.request_id for o in failed if "127.0.0.1:9 went away during request 's1'" in str(o.error)} == {"s1"}
-    assert {o.request_id for o in failed} == {"s1", "refused"}
+    assert len(finished) + len(unfinished) == len(outputs)
     assert len(finished) >= 4
     assert len(unfinished) > 0
     # Nothing is left running, and the server takes requests.

@@ -135,6 +135,7 @@ def test_killed_worker_node_ends_the_job(slurm: MiniSlurm, submit: Callable[...,
     assert_nothing_left(slurm)
 
 
+@pytest.mark.full
 def test_killed_driver_leaves_nothing(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
     job_id = submit(2, "python", DRIVER, "sleep")
     out = tmp_path / f"out-{job_id}.txt"
@@ -159,6 +160,7 @@ def test_readiness_names_missing_hosts_and_devices(
     assert "n1: 2 of 8 GPUs" in out
 
 
+@pytest.mark.full
 def test_node_that_cannot_start_ends_the_job_with_its_log(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

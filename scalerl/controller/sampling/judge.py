@@ -13,7 +13,7 @@ from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
 from scalerl.servers.purpose import JUDGE
-from scalerl.servers.recovery import LostServer, Recovery, Replacements
+from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
@@ -113,7 +113,7 @@ class Judge:
                 (output,) = await generate_samples(
                     [self.replacements.clients[server]],
                     [GenerateRequest(next(self.request_ids), input_ids, 1, self.sampling, [seed])],
-                    recovery=Recovery(self.replacements, [server]),
+                    recovery=GenerationRecovery(self.replacements, [server]),
                 )
             finally:
                 self.num_running[server] -= 1

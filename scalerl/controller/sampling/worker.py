@@ -187,7 +187,7 @@ class RolloutWorker(Reusable):
         from scalerl.controller.sampling.groups import SampleGroup
         from scalerl.controller.sampling.scoring import GroupScores, uid_of
         from scalerl.rollout.generation import generate_samples
-        from scalerl.servers.recovery import Recovery
+        from scalerl.servers.recovery import GenerationRecovery
         from scalerl.servers.requests import unfinished_requests
 
         task = asyncio.current_task()
@@ -202,7 +202,7 @@ class RolloutWorker(Reusable):
             left = self.interrupted.pop(group.uid, None)
             before += left.finished if left else []
             requests.append(left.rest if left else self._request(dataset, group, prompts[group.uid], n, sampling))
-        recovery = Recovery(self.replacements)
+        recovery = GenerationRecovery(self.replacements)
         try:
             for output in before:
                 scores.add(output)

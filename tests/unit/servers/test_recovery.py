@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from scalerl.servers.purpose import JUDGE
-from scalerl.servers.recovery import LostServer, Recovery, Replacements
+from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import GenerateRequest, RolloutError, SamplingParams
 
@@ -71,7 +71,7 @@ def test_a_successor_that_is_lost_before_it_serves_is_replaced_before_anyone_goe
 
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_resubmitted_samples_are_counted(num_samples: int) -> None:
-    again = Recovery(replacements())
+    again = GenerationRecovery(replacements())
     again.resubmitted(GenerateRequest(0, [1], num_samples, SamplingParams(1)))
     again.resubmitted(GenerateRequest(1, [1], 2, SamplingParams(1)))
     assert again.num_samples == num_samples + 2
@@ -81,7 +81,7 @@ def test_a_generation_on_some_of_the_servers_waits_for_those() -> None:
     async def run() -> None:
         places = replacements("a", "b", "c")
         assert await places.serving() == [0, 1, 2]
-        recovery = Recovery(places, [0, 2])
+        recovery = GenerationRecovery(places, [0, 2])
         waiting = asyncio.create_task(recovery.restarted(1, places.clients[2], RolloutError("error")))
         assert [server.index for server in await places.next_lost()] == [2]
         assert await places.serving() == [0, 1]
