@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +27,7 @@ from scalerl.inference.parts import Parts
 from scalerl.rollout.generation import generate_samples
 from scalerl.rollout.overrides import override_sampling
 from scalerl.rollout.server_choice import max_in_flight
+from scalerl.runtime.threads import in_daemon
 from scalerl.servers.purpose import GENERATION
 from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
 from scalerl.servers.replica import ClientSettings, Replica
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FINISH_REASONS = "finish_reasons"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class GenerationServers:
     async def _replace_lost(self, replacements: Replacements) -> None:
         while lost := await replacements.next_lost():
             try:
-                successors = await _in_thread(partial(self._successors, lost))
+                successors = await asyncio.wrap_future(in_daemon(partial(self._successors, lost), "restart"))
                 replacements.put(successors)
             except Exception as error:
                 # Whoever waits for a successor would wait for ever.
@@ -169,21 +167,6 @@ class GenerationServers:
 
     def stop(self) -> None:
         self.servers.stop()
-
-
-def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """A daemon's: nothing waits for a restart that is under way when the work is done."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    done.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="restart", daemon=True).start()
-    return asyncio.wrap_future(done)
 
 
 @contextmanager

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from scalerl.runtime.threads import in_daemon
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
-
-# Requests at a time; each waits for its server.
-MAX_THREADS = 128
 
 
 class ServerControl:
@@ -59,10 +57,7 @@ class ServerControl:
         return asyncio.run(ask())
 
     def _ask_each(self, call: Callable[[RolloutClient], None], indices: Sequence[int]) -> dict[int, str]:
-        if not indices:
-            return {}
-        with ThreadPoolExecutor(min(len(indices), MAX_THREADS), thread_name_prefix="server control") as pool:
-            answers = {index: pool.submit(call, self.clients[index]) for index in indices}
+        answers = {index: in_daemon(partial(call, self.clients[index]), f"server {index}") for index in indices}
         failed = {}
         for index, answer in answers.items():
             error = answer.exception()
