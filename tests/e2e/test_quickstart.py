@@ -1,46 +1,169 @@
-"""`make quickstart`, as a new user runs it: it learns, and the merged model scores what the trainer measured."""
+"""`make quickstart`, as a new user runs it: it learns, and the merged model scores what the trainer measured.
+
+Its first steps also show what a run on a real SGLang server reports of itself.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "quickstart.py"
+from tests.e2e.conftest import EXAMPLE, StartJob
+from tests.e2e.jobs import Job, Record
+from tests.e2e.step_checks import check_timing
+from tests.unit.metrics.test_documented_keys import DOC, patterns
+
 TIMEOUT_S = 1800
-
-
-def run(out: Path, *overrides: str) -> tuple[float, float, float]:
-    """-> validation scores before SFT, after it, after RL."""
-    done = subprocess.run(
-        [sys.executable, str(QUICKSTART), "--out", str(out), *overrides],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+STEPS = 20
+PROMPTS, SAMPLES = 64, 8
+BUCKET_MIB = 64
+# All of it, so that every metric of it is there; the thresholds are far from what two float32 engines differ by.
+CORRECTION = [
+    f"algorithm.rollout_correction.{setting}"
+    for setting in (
+        "rollout_is=token",
+        "rollout_is_batch_normalize=true",
+        "rollout_rs=[token_k1,seq_mean_k3]",
+        "rollout_rs_threshold=[[0.5,2],0.01]",
+        "rollout_token_veto_threshold=1e-4",
     )
+]
+# Documented, but not of a GRPO run in float32 of a dense model with a reference, a reward function that returns a
+# number, one validation sample and a checkpoint after its last step.
+ABSENT = re.compile(
+    r"train/|val/loss|reward_extra/|reward/num_judge_restarts|.*(best|std|worst|maj|pass)@|val-aux/.*mean@|critic/baseline_score"
+    r"|actor/(loss_scale|moe_|cov_selected_frac|reward_kl_penalty)"
+    r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
+    r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
+    r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
+    # On a CPU servers release nothing.
+    r"|perf/handover/(kv|weights)_gb|perf/handover/(free|used)_gb/(before_release|after_release_kv|after_resume)"
+    r"|timing_s/(gen/release_|update_weights/resume_|testing/offload)"
+)
+
+
+def quickstart(out: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(EXAMPLE / "quickstart.py"), "--out", str(out), *overrides]
+
+
+def scores(job: Job, out: Path) -> tuple[float, float, float]:
+    """-> validation scores before SFT, after it, after RL."""
     # 0 also says that transformers scored the merged model exactly as the trainer's last validation did.
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    scores = re.search(r"before SFT ([\d.]+)\s+after SFT ([\d.]+)\s+after RL ([\d.]+)", done.stdout)
-    assert scores, done.stdout[-3000:]
+    assert job.finish(TIMEOUT_S) == 0, job.tail()
+    line = re.search(r"before SFT ([\d.]+)\s+after SFT ([\d.]+)\s+after RL ([\d.]+)", job.stdout)
+    assert line, job.tail()
     assert (out / "merged" / "model.safetensors").is_file()
-    assert "mlflow ui" in done.stdout and "n_gpus_per_node=8" in done.stdout
-    before_sft, after_sft, after_rl = map(float, scores.groups())
+    assert "mlflow ui" in job.stdout and "n_gpus_per_node=8" in job.stdout
+    before_sft, after_sft, after_rl = map(float, line.groups())
+    assert before_sft < 0.1 < after_sft <= 0.5
     return before_sft, after_sft, after_rl
 
 
 @pytest.mark.full
-def test_quickstart_learns(tmp_path: Path) -> None:
-    before_sft, after_sft, after_rl = run(tmp_path / "out")
-    assert before_sft < 0.1 < after_sft <= 0.5
+def test_quickstart_learns(start_job: StartJob, tmp_path: Path) -> None:
+    _, _, after_rl = scores(start_job(quickstart(tmp_path / "out"), tmp_path), tmp_path / "out")
     assert after_rl >= 0.8
 
 
-def test_its_first_steps_learn(tmp_path: Path) -> None:
-    """A fifth of its steps of RL: the learning rate falls as in the whole."""
-    before_sft, after_sft, after_rl = run(tmp_path / "out", "trainer.total_training_steps=20")
-    assert before_sft < 0.1 < after_sft <= 0.5
+@dataclass(frozen=True)
+class Finished:
+    job: Job
+    scores: tuple[float, float, float]
+    metrics: dict[int, dict[str, float]]
+
+    def steps(self) -> list[dict[str, float]]:
+        return [self.metrics[step] for step in range(1, STEPS + 1)]
+
+
+@pytest.fixture(scope="module")
+def finished(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A fifth of its steps of RL, in which the learning rate falls as in the whole, with all that a run can report."""
+    directory = tmp_path_factory.mktemp("quickstart")
+    out, run_dir = directory / "out", directory / "out" / "grpo"
+    # The model leaves its device whenever it does not compute.
+    offload = [f"actor_rollout_ref.actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
+    often = [f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS // 2}"]
+    job = start_job(quickstart(out, *often, *offload, *CORRECTION), directory)
+    server = "scalerl.servers.sglang.launch"
+    job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
+    job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
+    job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")
+    job.look()
+    return Finished(job, scores(job, out), Record.read(run_dir).final)
+
+
+def test_its_first_steps_learn(finished: Finished) -> None:
+    _, after_sft, after_rl = finished.scores
     assert after_rl >= after_sft + 0.2
+
+
+def test_sampler_and_trainer_agree(finished: Finished) -> None:
+    for data in finished.steps():
+        # Old log-probs are computed by the weights that the first update starts from, on the same packed
+        # micro-batches: the same sums in the same order, so nothing is rounded differently.
+        assert data["actor/ppo_kl_first_update"] == 0.0
+        assert data["actor/pg_clipfrac_first_update"] == 0.0
+        # Two engines, both float32. In step 2 the server has the synced weights of step 1, or this would be far off.
+        assert data["training/rollout_probs_diff_valid"] == 1.0
+        assert data["training/rollout_probs_diff_max"] < 1e-4
+        assert -1e-4 < data["rollout_corr/token_log_ratio_min"] <= data["rollout_corr/token_log_ratio_max"] < 1e-4
+        # Of that size is what a correction finds.
+        assert data["rollout_corr/rollout_is_min"] == pytest.approx(1.0, abs=1e-4)
+        assert data["rollout_corr/rollout_rs_masked_fraction"] == data["actor/rejected_updates"] == 0.0
+        assert data["actor/grad_norm"] > 0
+        assert data["actor/num_updates"] == 4.0
+
+
+def test_weights_are_verified_after_every_sync(finished: Finished) -> None:
+    for data in finished.steps():
+        assert data["timing_s/update_weights/verify"] > 0
+        assert data["perf/update_weights_gb"] > 0
+        seconds = data["timing_s/update_weights/send"]
+        assert data["perf/update_weights_gb_per_s"] == pytest.approx(data["perf/update_weights_gb"] / seconds)
+        assert data["perf/update_weights_buckets"] == 1
+        assert data["perf/update_weights_bucket_mb"] == BUCKET_MIB
+
+
+def test_memory_is_measured_at_each_point_of_the_hand_over(finished: Finished) -> None:
+    for data in finished.steps():
+        for point in ("after_release", "before_sync", "after_sync"):
+            assert data[f"perf/handover/free_gb/{point}"] > 0 < data[f"perf/handover/used_gb/{point}"]
+        # Everything of the model comes and goes.
+        for part in ("old_log_prob", "ref", "update_actor", "update_weights"):
+            assert 0 < data[f"timing_s/{part}/offload"] < data[f"timing_s/{part}"]
+
+
+def test_every_documented_key_is_there_and_no_other(finished: Finished) -> None:
+    documented = patterns(DOC.read_text(encoding="utf-8"))
+    keys = set().union(*finished.steps(), finished.metrics[0])
+    assert sorted(key for key in keys if not any(pattern.match(key) for pattern in documented)) == []
+    lacking = [pattern.pattern for pattern in documented if not any(pattern.match(key) for key in keys)]
+    assert [text for text in lacking if not ABSENT.match(text.replace("\\", ""))] == []
+
+
+def test_parts_add_up_to_the_step(finished: Finished) -> None:
+    phases = ("gen", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "testing", "save_checkpoint")
+    for data in finished.steps():
+        check_timing(data)
+    assert {f"timing_s/{name}" for name in phases} <= finished.metrics[STEPS].keys()
+
+
+def test_lines_for_a_person(finished: Finished) -> None:
+    """Not a terminal: plain lines, one per step; nothing on standard error."""
+    lines = re.findall(rf"^step (\d+)/{STEPS}\b(.*)", finished.job.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in lines] == list(range(STEPS + 1))
+    for _, line in lines[1:]:
+        assert all(f"  {name} " in line for name in ("reward", "len", "tok/s", "update"))
+    assert "  val " in lines[0][1] and "  val " in lines[-1][1]
+    assert "\x1b" not in finished.job.stdout
+    samples = rf"= samples per step +{PROMPTS * SAMPLES}\b"
+    assert re.search(samples, finished.job.stdout)
+    assert finished.job.stderr == ""
+
+
+def test_nothing_is_left_after_the_end(finished: Finished) -> None:
+    finished.job.assert_gone()
