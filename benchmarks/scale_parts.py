@@ -10,23 +10,26 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from scalerl.cluster.batch import ShardedBatch
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
 from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
 from scalerl.controller.sampling.worker import Generated
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
-from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
 from scalerl.hybrid.handover import Handover, RankMemory
 from scalerl.hybrid.order import SyncOrder
 from scalerl.metrics import FlopsShape, Metric, Timers
 from scalerl.parallel.layout import Layout
-from scalerl.protocol import DataProto
+from scalerl.protocol import DataProto, Jagged
 from scalerl.runtime.stop import StopRequest
 from scalerl.servers.replica import Replica
 from scalerl.trainer.packing_rules import Planner
@@ -49,19 +52,28 @@ SHAPE = FlopsShape(
 _counted: list[int] = []
 
 
-class InstantRank:
-    """In the place of many `MegatronWorker`s."""
+class InstantRank(Worker):
+    """In the place of many `RLWorker`s."""
 
-    def run_on_shard(self, method: str, shard: Any, kwargs: dict, *fragments: Any) -> tuple[Any, Any, Any]:
-        kind = "actor" if method == "update_actor" else "mismatch"
-        return {f"{kind}/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, {}, None
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return {f"mismatch/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, DataProto(
+            {"old_logprobs": Jagged(torch.zeros(0), torch.zeros(len(shard) + 1, dtype=torch.int64))}
+        )
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return {f"actor/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, None
+
+    @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:
         return {f"perf/{name}": Metric(1.0, "max") for name in ("a", "b", "c", "d")}
 
+    @register(Dispatch.ONE_TO_ALL)
     def device_memory(self) -> RankMemory:
         return RankMemory(0, "cpu", 2**36, 2**37, 2**30)
 
+    @register(Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int, **kwargs: Any) -> dict[str, Any]:
         numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
         return {**dict.fromkeys(numbers, 1.0), "failed": {}}
@@ -120,7 +132,7 @@ class CountingGroup(WorkerGroup):
     """A group of many ranks on a few actors."""
 
     def __init__(self, layout: Layout, actors: Sequence[Any]) -> None:
-        self.cls, self.layout = MegatronWorker, layout
+        self.cls, self.layout, self.readings = RLWorker, layout, None
         self.timeout_s, self.limits = 600.0, {}
         self.ranks = [actors[rank % len(actors)] for rank in range(layout.world_size)]
 
@@ -142,9 +154,9 @@ class CountingRollout(HybridRollout):
 def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool) -> Run:
     num_samples = dp_size * options.samples_per_rank
     config = configuration(options, dp_size, num_samples)
-    rank, worker = ray.remote(InstantRank), ray.remote(InstantRolloutWorker)
+    rank, worker = ray.remote(RankProcess), ray.remote(InstantRolloutWorker)
     place = pool.place(0, num_devices=1)
-    actors = [rank.options(**place).remote() for _ in range(options.processes)]
+    actors = [rank.options(**place).remote(InstantRank, 0, Layout(1)) for _ in range(options.processes)]
     group = CountingGroup(Layout(dp_size * options.tp, tp_size=options.tp), actors)
     rollout = make_rollout(config, pool, group, worker.options(**place, max_concurrency=64).remote(options.seed))
     actor = config.actor_rollout_ref.actor

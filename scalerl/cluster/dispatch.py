@@ -106,6 +106,7 @@ class Registration(Generic[P, R]):
     dispatch: DispatchMode[..., Any] | None
     execute_mode: Execute
     blocking: bool
+    with_reading: bool = False
 
 
 class WorkerMethod(Protocol[OwnP, OwnR, P, R]):
@@ -126,11 +127,19 @@ class WorkerMethod(Protocol[OwnP, OwnR, P, R]):
 
 @overload
 def register(
-    dispatch_mode: Literal[Dispatch.RANK_ZERO], execute_mode: Execute = ..., *, blocking: Literal[True] = True
+    dispatch_mode: Literal[Dispatch.RANK_ZERO],
+    execute_mode: Execute = ...,
+    *,
+    blocking: Literal[True] = True,
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, T]]: ...
 @overload
 def register(
-    dispatch_mode: Literal[Dispatch.RANK_ZERO], execute_mode: Execute = ..., *, blocking: Literal[False]
+    dispatch_mode: Literal[Dispatch.RANK_ZERO],
+    execute_mode: Execute = ...,
+    *,
+    blocking: Literal[False],
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[T]]]: ...
 @overload
 def register(
@@ -138,6 +147,7 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[True] = True,
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, list[T]]]: ...
 @overload
 def register(
@@ -145,6 +155,7 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[False],
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], WorkerMethod[P, T, P, Future[list[T]]]]: ...
 @overload
 def register(
@@ -152,6 +163,7 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[True] = True,
+    with_reading: bool = ...,
 ) -> Callable[
     [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
     WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Collected],
@@ -162,24 +174,36 @@ def register(
     execute_mode: Literal[Execute.ALL] = Execute.ALL,
     *,
     blocking: Literal[False],
+    with_reading: bool = ...,
 ) -> Callable[
     [Callable[Concatenate[Any, DataProto, MicroBatches, P], Result]],
     WorkerMethod[Concatenate[DataProto, MicroBatches, P], Result, Concatenate[ShardedBatch, P], Future[Collected]],
 ]: ...
 @overload
 def register(
-    dispatch_mode: DispatchMode[P, T], execute_mode: Execute = Execute.ALL, *, blocking: Literal[True] = True
+    dispatch_mode: DispatchMode[P, T],
+    execute_mode: Execute = Execute.ALL,
+    *,
+    blocking: Literal[True] = True,
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, T]]: ...
 @overload
 def register(
-    dispatch_mode: DispatchMode[P, T], execute_mode: Execute = Execute.ALL, *, blocking: Literal[False]
+    dispatch_mode: DispatchMode[P, T],
+    execute_mode: Execute = Execute.ALL,
+    *,
+    blocking: Literal[False],
+    with_reading: bool = ...,
 ) -> Callable[[Callable[Concatenate[Any, OwnP], OwnT]], WorkerMethod[OwnP, OwnT, P, Future[T]]]: ...
-def register(dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True) -> Callable[[Any], Any]:
+def register(
+    dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True, with_reading: bool = False
+) -> Callable[[Any], Any]:
     """Marks a method of a worker, which `WorkerGroup.call` then takes.
 
     blocking=False: the call returns a `Future` at once. Ranks do their calls one after another, in the order given.
+    with_reading: each rank's answer carries `Worker.reading` of the call's end, for `WorkerGroup.readings`.
     """
-    registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking)
+    registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking, with_reading)
 
     def mark(method: Any) -> Any:
         method.registration = registration

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, cast
 
 import ray
@@ -18,11 +17,13 @@ from scalerl.cluster.dispatch import (
     Execute,
     Future,
     P,
+    Registration,
     T,
     WorkerMethod,
     registration_of,
 )
-from scalerl.cluster.pools import ActorSpec, ResourcePool, Reusable
+from scalerl.cluster.pools import ActorSpec, ResourcePool
+from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_logs import last_words
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import merge_metrics
@@ -48,12 +49,13 @@ class Limit:
 
 
 class WorkerGroup:
-    """Ranks of one class. `call` takes the class's registered methods, once `join` has brought the ranks together."""
+    """Ranks with workers of one class. `call` takes the class's registered methods, once `join` has brought the ranks
+    together."""
 
     def __init__(
         self,
         pool: ResourcePool,
-        cls: type[Reusable],
+        cls: type[Worker],
         layout: Layout,
         *,
         timeout_s: float,
@@ -63,9 +65,12 @@ class WorkerGroup:
         """timeout_s: of a call (trainer.timeout_s).  limits: by name, of methods that have another."""
         self.cls, self.layout, self.pool = cls, layout, pool
         self.timeout_s, self.limits = timeout_s, limits or {}
+        # `Worker.reading` of every rank, of the last call; None where that call carried none.
+        self.readings: list[Any] | None = None
         options = {"max_restarts": 0, "max_concurrency": 1}
         self.actors = [
-            pool.start(ActorSpec(cls, rank // pool.devices_per_node, 1), options, rank, layout, **init)
+            # Of whatever class the worker was that its process had before.
+            pool.start(ActorSpec(RankProcess, rank // pool.devices_per_node, 1), options, cls, rank, layout, **init)
             for rank in range(layout.world_size)
         ]
         self.ranks: list[Any] = [one.actor for one in self.actors]
@@ -94,7 +99,7 @@ class WorkerGroup:
             ray.kill(rank)
 
     def call(self, method: WorkerMethod[..., Any, P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`workers.call(MegatronWorker.compute_values, shards)`: the method on the ranks, as its @register says.
+        """`workers.call(RLWorker.compute_values, shards)`: the method on the ranks, as its @register says.
 
         A registered function of a file of the user's own, which the ranks import, is called with the worker first.
         Raises WorkerError for the first rank that fails, TypeError for what is no registered method of this class.
@@ -105,22 +110,24 @@ class WorkerGroup:
         # Each rank calls it by its name, so that a subclass's own is called.
         elif not hasattr(self.cls, name):
             raise TypeError(f"{method.__qualname__}: {self.cls.__name__}, which these ranks are, has no such method")
+        self.readings = None
         future: Future[Any]
         if registration.dispatch is None:
-            future = self._dp_compute(name, args, kwargs)
+            future = self._dp_compute(name, registration, args, kwargs)
         else:
-            future = self._dispatched(name, registration.dispatch, registration.execute_mode, args, kwargs)
+            future = self._dispatched(name, registration, registration.dispatch, args, kwargs)
         return cast("T", future.get() if registration.blocking else future)
 
     def _dispatched(
-        self, name: str, mode: DispatchMode[..., Any], execute_mode: Execute, args: Any, kwargs: Any
+        self, name: str, registration: Registration[..., Any], mode: DispatchMode[..., Any], args: Any, kwargs: Any
     ) -> Future[Any]:
         given, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
-        one_each = execute_mode is Execute.ALL
+        one_each = registration.execute_mode is Execute.ALL
         if one_each:
             self._check_one_each(name, mode, {**dict(enumerate(given)), **named})
         refs = [
-            self._remote(actor, name)(
+            actor.run.remote(
+                name,
                 *(value[rank] if one_each else value for value in given),
                 **{key: value[rank] if one_each else value for key, value in named.items()},
             )
@@ -128,13 +135,17 @@ class WorkerGroup:
         ]
 
         def collected() -> Any:
-            values = self._wait(name, refs)
+            values = self._without_readings(registration, self._wait(name, refs))
             return called(mode["collect_fn"], f"collect_fn of {name}", self, values if one_each else values[0])
 
         return Future(collected)
 
-    def _remote(self, actor: Any, name: str) -> Callable[..., Any]:
-        return partial(actor.run.remote, name) if ":" in name else getattr(actor, name).remote
+    def _without_readings(self, registration: Registration[..., Any], answers: list[Any]) -> list[Any]:
+        """The answers' values; their readings, if they carry some, are the group's."""
+        if not registration.with_reading:
+            return answers
+        self.readings = [reading for _, reading in answers]
+        return [value for value, _ in answers]
 
     def _check_one_each(self, name: str, mode: DispatchMode[..., Any], arguments: dict[Any, Any]) -> None:
         for at, values in arguments.items():
@@ -145,7 +156,7 @@ class WorkerGroup:
                     f"value for each of the {self.world_size} ranks"
                 )
 
-    def _dp_compute(self, name: str, args: Any, kwargs: Any) -> Future[Collected]:
+    def _dp_compute(self, name: str, registration: Registration[..., Any], args: Any, kwargs: Any) -> Future[Collected]:
         batch: ShardedBatch
         (batch,) = args
         # Once for each data-parallel rank; its tp, pp and cp ranks get references.
@@ -154,13 +165,13 @@ class WorkerGroup:
         for rank, actor in enumerate(self.ranks):
             of_rank, fragments = shards[self.layout.coordinates(rank).dp_rank]
             # Ray resolves references among the arguments themselves, not inside of them.
-            call = actor.run_on_shard.options(num_returns=3).remote(name, of_rank, kwargs, *fragments)
+            call = actor.run_on_shard.remote(name, of_rank, kwargs, *fragments)
             for slot, ref in zip((metrics, samples, columns), call, strict=True):
                 slot.append(ref)
         outputs = self.layout.output_ranks()
 
         def collected() -> Collected:
-            merged = merge_metrics(self._wait(name, metrics))
+            merged = merge_metrics(self._without_readings(registration, self._wait(name, metrics)))
             joined = batch.joined_samples(ray.get([samples[rank] for rank in outputs]))
             return Collected(merged, joined, [columns[rank] for rank in outputs])
 
@@ -183,6 +194,7 @@ class WorkerGroup:
         limit = self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
         deadline = time.monotonic() + limit.seconds
         pending, look_s = list(refs), FIRST_LOOK_S
+        values: dict[Any, Any] = {}
         while pending:
             # Not rank by rank: each look costs as much as there are ranks. A failure is seen in the next one.
             left_s = max(0.0, deadline - time.monotonic())
@@ -196,10 +208,10 @@ class WorkerGroup:
                     f"{missing[0]}: {last_words(self.ranks[missing[0]])}"
                 )
             try:
-                ray.get(done)
+                values.update(zip(done, ray.get(done), strict=True))
             except (RayTaskError, RayActorError, GetTimeoutError):
                 self._raise_first(name, refs, done)
-        return ray.get(refs)
+        return [values[ref] for ref in refs]
 
     def _raise_first(self, name: str, refs: list[Any], done: list[Any]) -> NoReturn:
         """What the first of the ranks that answered has to say of its failure."""

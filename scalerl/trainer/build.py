@@ -24,6 +24,7 @@ from scalerl.config.schema import (
 from scalerl.controller.sampling.judge import JudgeServers
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
@@ -207,14 +208,14 @@ def start_groups(lease: Lease, cfg: PPOConfig, pool: ResourcePool, device: str) 
     actor, own_loop = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.custom_fit.path
     files = cfg.trainer.import_files + ([] if own_loop is None else [own_loop])
     layout = Layout.of(actor, pool.world_size)
-    groups = {"actor": start_workers(lease, pool, layout, cfg.trainer, device, actor.seed, files)}
+    groups = {"actor": start_workers(lease, pool, RLWorker, layout, cfg.trainer, device, actor.seed, files)}
     for role in model_roles(cfg):
         if not role.has_own_pool:
             groups[role.name] = groups["actor"]
             continue
         own = start_pool(lease, role.pool, device, cfg.trainer.timeout_s, f"{role.section}.resource_pool")
         layout = Layout.of(role.megatron, own.world_size)
-        groups[role.name] = start_workers(lease, own, layout, cfg.trainer, device, role.megatron.seed, files)
+        groups[role.name] = start_workers(lease, own, RLWorker, layout, cfg.trainer, device, role.megatron.seed, files)
     return groups
 
 
@@ -265,6 +266,7 @@ def yardsticks(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]
 def start_workers(
     lease: Lease,
     pool: ResourcePool,
+    cls: type[MegatronWorker],
     layout: Layout,
     trainer: TrainerConfig | SFTTrainerConfig,
     device: str,
@@ -275,7 +277,7 @@ def start_workers(
     save = Limit("trainer.save_timeout_s", trainer.save_timeout_s)
     workers = WorkerGroup(
         pool,
-        MegatronWorker,
+        cls,
         layout,
         timeout_s=trainer.timeout_s,
         limits={method.__name__: save for method in (MegatronWorker.save_checkpoint, MegatronWorker.load_checkpoint)},

@@ -15,6 +15,7 @@ from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.processes import Processes, leased
 from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.config import SFTConfig, total_steps, world_size
+from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
 from scalerl.metrics import Timers, merge_metrics, mfu, to_floats
@@ -55,12 +56,12 @@ def fit(run: SFTRun) -> None:
         with run.timers("update"):
             batch = place(run, run.train, run.rows.take(run.config.data.train_batch_size))
             totals = [{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
-            metrics = run.workers.call(MegatronWorker.update_sft, batch, totals=totals).metrics
+            metrics = run.workers.call(SFTWorker.update_sft, batch, totals=totals).metrics
         run.step = step
         if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
                 rows = place(run, run.val, range(len(run.val)))
-                metrics |= run.workers.call(MegatronWorker.evaluate_sft, rows).metrics
+                metrics |= run.workers.call(SFTWorker.evaluate_sft, rows).metrics
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
@@ -141,7 +142,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
         )
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)
-        workers = start_workers(lease, pool, layout, trainer, inputs.device, cfg.megatron.seed)
+        workers = start_workers(lease, pool, SFTWorker, layout, trainer, inputs.device, cfg.megatron.seed)
         join([workers])
         workers.call(
             MegatronWorker.build_engine,
@@ -151,9 +152,9 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
             cfg.optim,
             trust_remote_code=cfg.model.trust_remote_code,
         )
-        workers.call(MegatronWorker.set_dataset, "train", ray.put(inputs.train))
+        workers.call(SFTWorker.set_dataset, "train", ray.put(inputs.train))
         if inputs.val is not None:
-            workers.call(MegatronWorker.set_dataset, "val", ray.put(inputs.val))
+            workers.call(SFTWorker.set_dataset, "val", ray.put(inputs.val))
         peak = workers.call(MegatronWorker.peak_flops, cfg.megatron.dtype)
         run = SFTRun(
             config=cfg,

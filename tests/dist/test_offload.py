@@ -275,18 +275,18 @@ def worker_phases(model: str, layout: tuple[int, int, int], megatron: dict[str, 
     import os
 
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
-    from scalerl.controller.training.worker import MegatronWorker
+    from scalerl.controller.training.rl_worker import RLWorker
     from scalerl.parallel.layout import Layout
     from scalerl.protocol import DataProto, Jagged
 
     lines: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("scalerl.controller.training.worker").addHandler(handler)
+    logging.getLogger("scalerl.controller.training.rl_worker").addHandler(handler)
     os.environ["SCALERL_LOGGING_LEVEL"] = "debug"
     tp_size, pp_size, world_size = layout
     rank = int(os.environ["RANK"])
-    worker = MegatronWorker(rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1)
+    worker = RLWorker(rank, Layout(world_size, tp_size, pp_size), device="cpu", collective_timeout_s=60.0, seed=1)
     # The store is there already.
     worker.join((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     config = MegatronConfig(dtype="bfloat16", **megatron)
@@ -353,7 +353,7 @@ def test_metrics_of_updates_that_were_skipped() -> None:
     applied = {"skipped_updates": 0.0, "lr": 0.2, "loss_scale": 4.0, "actor/ppo_kl": 0.5, "grad_norm": 3.0}
 
     def values(updates: list[dict[str, float]]) -> dict[str, float]:
-        return {key: metric.value for key, metric in MegatronWorker._update_metrics(worker, updates, "actor").items()}
+        return {key: metric.value for key, metric in MegatronWorker.update_metrics(worker, updates, "actor").items()}
 
     assert values([skipped, applied, skipped, {**applied, "actor/ppo_kl": 1.5}]) == {
         "actor/ppo_kl": 1.0,

@@ -56,7 +56,7 @@ def processes_of(title: str) -> set[int]:
 
 
 def ranks() -> set[int]:
-    return processes_of("ray::MegatronWork")
+    return processes_of("ray::RankProcess")
 
 
 def train(kept: Kept, inputs: Inputs, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
@@ -150,7 +150,7 @@ def test_a_process_that_died_while_it_waited_is_not_taken(inputs: Inputs, kept: 
 def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """Resident memory of ranks, rollout worker and server, after 4 and after 24 runs of changing layouts."""
     layouts: list[tuple[str, ...]] = [(), ("+layout=tp2", NARROW_SERVERS), CRITIC]
-    kinds = re.compile(r"ray::(MegatronWorker|RolloutWorker|ReplicaHost)|.*(embedded_server)")
+    kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ReplicaHost)|.*(embedded_server)")
 
     def resident_mib() -> dict[str, float]:
         found: dict[str, float] = {}
@@ -166,6 +166,6 @@ def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept
     for number in range(20):
         train(kept, inputs, tmp_path / f"run_{number}", *layouts[number % 3])
     after = resident_mib()
-    assert before.keys() == after.keys() and {"MegatronWorker", "RolloutWorker", "embedded_server"} <= before.keys()
+    assert before.keys() == after.keys() and {"RankProcess", "RolloutWorker", "embedded_server"} <= before.keys()
     # A model with its gradients and optimizer has 4 MiB, imports 500.
     assert {name: after[name] - before[name] < 40 for name in before} == dict.fromkeys(before, True), (before, after)

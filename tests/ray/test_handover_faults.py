@@ -22,6 +22,7 @@ from scalerl.config import PPOConfig, compose
 from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
@@ -201,7 +202,7 @@ def run(
         ],
     )
     layout = Layout.of(config.actor_rollout_ref.actor.megatron, 2)
-    workers = start_group(MegatronWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
+    workers = start_group(RLWorker, layout, device="cpu", collective_timeout_s=TIMEOUT_S, seed=1)
     with Lease(processes) as lease:
         pool = lease.pool(nnodes=1, devices_per_node=2, device="cpu", timeout_s=START_TIMEOUT_S)
         run = Run(config, pool, workers, directory / "logs")

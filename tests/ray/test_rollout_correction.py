@@ -16,6 +16,7 @@ from scalerl.balance import Alignment, plan_step
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import TOKENS, MegatronActor, Metrics
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import mismatch_metrics, to_floats, worst_samples
@@ -48,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def group(request: pytest.FixtureRequest, start_group: Callable[..., WorkerGroup]) -> Iterator[WorkerGroup]:
-    group = start_group(MegatronWorker, LAYOUTS[request.param], device="cpu", collective_timeout_s=60.0, seed=1)
+    group = start_group(RLWorker, LAYOUTS[request.param], device="cpu", collective_timeout_s=60.0, seed=1)
     yield group
     start_group.stop(group)
 

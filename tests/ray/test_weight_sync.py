@@ -19,6 +19,7 @@ from scalerl.balance import plan_step
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerError, WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import TOKENS, MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.parallel.layout import Layout
@@ -75,7 +76,7 @@ def build(group: WorkerGroup, model: Model, servers: dict[str, Future[RolloutSer
 
 def connect(group: WorkerGroup, model: Model, replicas: list[Replica], **transport: str) -> None:
     group.call(
-        MegatronWorker.connect_rollout,
+        RLWorker.connect_rollout,
         replicas,
         json.loads((model.path / "config.json").read_text()),
         bucket_bytes=BUCKET_BYTES,
@@ -173,7 +174,7 @@ def test_servers_serve_what_was_trained(
     train(trainer)
     (weights, *others) = trainer.call(SyncingWorker.exported)
     assert not any(others)
-    parts = trainer.call(MegatronWorker.sync_weights, 7, verify=True)
+    parts = trainer.call(RLWorker.sync_weights, 7, verify=True)
     # Every rank takes part, and each sees the whole model pass.
     num_bytes = sum(array.nbytes for array in weights.values())
     assert [part["num_bytes"] for part in parts] == [num_bytes] * trainer.layout.world_size
@@ -265,7 +266,7 @@ def test_two_ranks_feed_a_server_on_two(
     connect(wide_trainer, wide_server.model, replicas, transport=transport, **directory)
     before = engine.client.checksums()
     train(wide_trainer)
-    wide_trainer.call(MegatronWorker.sync_weights, 8, verify=True)
+    wide_trainer.call(RLWorker.sync_weights, 8, verify=True)
     after = engine.client.checksums()
     for rank in range(2):
         changed = [name for name, checksum in after[rank].items() if checksum != before[rank][name]]
@@ -279,12 +280,12 @@ def test_a_lost_bucket_is_named(
 ) -> None:
     """The first bucket, the embedding alone, does not reach one of the servers."""
     lone_trainer.call(SyncingWorker.lose_bucket, None, kind)
-    lone_trainer.call(MegatronWorker.sync_weights, 1, verify=True)
+    lone_trainer.call(RLWorker.sync_weights, 1, verify=True)
     train(lone_trainer)
     lone_trainer.call(SyncingWorker.lose_bucket, 1, kind)
     # Without the proof the loss goes by unseen.
-    lone_trainer.call(MegatronWorker.sync_weights, 2, verify=False)
+    lone_trainer.call(RLWorker.sync_weights, 2, verify=False)
     with pytest.raises(WorkerError, match="1 tensors differ") as error:
-        lone_trainer.call(MegatronWorker.sync_weights, 3, verify=True)
+        lone_trainer.call(RLWorker.sync_weights, 3, verify=True)
     assert f"{servers[kind].result().url} does not serve policy version 3" in str(error.value)
     assert "model.embed_tokens.weight: trainer " in str(error.value)

@@ -18,6 +18,8 @@ from scalerl.balance import StepPlan, plan_step
 from scalerl.cluster.batch import BatchRef, Column, ShardedBatch
 from scalerl.cluster.dispatch import WorkerMethod
 from scalerl.cluster.worker_group import Limit, WorkerError, WorkerGroup
+from scalerl.controller.training.rl_worker import RLWorker
+from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import Metric
@@ -67,6 +69,27 @@ def test_only_registered_methods_are_called(group: WorkerGroup) -> None:
         group.call(PlainWorker.not_registered)
     with pytest.raises(TypeError, match=r"^MegatronWorker.memory: PlainWorker, which these ranks are, has no such"):
         group.call(MegatronWorker.memory)
+
+
+def test_ranks_of_runs_of_any_kind_follow_one_another_in_one_process(start_group: Callable[..., WorkerGroup]) -> None:
+    """Reinforcement learning, fine-tuning, and a class that knows no model: each has its own calls and no others'."""
+    megatron = {"device": "cpu", "collective_timeout_s": 60.0, "seed": 1}
+    processes = []
+    for cls, other, init in (
+        (RLWorker, SFTWorker.update_sft, megatron),
+        (SFTWorker, RLWorker.update_actor, megatron),
+        (PlainWorker, SFTWorker.update_sft, {"greeting": "hello"}),
+    ):
+        group = start_group(cls, Layout(1), **init)
+        processes.append(group.ranks[0])
+        with pytest.raises(TypeError, match=f"{cls.__name__}, which these ranks are, has no such method"):
+            group.call(other, place(LENGTHS))
+        if cls is PlainWorker:
+            assert group.call(PlainWorker.first) == (0, (), {})
+        else:
+            assert "perf/cpu_memory_used_gb" in group.call(MegatronWorker.memory)[0]
+        start_group.stop(group)
+    assert processes == [processes[0]] * 3
 
 
 def test_a_registered_method_stays_a_method(group: WorkerGroup) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from scalerl.cluster.dispatch import Dispatch, Execute, register
-from scalerl.cluster.pools import Reusable
+from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, register
+from scalerl.cluster.rank import Worker
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.controller.training.worker import MegatronWorker, MicroBatches, Result
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.data.problems import DataError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
@@ -45,7 +45,7 @@ def fail_to_collect(group: WorkerGroup, values: list[int]) -> None:
     raise LookupError("collected nothing")
 
 
-class PlainWorker(Reusable):
+class PlainWorker(Worker):
     """No model: says what reached it."""
 
     def __init__(self, rank: int, layout: Layout, *, greeting: str) -> None:
@@ -56,8 +56,6 @@ class PlainWorker(Reusable):
 
     def join(self, address: str) -> None:
         self.address = address
-
-    run, run_on_shard, _method = MegatronWorker.run, MegatronWorker.run_on_shard, MegatronWorker._method
 
     @register(Dispatch.RANK_ZERO)
     def first(self, *args: Any, **kwargs: Any) -> tuple[int, tuple, dict]:
@@ -184,7 +182,7 @@ class PlainWorker(Reusable):
         return self.rank
 
 
-class SyncingWorker(MegatronWorker):
+class SyncingWorker(RLWorker):
     """A trainer rank whose weights a test can see, and whose transfers a test can spoil."""
 
     @register(Dispatch.ONE_TO_ALL)

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.controller.training.rl_worker import RLWorker
+from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric
 
 
 def right(workers: WorkerGroup, batch: ShardedBatch) -> tuple[float | None, dict[str, Metric], list[None]]:
     peak = workers.call(MegatronWorker.peak_flops, "bfloat16")
-    metrics = workers.call(MegatronWorker.compute_values, batch).metrics
+    metrics = workers.call(RLWorker.compute_values, batch).metrics
     return peak, metrics, workers.call(MegatronWorker.save_checkpoint, "actor", directory="/checkpoint")
 
 
@@ -21,8 +23,10 @@ def wrong(workers: WorkerGroup, batch: ShardedBatch) -> None:
     workers.call(MegatronWorker.peak_flops, 16)  # pyright: ignore[reportArgumentType]
     workers.call(MegatronWorker.save_checkpoint, "actor", path="/checkpoint")  # pyright: ignore[reportCallIssue]
     # The ranks get shards of it, the caller gives the whole.
-    workers.call(MegatronWorker.compute_values, batch.plan)  # pyright: ignore[reportArgumentType]
-    workers.call(MegatronWorker.compute_value, batch)  # pyright: ignore[reportAttributeAccessIssue]
+    workers.call(RLWorker.compute_values, batch.plan)  # pyright: ignore[reportArgumentType]
+    workers.call(RLWorker.compute_value, batch)  # pyright: ignore[reportAttributeAccessIssue]
+    # Of supervised fine-tuning, which has no such call.
+    workers.call(SFTWorker.compute_values, batch)  # pyright: ignore[reportAttributeAccessIssue]
     # Not registered: the ranks' own.
     workers.call(MegatronWorker.join, ("localhost", 29500))  # pyright: ignore[reportArgumentType, reportCallIssue]
     peaks: list[float] = workers.call(MegatronWorker.peak_flops, "bfloat16")  # pyright: ignore[reportAssignmentType]

@@ -16,6 +16,7 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
 from scalerl.hybrid.handover import Handover, Point
@@ -104,7 +105,7 @@ class PolicyServers:
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
         self._ask(worker.connect, self.replicas, self.server_set.clients, self.rollout.seed)
         workers.call(
-            MegatronWorker.connect_rollout,
+            RLWorker.connect_rollout,
             self.replicas,
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
@@ -262,7 +263,7 @@ class PolicyServers:
             self._take("begin", synced)
             rounds.append(
                 self.workers.call(
-                    MegatronWorker.sync_weights, self.policy_version, verify=verify, only=synced, raise_errors=False
+                    RLWorker.sync_weights, self.policy_version, verify=verify, only=synced, raise_errors=False
                 )
             )
             failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
@@ -301,7 +302,7 @@ class PolicyServers:
         successors = self.server_set.restart_down()
         if successors:
             self.orders |= {index: self._new_order(index) for index in successors}
-            self.workers.call(MegatronWorker.reconnect_rollout, successors)
+            self.workers.call(RLWorker.reconnect_rollout, successors)
             self._ask(self.worker.replace, successors)
         return successors
 

@@ -10,6 +10,7 @@ from scalerl.balance import StepPlan
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, explained_variance_metrics
 
@@ -32,7 +33,7 @@ class MegatronActor:
         if self.correction.bypass_mode:
             return batch, {}
         metrics, counts, columns = self.workers.call(
-            MegatronWorker.compute_log_prob,
+            RLWorker.compute_log_prob,
             batch.shards("actor", TOKENS),
             temperature=self.temperature,
             correction=self.correction,
@@ -45,7 +46,7 @@ class MegatronActor:
         if self.correction.bypass_mode:
             return {}
         shards = batch.shards("actor", TOKENS, "old_logprobs")
-        return self.workers.call(MegatronWorker.find_worst_tokens, shards).samples
+        return self.workers.call(RLWorker.find_worst_tokens, shards).samples
 
     @property
     def _old_logprobs(self) -> tuple[str, list[str]]:
@@ -56,7 +57,7 @@ class MegatronActor:
         """[S] float64: KL to the reference, summed over the sampled tokens of each sample."""
         name, held = self._old_logprobs
         shards = batch.shards("actor", TOKENS, *held, "ref_logprobs")
-        sums = self.workers.call(MegatronWorker.sum_reward_kl, shards, kind=kind, old_logprobs=name).samples
+        sums = self.workers.call(RLWorker.sum_reward_kl, shards, kind=kind, old_logprobs=name).samples
         return sums["reward_kl"]
 
     def token_advantages(
@@ -67,7 +68,7 @@ class MegatronActor:
         columns = ["values"] if "values" in batch.columns else []
         columns += [*held, "ref_logprobs"] if kl_coef is not None else []
         metrics, _, columns_made = self.workers.call(
-            MegatronWorker.compute_advantages,
+            RLWorker.compute_advantages,
             batch.shards("actor", TOKENS, *columns),
             config=config,
             kl=None if kl_coef is None else (kl_coef, name),
@@ -83,7 +84,7 @@ class MegatronActor:
         shards = batch.shards("actor", TOKENS, *made, *optional)
         counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "response_length"
         metrics = self.workers.call(
-            MegatronWorker.update_actor,
+            RLWorker.update_actor,
             shards,
             config=self.config,
             temperature=self.temperature,
@@ -108,9 +109,7 @@ class MegatronReference:
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
         shards = batch.shards("ref", TOKENS)
-        metrics, _, columns = self.workers.call(
-            MegatronWorker.compute_ref_log_prob, shards, temperature=self.temperature
-        )
+        metrics, _, columns = self.workers.call(RLWorker.compute_ref_log_prob, shards, temperature=self.temperature)
         return batch.with_column("ref_logprobs", "ref", columns), metrics
 
 
@@ -120,14 +119,14 @@ class MegatronCritic:
     config: CriticConfig
 
     def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        metrics, _, columns = self.workers.call(MegatronWorker.compute_values, batch.shards("critic", TOKENS))
+        metrics, _, columns = self.workers.call(RLWorker.compute_values, batch.shards("critic", TOKENS))
         return batch.with_column("values", "critic", columns), metrics
 
     def update(self, batch: PlacedBatch) -> Metrics:
         shards = batch.shards("critic", TOKENS, "values", "advantages")
         # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
         totals = loss_totals(shards.plan, batch.samples["response_length"])
-        return self.workers.call(MegatronWorker.update_critic, shards, config=self.config, totals=totals).metrics
+        return self.workers.call(RLWorker.update_critic, shards, config=self.config, totals=totals).metrics
 
     def save(self, directory: str) -> None:
         self.workers.call(MegatronWorker.save_checkpoint, "critic", directory)
@@ -142,7 +141,7 @@ class MegatronRewardModel:
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
         """[S] float64, of every sample."""
-        computed = self.workers.call(MegatronWorker.compute_scores, batch.shards("reward_model", TOKENS))
+        computed = self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS))
         return computed.samples["scores"].astype(np.float64)
 
 

@@ -1,0 +1,99 @@
+"""`RankProcess`: the Ray actor of one rank, and `Worker`, the object in it that does the calls of one run."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from scalerl.cluster.dispatch import registration_of
+from scalerl.cluster.pools import Reusable
+from scalerl.metrics import Metric
+from scalerl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from scalerl.cluster.batch import Shard
+    from scalerl.parallel.layout import Layout
+
+
+class Worker(Reusable):
+    """What one run has on a rank. `WorkerGroup.call` calls the methods that carry @register.
+
+    A subclass says how its ranks meet: rank 0's `rendezvous` returns an address, which every rank's `join` gets.
+    """
+
+    def __init__(self, rank: int, layout: Layout, **init: Any) -> None:
+        self.rank, self.layout = rank, layout
+
+    def rendezvous(self) -> Any:
+        raise NotImplementedError
+
+    def join(self, address: Any) -> None:
+        raise NotImplementedError
+
+    def reading(self) -> Any:
+        """A measurement of this rank at the end of a call whose @register says with_reading."""
+        return None
+
+
+class RankProcess(Reusable):
+    """The process of one rank. Runs with workers of different classes may have it one after another."""
+
+    def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
+        """cls, **init: the worker's class, and what its constructor takes beside rank and layout."""
+        self.worker = cls(rank, layout, **init)
+
+    def rendezvous(self) -> Any:
+        return self.worker.rendezvous()
+
+    def join(self, address: Any) -> None:
+        self.worker.join(address)
+
+    def leave(self) -> None:
+        self.worker.leave()
+        super().leave()
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The value of a registered method; with its reading, as a pair, where the registration says so.
+
+        method: of the worker, or `module:function` of a file of the user's own that this process imported.
+        """
+        function = self._method(method)
+        value = function(*args, **kwargs)
+        return (value, self.worker.reading()) if _has_reading(function) else value
+
+    # Return values of their own: the driver takes the first two, and of the last only the reference.
+    @ray.method(num_returns=3)
+    def run_on_shard(
+        self, method: str, shard: Shard, kwargs: dict, *fragments: DataProto
+    ) -> tuple[Any, dict[str, np.ndarray], DataProto | None]:
+        """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
+
+        fragments: of all parts of the shard, in order.
+        Returns metrics (with the reading, as a pair, where the registration says so), sample columns, token columns.
+        """
+        batch, given = DataProto(samples=shard.samples), iter(fragments)
+        for count, order in shard.parts:
+            held = [DataProto(tokens=next(given).tokens) for _ in range(count)]
+            batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
+        function = self._method(method)
+        metrics: dict[str, Metric]
+        metrics, columns = function(batch, shard.micro_batches, **kwargs)
+        answer = (metrics, self.worker.reading()) if _has_reading(function) else metrics
+        if columns is None:
+            return answer, {}, None
+        return answer, columns.samples, DataProto(columns.tokens) if columns.tokens else None
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        module, _, function = name.rpartition(":")
+        if module:
+            return functools.partial(getattr(sys.modules[module], function), self.worker)
+        return getattr(self.worker, name)
+
+
+def _has_reading(function: Callable[..., Any]) -> bool:
+    return registration_of(function.func if isinstance(function, functools.partial) else function).with_reading

@@ -1,0 +1,261 @@
+"""`RLWorker`: a trainer rank of reinforcement learning: passes of the models, updates, weights to the servers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.controller.training.worker import MegatronWorker, flat, phase
+from scalerl.metrics import Metric
+from scalerl.protocol import DataProto, Jagged
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+    from scalerl.hybrid.feeds import Replica
+    from scalerl.hybrid.transports import TransportName
+    from scalerl.hybrid.weight_sync import WeightSync
+
+
+class RLWorker(MegatronWorker):
+    """A trainer rank with the actor and, in the same process, any of critic, reference and reward model."""
+
+    # Of `connect_rollout`.
+    weight_sync: WeightSync | None = None
+
+    def leave(self) -> None:
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        super().leave()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("old_log_prob", "params")
+    def compute_log_prob(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        temperature: float,
+        correction: RolloutCorrectionConfig,
+        config: ActorConfig,
+    ) -> Result:
+        """Column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
+        rollout_is_weights, loss_mask and num_loss_tokens too. config: how the entropy is aggregated."""
+        outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        if not outputs:
+            return {}, None
+        from scalerl.algorithms import aggregated
+
+        found, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
+        entropy_T = outputs["entropy"].values.cpu()
+        how = (config.loss_agg_mode, config.loss_scale_factor)
+        metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
+        if "rollout_logprobs" in shard.tokens:
+            from scalerl.controller.training.logprob_mismatch import compare_log_probs
+
+            both = shard.union(found)
+            compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
+            metrics, found = metrics | compared, found.union(corrected)
+        # What tp and cp ranks have is the same once more.
+        is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
+        return metrics if is_first else {}, found
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Sample columns of `logprob_mismatch.worst_tokens`, from rollout_logprobs and old_logprobs."""
+        from scalerl.controller.training.logprob_mismatch import worst_tokens
+
+        return {}, DataProto(samples=worst_tokens(shard))
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("ref", "params", role="ref")
+    def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
+        """Column ref_logprobs."""
+        outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("values", "params", role="critic")
+    def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Column values."""
+        outputs = self.engines["critic"].values(shard, flat(micro_batches))
+        return {}, DataProto(outputs) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("reward_model", "params", role="reward_model")
+    def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """Sample column scores: the reward model's, after the last token."""
+        outputs = self.engines["reward_model"].scores(shard, flat(micro_batches))
+        return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
+        """Sample column reward_kl: sum over the sampled tokens. old_logprobs: name of the policy's column."""
+        from scalerl.controller.training.token_advantages import reward_kl, sums_of_rows
+
+        sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
+        return {}, DataProto(samples={"reward_kl": sums})
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: AlgorithmConfig,
+        kl: tuple[float, str] | None,
+    ) -> Result:
+        """Columns advantages and returns, of an estimator of single tokens (`token_advantages.token_advantages`)."""
+        from scalerl.controller.training.token_advantages import token_advantages
+
+        metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
+        is_first = not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank)
+        return metrics if is_first else {}, columns
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_actor")
+    def update_actor(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: ActorConfig,
+        temperature: float,
+        totals: list[dict[str, int]],
+        bypass_mode: bool,
+    ) -> Result:
+        """ppo_epochs passes over the mini-batches, one optimizer update each; none for what was rejected entirely.
+
+        totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
+        bypass_mode: the sampler's log-probs are the old ones.
+        """
+        from scalerl.algorithms import PolicyObjective, policy_loss_needs
+        from scalerl.algorithms.losses import SELECTED
+
+        if "advantages" not in shard.tokens:
+            shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        if bypass_mode:
+            shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
+        corrected = "loss_mask" in shard.tokens
+        # The counts are those of all ranks, so that all of them leave the same ones out.
+        kept = [at for at, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
+        mini_batches, kept_totals = [micro_batches[at] for at in kept], [totals[at] for at in kept]
+        if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
+            from scalerl.controller.training.token_advantages import covariance_column
+
+            selected = covariance_column(
+                shard,
+                mini_batches,
+                config.policy_loss,
+                kept_totals,
+                mask="loss_mask" if corrected else "response_mask",
+                group=self.groups.dp,
+                device=self.device,
+            )
+            shard = shard.union(DataProto({SELECTED: selected}))
+        updates = self._update(
+            "actor",
+            shard,
+            mini_batches,
+            config.ppo_epochs,
+            kept_totals,
+            functools.partial(PolicyObjective, corrected=corrected),
+            config,
+            temperature=temperature,
+        )
+        metrics = self.update_metrics(updates, "actor")
+        if metrics and corrected:
+            num_rejected = (len(totals) - len(kept)) * config.ppo_epochs
+            metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
+        return metrics, None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_critic", role="critic")
+    def update_critic(
+        self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
+    ) -> Result:
+        """As update_actor, on the columns values and returns."""
+        from scalerl.algorithms import ValueObjective
+
+        updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
+        return self.update_metrics(updates, "critic"), None
+
+    def _update(
+        self,
+        role: str,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        num_epochs: int,
+        totals: list[dict[str, int]],
+        objective: Callable,
+        config: ActorConfig | CriticConfig,
+        **kwargs: Any,
+    ) -> list[dict[str, float]]:
+        """One optimizer update per epoch and mini-batch."""
+        import torch
+
+        updates = []
+        for _ in range(num_epochs):
+            for mini_batch, total in zip(micro_batches, totals, strict=True):
+                updates.append(self.engines[role].update(shard, mini_batch, objective(config, **total), **kwargs))
+        # What torch keeps for reuse is not there for the rollout server, which takes the device next.
+        torch.cuda.empty_cache()
+        return updates
+
+    @register(Dispatch.ONE_TO_ALL)
+    def connect_rollout(
+        self,
+        replicas: Sequence[Replica],
+        model_config: Mapping[str, Any],
+        *,
+        bucket_bytes: int,
+        max_model_len: int,
+        timeout_s: float,
+        dtype: str | None = None,
+        transport: TransportName = "shared",
+        directory: str | None = None,
+        model_path: str | None = None,
+    ) -> None:
+        """dtype: what the servers store; None: as the engine's."""
+        import torch
+
+        from scalerl.hybrid.weight_sync import WeightSync
+
+        self.weight_sync = WeightSync(
+            self.engines["actor"],
+            replicas,
+            model_config,
+            bucket_bytes=bucket_bytes,
+            max_model_len=max_model_len,
+            timeout_s=timeout_s,
+            dtype=getattr(torch, dtype) if dtype else None,
+            transport=transport,
+            directory=directory,
+            model_path=model_path,
+        )
+
+    @register(Dispatch.ONE_TO_ALL)
+    def reconnect_rollout(self, successors: Mapping[int, Replica]) -> None:
+        """Index -> the restarted server."""
+        assert self.weight_sync is not None, "no servers are connected"
+        self.weight_sync.reconnect(successors)
+
+    @register(Dispatch.ONE_TO_ALL)
+    @phase("update_weights", "params")
+    def sync_weights(
+        self, policy_version: int, *, verify: bool, only: Sequence[int] | None = None, raise_errors: bool = True
+    ) -> dict[str, Any]:
+        assert self.weight_sync is not None, "no servers are connected"
+        return self.weight_sync.sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
+
+
+def _per_token(shard: DataProto, name: str) -> Jagged:
+    """A per-sample value on every token of its sample."""
+    import torch
+
+    ids = shard.tokens["input_ids"]
+    values = torch.as_tensor(shard.samples[name].astype(np.float32))
+    return Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)

@@ -1,0 +1,64 @@
+"""`SFTWorker`: a trainer rank of supervised fine-tuning, with the data sets whose rows it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
+from scalerl.controller.training.worker import MegatronWorker, flat, phase
+from scalerl.metrics import Metric
+from scalerl.parallel.layout import Layout
+from scalerl.protocol import DataProto, Jagged
+
+
+class SFTWorker(MegatronWorker):
+    """A trainer rank whose model learns the tokens that its data set marks."""
+
+    def __init__(self, rank: int, layout: Layout, **init: Any) -> None:
+        super().__init__(rank, layout, **init)
+        # Of `set_dataset`.
+        self.datasets: dict[str, Any] = {}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def set_dataset(self, name: str, dataset: Any) -> None:
+        """dataset[i] has input_ids and loss_mask; held for update_sft and evaluate_sft."""
+        self.datasets[name] = dataset
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("update_actor")
+    def update_sft(self, shard: DataProto, micro_batches: MicroBatches, *, totals: list[dict[str, int]]) -> Result:
+        """One update per mini-batch on rows of the training set. samples["row"]: index into it."""
+        from scalerl.algorithms import SFTObjective
+
+        shard = shard.union(self._rows("train", shard.samples["row"]))
+        updates = [
+            self.engines["actor"].update(shard, mini_batch, SFTObjective(total["num_loss_tokens"]), temperature=1.0)
+            for mini_batch, total in zip(micro_batches, totals, strict=True)
+        ]
+        return self.update_metrics(updates, "train"), None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @phase("testing", "params")
+    def evaluate_sft(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
+        """val/loss: mean negative log-likelihood of the validation set's loss tokens."""
+        shard = shard.union(self._rows("val", shard.samples["row"]))
+        outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=1.0)
+        if not outputs or self.groups.at.tp_rank:
+            return {}, None
+        mask = shard.tokens["response_mask"].values
+        num_tokens = float(mask.sum())
+        mean = float(-(outputs["logprobs"].values * mask).sum()) / max(num_tokens, 1.0)
+        return {"val/loss": Metric(mean, "mean", num_tokens)}, None
+
+    def _rows(self, name: str, rows: np.ndarray) -> DataProto:
+        import torch
+
+        picked = [self.datasets[name][int(row)] for row in rows]
+        return DataProto(
+            {
+                "input_ids": Jagged.from_list([row.input_ids for row in picked], torch.int64),
+                "response_mask": Jagged.from_list([row.loss_mask for row in picked], torch.bool),
+            }
+        )
