@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> int:
 def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
     """One size, on a Ray cluster of its own."""
     import scale_parts
+    from remote_calls import RemoteCalls
 
     from scalerl.cluster.processes import Processes
     from scalerl.trainer.ppo import train_step
@@ -63,9 +64,11 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
             nnodes=1, devices_per_node=options.processes + 1, device="cpu", timeout_s=60.0, section="trainer"
         )
         try:
-            run = scale_parts.make_run(options, dp_size, pool)
+            calls = RemoteCalls()
+            run = scale_parts.make_run(options, dp_size, pool, on_phase=calls.enter)
             scale_parts.count_bytes(True)
-            outcome = train_step(run, 1)
+            with calls.counted():
+                outcome = train_step(run, 1)
             num_bytes = scale_parts.count_bytes(False)
             steps = []
             for step in range(2, options.steps + 2):
@@ -95,6 +98,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         "wall_s": record.spread([step["wall_s"] for step in steps]),
         "driver_cpu_s": record.spread([step["driver_cpu_s"] for step in steps]),
         "bytes_per_sample": num_bytes / num_samples,
+        "remote_calls": calls.by_actor(),
         "phases_s": {
             name: record.spread([step["phases_s"].get(name, 0.0) for step in steps]) for name in steps[0]["phases_s"]
         },
@@ -126,6 +130,13 @@ def report(result: dict[str, Any]) -> str:
         exponent = result["growth"].get(name)
         lines.append(" ".join([f"  {name:<26}", *numbers, "" if exponent is None else f"  {exponent:.2f}"]))
     lines.append(" ".join([f"{'bytes a sample':<28}", *(f"{size['bytes_per_sample']:>10.0f}" for size in sizes)]))
+    lines += ["calls of"]
+    for actor, by_phase in sizes[-1]["remote_calls"].items():
+        per_size = [size["remote_calls"].get(actor, {}) for size in sizes]
+        rows_of_actor = {actor: [sum(counts.values()) for counts in per_size]}
+        rows_of_actor |= {f"  {phase}": [counts.get(phase, 0) for counts in per_size] for phase in by_phase}
+        for label, counts in rows_of_actor.items():
+            lines.append(" ".join([f"  {label:<26}", *(f"{count:>10}" for count in counts)]))
     lines.append(" ".join([f"{'driver, peak GiB':<28}", *(f"{size['peak_rss_gib']:>10.2f}" for size in sizes)]))
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +61,7 @@ class InstantRank(Worker):
             {"old_logprobs": Jagged(torch.zeros(0), torch.zeros(len(shard) + 1, dtype=torch.int64))}
         )
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     def update_actor(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
         return {f"actor/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, None
 
@@ -71,12 +71,16 @@ class InstantRank(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def device_memory(self) -> RankMemory:
+        return self.reading()
+
+    def reading(self) -> RankMemory:
         return RankMemory(0, "cpu", 2**36, 2**37, 2**30)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int, **kwargs: Any) -> dict[str, Any]:
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    def sync_weights(self, version: int, *, with_memory: bool, **kwargs: Any) -> dict[str, Any]:
         numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
-        return {**dict.fromkeys(numbers, 1.0), "failed": {}}
+        report = {**dict.fromkeys(numbers, 1.0), "failed": {}}
+        return report | {"memory": self.memory()} if with_memory else report
 
 
 class InstantRolloutWorker:
@@ -151,7 +155,8 @@ class CountingRollout(HybridRollout):
         return generated
 
 
-def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool) -> Run:
+def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, on_phase: Callable[[str], None]) -> Run:
+    """on_phase: is told of each phase of a step as it begins."""
     num_samples = dp_size * options.samples_per_rank
     config = configuration(options, dp_size, num_samples)
     rank, worker = ray.remote(RankProcess), ray.remote(InstantRolloutWorker)
@@ -175,7 +180,7 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool) -> R
         planners={"actor": planner},
         yardsticks={"actor": Yardstick(SHAPE, 1e15, dp_size * options.tp)},
         tracker=SimpleNamespace(log=lambda *args, **kwargs: None),  # type: ignore[arg-type]
-        timers=Timers(),
+        timers=Timers(on_enter=on_phase),
         total_steps=10**6,
         stop=StopRequest(),
     )

@@ -131,7 +131,7 @@ def train_step(run: Run, step: int) -> StepOutcome:
         run.rollout.drop(samples)
     run.samples.trained()
     with phase("metrics"):
-        metrics |= run.rollout.faults() | memory(run)
+        metrics = merge_metrics([metrics, run.rollout.faults(), *memory_of_own_pools(run)])
     return StepOutcome(batch.samples, plans["actor"], metrics)
 
 
@@ -149,9 +149,9 @@ def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
     return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
 
 
-def memory(run: Run) -> dict[str, Metric]:
-    """Of all ranks of all pools."""
-    return merge_metrics(part for group in run.worker_groups for part in group.call(MegatronWorker.memory))
+def memory_of_own_pools(run: Run) -> list[dict[str, Metric]]:
+    """Of each rank that has not the actor: the actor's ranks say it with the sync of the weights."""
+    return [part for group in run.worker_groups[1:] for part in group.call(MegatronWorker.memory)]
 
 
 def validate(run: Run) -> dict[str, float]:

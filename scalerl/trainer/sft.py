@@ -61,12 +61,11 @@ def fit(run: SFTRun) -> None:
         if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
                 rows = place(run, run.val, range(len(run.val)))
-                metrics |= run.workers.call(SFTWorker.evaluate_sft, rows).metrics
+                metrics = merge_metrics([metrics, run.workers.call(SFTWorker.evaluate_sft, rows).metrics])
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)
-        with run.timers("metrics"):
-            metrics |= merge_metrics(run.workers.call(MegatronWorker.memory))
+                metrics = merge_metrics([metrics, *run.workers.call(MegatronWorker.memory)])
         timing_s = run.timers.pop()
         # The step's time is known, so this is in the next one's.
         with run.timers("metrics"):

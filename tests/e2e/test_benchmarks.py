@@ -328,3 +328,16 @@ def test_a_finished_learning_run_is_not_run_again(tmp_path: Path) -> None:
     assert algorithms.one_run(options, tmp_path, "rloo", 3) == stored
     with pytest.raises(SystemExit, match="is of other settings"):
         algorithms.one_run(algorithms.parse(["--steps", "8"]), tmp_path, "rloo", 3)
+
+
+def test_controller_scale(tmp_path: Path) -> None:
+    """What a step asks of its ranks: one call a phase, whatever their number, and none for their memory alone."""
+    result = run_benchmark(
+        "controller_scale.py", tmp_path / "result.json", *("--dp", "2", "8", "--samples-per-rank", "32", "--steps", "1")
+    )
+    for size in result["sizes"]:
+        phases = ("old_log_prob", "update_actor", "update_weights")
+        assert size["remote_calls"]["RankProcess"] == dict.fromkeys(phases, size["num_ranks"])
+        # Their tokens, one call a rank, and two for the samples.
+        assert sum(size["remote_calls"]["InstantRolloutWorker"].values()) == size["dp_size"] + 2
+        assert size["driver_cpu_s"]["median"] > 0

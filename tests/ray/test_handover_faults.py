@@ -6,12 +6,16 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from remote_calls import RemoteCalls
 
 from scalerl.balance import plan_step
 from scalerl.cluster.batch import BatchRef, PlacedBatch
@@ -236,7 +240,11 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
     for order in run.servers.orders.values():
         order.taken.clear()
     run.servers.at = {"after_release": ask_released}
-    run.step()
+    calls = RemoteCalls()
+    with calls.counted():
+        run.step()
+    # Of two ranks: log-probs, the update, the sync, and one for each point at which servers took or gave back memory.
+    assert calls.by_actor()["RankProcess"] == {"untimed": 2 * (3 + 5)}
     assert len(refusals) == 2 and all("['kv_cache', 'weights'] is released" in refusal for refusal in refusals)
     assert [order.taken for order in run.servers.orders.values()] == [HANDED_OVER, HANDED_OVER]
     assert_in_step(run, before)

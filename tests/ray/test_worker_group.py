@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -95,6 +96,18 @@ def test_ranks_of_runs_of_any_kind_follow_one_another_in_one_process(start_group
 def test_a_registered_method_stays_a_method(group: WorkerGroup) -> None:
     worker = PlainWorker(3, LAYOUT, greeting="")
     assert worker.fail(0) == 3 and worker.first(1) == (3, (1,), {})
+
+
+def test_answers_carry_readings_of_the_end_of_the_call(group: WorkerGroup) -> None:
+    """They are no part of the values, and a call that carries none leaves none: it may have changed what was read."""
+    assert group.call(PlainWorker.fill, 5) == [0, 1, 2, 3]
+    assert group.readings == [(rank, 5) for rank in range(4)]
+    batch = place(LENGTHS)
+    assert group.call(PlainWorker.fill_with_rows, batch) == ({"num_rows": Metric(12.0, "sum", 4.0)}, {}, ANY)
+    rows = [len(batch.plan.rows(LAYOUT.coordinates(rank).dp_rank)) for rank in range(4)]
+    assert group.readings == [(rank, 5 + count) for rank, count in enumerate(rows)]
+    group.call(PlainWorker.first)
+    assert group.readings is None
 
 
 def test_every_rank_gets_its_shard(group: WorkerGroup) -> None:

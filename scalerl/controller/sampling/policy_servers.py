@@ -22,7 +22,7 @@ from scalerl.hybrid.feeds import plan_feeds
 from scalerl.hybrid.handover import Handover, Point
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.transports.disk import directory_of_run
-from scalerl.metrics import Metric
+from scalerl.metrics import Metric, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.control import ServerControl
 from scalerl.servers.purpose import POLICY
@@ -196,6 +196,7 @@ class PolicyServers:
         """
         failed: dict[int, str] = {}
         if self._hands_over:
+            self.workers.readings = None
             self._see("before_release")
             self._take("release_kv", self.orders)
             with self._timed("gen/release_kv"):
@@ -215,7 +216,9 @@ class PolicyServers:
         if self.config.actor_rollout_ref.hybrid_engine:
             feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
             servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
-            self.handover.see(point, self.workers.call(MegatronWorker.device_memory), servers=servers)
+            # The last call's readings hold as long as no server took or gave back memory since.
+            ranks = self.workers.readings or self.workers.call(MegatronWorker.device_memory)
+            self.handover.see(point, ranks, servers=servers)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -228,7 +231,8 @@ class PolicyServers:
     def sync(self, policy_version: int) -> Metrics:
         """All resting servers get the trainer's weights: weights back on the device -> sync -> KV cache back."""
         self.policy_version = policy_version
-        rounds = self._serve(set(range(len(self.replicas))))
+        # What the ranks measured before the first sync waits for the first step.
+        rounds = self._serve(set(range(len(self.replicas))), with_memory=self.num_syncs > 0)
         self.num_syncs += 1
         slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
         send_s, num_bytes = (sum(part[name] for part in slowest) for name in ("sync_s", "num_bytes"))
@@ -243,12 +247,14 @@ class PolicyServers:
             "perf/update_weights_bucket_mb": Metric(min(part["bucket_bytes"] for part in slowest) / 2**20, "min"),
             **{f"timing_s/{name}": Metric(seconds, "max") for name, seconds in parts_s.items()},
             **self.handover.metrics(),
+            **merge_metrics(part.get("memory", {}) for parts in rounds for part in parts),
         }
 
-    def _serve(self, indices: set[int]) -> list[list[dict[str, Any]]]:
+    def _serve(self, indices: set[int], *, with_memory: bool = False) -> list[list[dict[str, Any]]]:
         """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.
 
         One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
+        with_memory: as `RLWorker.sync_weights` has it.
         """
         is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
         rounds = []
@@ -263,7 +269,12 @@ class PolicyServers:
             self._take("begin", synced)
             rounds.append(
                 self.workers.call(
-                    RLWorker.sync_weights, self.policy_version, verify=verify, only=synced, raise_errors=False
+                    RLWorker.sync_weights,
+                    self.policy_version,
+                    verify=verify,
+                    only=synced,
+                    raise_errors=False,
+                    with_memory=with_memory,
                 )
             )
             failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
@@ -287,6 +298,7 @@ class PolicyServers:
         self._take(step, indices)
         with self._timed(f"update_weights/{step}"):
             failed = self.control.resume(tag)
+        self.workers.readings = None
         self._see(point)
         return failed
 

@@ -115,7 +115,7 @@ class RLWorker(MegatronWorker):
         is_first = not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank)
         return metrics if is_first else {}, columns
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     @phase("update_actor")
     def update_actor(
         self,
@@ -172,7 +172,7 @@ class RLWorker(MegatronWorker):
             metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
         return metrics, None
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     @phase("update_critic", role="critic")
     def update_critic(
         self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
@@ -243,13 +243,24 @@ class RLWorker(MegatronWorker):
         assert self.weight_sync is not None, "no servers are connected"
         self.weight_sync.reconnect(successors)
 
-    @register(Dispatch.ONE_TO_ALL)
-    @phase("update_weights", "params")
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def sync_weights(
-        self, policy_version: int, *, verify: bool, only: Sequence[int] | None = None, raise_errors: bool = True
+        self,
+        policy_version: int,
+        *,
+        verify: bool,
+        only: Sequence[int] | None = None,
+        raise_errors: bool = True,
+        with_memory: bool = False,
     ) -> dict[str, Any]:
+        """What `WeightSync.sync` returns; with_memory: and `memory`, under that name."""
+        report = self._sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
+        return report | {"memory": self.memory()} if with_memory else report
+
+    @phase("update_weights", "params")
+    def _sync(self, policy_version: int, **options: Any) -> dict[str, Any]:
         assert self.weight_sync is not None, "no servers are connected"
-        return self.weight_sync.sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
+        return self.weight_sync.sync(policy_version, **options)
 
 
 def _per_token(shard: DataProto, name: str) -> Jagged:

@@ -27,30 +27,39 @@ class SFTWorker(MegatronWorker):
         self.datasets[name] = dataset
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("update_actor")
     def update_sft(self, shard: DataProto, micro_batches: MicroBatches, *, totals: list[dict[str, int]]) -> Result:
-        """One update per mini-batch on rows of the training set. samples["row"]: index into it."""
+        """One update per mini-batch on rows of the training set, and `memory`. samples["row"]: index into it."""
+        updates = self._update(shard, micro_batches, totals)
+        return self.update_metrics(updates, "train") | self.memory(), None
+
+    @phase("update_actor")
+    def _update(
+        self, shard: DataProto, micro_batches: MicroBatches, totals: list[dict[str, int]]
+    ) -> list[dict[str, float]]:
         from scalerl.algorithms import SFTObjective
 
         shard = shard.union(self._rows("train", shard.samples["row"]))
-        updates = [
+        return [
             self.engines["actor"].update(shard, mini_batch, SFTObjective(total["num_loss_tokens"]), temperature=1.0)
             for mini_batch, total in zip(micro_batches, totals, strict=True)
         ]
-        return self.update_metrics(updates, "train"), None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("testing", "params")
     def evaluate_sft(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """val/loss: mean negative log-likelihood of the validation set's loss tokens."""
+        """val/loss: mean negative log-likelihood of the validation set's loss tokens; and `memory`."""
+        metrics = self._evaluate(shard, micro_batches)
+        return metrics | self.memory(), None
+
+    @phase("testing", "params")
+    def _evaluate(self, shard: DataProto, micro_batches: MicroBatches) -> dict[str, Metric]:
         shard = shard.union(self._rows("val", shard.samples["row"]))
         outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=1.0)
         if not outputs or self.groups.at.tp_rank:
-            return {}, None
+            return {}
         mask = shard.tokens["response_mask"].values
         num_tokens = float(mask.sum())
         mean = float(-(outputs["logprobs"].values * mask).sum()) / max(num_tokens, 1.0)
-        return {"val/loss": Metric(mean, "mean", num_tokens)}, None
+        return {"val/loss": Metric(mean, "mean", num_tokens)}
 
     def _rows(self, name: str, rows: np.ndarray) -> DataProto:
         import torch

@@ -181,7 +181,7 @@ class MegatronWorker(Worker):
         metrics[f"{prefix}/num_updates"] = Metric(float(len(applied)), "max")
         return metrics
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def save_checkpoint(self, role: str, directory: str) -> None:
         """Writes that role's distributed checkpoint into an existing directory."""
         from scalerl.checkpoint.megatron import save_engine
@@ -189,7 +189,7 @@ class MegatronWorker(Worker):
         with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
             save_engine(self.engines[role], directory)
 
-    @register(Dispatch.ONE_TO_ALL)
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def load_checkpoint(self, role: str, directory: str) -> None:
         from scalerl.checkpoint.megatron import load_engine
 
@@ -217,7 +217,8 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:
-        """`memory_metrics`, and timing_s/{phase}/offload of phases whose model comes and goes; since the last call."""
+        """`memory_metrics`, and timing_s/{phase}/offload of phases whose model comes and goes; since the last time that
+        this was called, or rode along with another call (`RLWorker.sync_weights`, `SFTWorker.update_sft`)."""
         from scalerl.metrics import memory_metrics
 
         moved, self.offload_s = self.offload_s, {}
@@ -225,6 +226,10 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def device_memory(self) -> RankMemory:
+        return self.reading()
+
+    def reading(self) -> RankMemory:
+        """Free memory of this rank's device, and what its models take of it when they come back."""
         from scalerl.hybrid.handover import measure
 
         return measure(self.rank, self.device, self.engines)
