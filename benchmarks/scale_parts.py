@@ -119,6 +119,8 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
         "prompt_length": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
         "prompt_length_before": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
         "response_length": responses,
+        "num_sampled_tokens": responses,
+        "num_turns": np.ones(count, dtype=np.int64),
         "score": generator.random(count),
         "reward_failed": np.zeros(count, dtype=bool),
         "policy_version": np.zeros(count, dtype=np.int64),

@@ -141,15 +141,15 @@ def rloo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tenso
     return (groups.centred() * torch.where(counts_S > 1, counts_S / (counts_S - 1).clamp(min=1), 1.0)).float()
 
 
-@register_adv_est("opo", needs=("response_length",))
-def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, response_length: np.ndarray) -> Tensor:
+@register_adv_est("opo", needs=("num_sampled_tokens",))
+def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sampled_tokens: np.ndarray) -> Tensor:
     """A = s - sum_g(l * s) / sum_g(l): the baseline of least variance where a gradient's size grows with its tokens.
 
-    response_length: [S] sampled tokens l.  A group of one: A = s.  A group without tokens: its plain mean.
+    num_sampled_tokens: [S] l.  A group of one: A = s.  A group without tokens: its plain mean.
     Shapes and errors as `grpo`.  Source: OPO (arXiv 2505.23585) section 3.
     """
     groups = _Groups(scores_S, uids_S)
-    return groups.centred(torch.tensor(response_length, dtype=torch.float64)).float()
+    return groups.centred(torch.tensor(num_sampled_tokens, dtype=torch.float64)).float()
 
 
 @register_adv_est("gpg")
@@ -167,17 +167,17 @@ def gpg(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor
     return (centred_S * (len(centred_S) / max(num_learning, 1) if num_learning else 1.0)).float()
 
 
-@register_adv_est("reinforce_plus_plus_baseline", needs=("response_length",))
+@register_adv_est("reinforce_plus_plus_baseline", needs=("num_sampled_tokens",))
 def reinforce_plus_plus_baseline(
-    scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, response_length: np.ndarray
+    scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sampled_tokens: np.ndarray
 ) -> Tensor:
     """A = (b - mean) / sqrt(var + 1e-8), b = s - mean_g; mean and unbiased variance over the step's sampled tokens.
 
-    A sample counts in them as often as it has tokens.  response_length: [S] sampled tokens.  A group of one: b = s.
+    A sample counts in them as often as it has tokens.  num_sampled_tokens: [S].  A group of one: b = s.
     Shapes and errors as `grpo`.  Source: REINFORCE++ (arXiv 2501.03262) section 3.3.
     """
     centred_S = _Groups(scores_S, uids_S).centred()
-    return whiten_by_tokens(centred_S, torch.tensor(response_length, dtype=torch.float64)).float()
+    return whiten_by_tokens(centred_S, torch.tensor(num_sampled_tokens, dtype=torch.float64)).float()
 
 
 def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:

@@ -278,6 +278,16 @@ class ServerConfig:
 
 
 @dataclass
+class ProgramConfig:
+    """What makes a sample (docs/extending.md)."""
+
+    # Python file with a program of your own: several turns, tools; null: one answer to the prompt.
+    path: str | None = None
+    # The async function; it is called with prompt, servers and tools.
+    name: str = "program"
+
+
+@dataclass
 class RolloutConfig(ServerConfig):
     # Samples per prompt.
     n: int = 1
@@ -307,6 +317,7 @@ class RolloutConfig(ServerConfig):
     # Of all samples of a step, or of a validation, with their rewards; restarts of lost servers are not counted.
     generation_timeout_s: float = 7200.0
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
 
 
 @dataclass

@@ -299,6 +299,7 @@ DOMAINS: dict[type, dict[str, Domain]] = {
     },
     schema.AlgorithmConfig: {"adv_estimator": TEXT, "gamma": UNIT, "lam": UNIT, "kl_penalty": KL_KIND},
     schema.CustomRewardFunctionConfig: {"path": or_null(TEXT), "name": TEXT},
+    schema.ProgramConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.CustomFitConfig: {"path": or_null(TEXT), "name": TEXT},
     schema.ScoringModelConfig: {"path": or_null(TEXT)},
     schema.JudgeModelConfig: {"path": or_null(TEXT)},

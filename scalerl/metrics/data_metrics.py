@@ -16,12 +16,13 @@ def compute_data_metrics(
     max_response_length: int | None = None,
     returns_S: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """critic/{score,rewards,advantages,returns}/*, prompt_length/*, response_length/*, response/*.
+    """critic/{score,rewards,advantages,returns}/*, prompt_length/*, response_length/*, response/*, num_turns/*.
 
     samples: [S] columns score, prompt_length, response_length (tokens), finish_reason; optional rewards (score after
-    penalties; default score) and prompt_length_before (tokens before truncation).
-    advantages_S, returns_S: one value for all response tokens of a sample; returns default to advantages, which is what
-    outcome estimators define. Statistics are over response tokens, so a sample counts as often as it is long.
+    penalties; default score), prompt_length_before (tokens before truncation), num_sampled_tokens (of response_length;
+    default all of them) and num_turns.
+    advantages_S, returns_S: one value for all sampled tokens of a sample; returns default to advantages, which is what
+    outcome estimators define. Statistics are over sampled tokens, so a sample counts as often as it has some.
     max_*_length: the configured limits.
     Raises ValueError for no samples, a missing column, a column of another length, or a length over its limit.
     """
@@ -31,6 +32,7 @@ def compute_data_metrics(
         if limit is not None and longest > limit:
             raise ValueError(f"{name} of sample {int(samples[name].argmax())} is {longest}: over the limit of {limit}")
     lengths_S = np.asarray(samples["response_length"])
+    sampled_S = np.asarray(samples.get("num_sampled_tokens", lengths_S))
     aborted_S = (np.asarray(samples["finish_reason"]) == "abort") | (lengths_S == 0)
     limited_S = np.asarray(samples["finish_reason"]) == "length"
     done_S = ~aborted_S
@@ -39,8 +41,8 @@ def compute_data_metrics(
 
     metrics = _stats("critic/score", scores_S[done_S]) | _stats("critic/rewards", rewards_S[done_S])
     if advantages_S is not None:
-        metrics |= _token_stats("critic/advantages", advantages_S, lengths_S)
-        metrics |= _token_stats("critic/returns", advantages_S if returns_S is None else returns_S, lengths_S)
+        metrics |= _token_stats("critic/advantages", advantages_S, sampled_S)
+        metrics |= _token_stats("critic/returns", advantages_S if returns_S is None else returns_S, sampled_S)
     metrics |= _stats("prompt_length", samples["prompt_length"])
     if (clipped := _prompt_clip_ratio(samples, max_prompt_length)) is not None:
         metrics["prompt_length/clip_ratio"] = clipped
@@ -50,6 +52,10 @@ def compute_data_metrics(
         metrics |= _stats("response_length_non_aborted", lengths_S[done_S])
         metrics["response_length_non_aborted/clip_ratio"] = float(limited_S[done_S].mean())
     metrics["response/aborted_ratio"] = float(aborted_S.mean())
+    if "num_sampled_tokens" in samples and lengths_S.any():
+        metrics["response/sampled_ratio"] = float(sampled_S.sum() / lengths_S.sum())
+    if "num_turns" in samples:
+        metrics |= _stats("num_turns", samples["num_turns"])
     return metrics
 
 

@@ -10,7 +10,7 @@ import psutil
 
 STEP = "step"
 UNTIMED = "untimed"
-RESPONSE_TOKEN_PHASES = ("gen",)
+SAMPLED_TOKEN_PHASES = ("gen",)
 ALL_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
@@ -71,16 +71,20 @@ class Timers:
 
 
 def compute_timing_metrics(
-    timing_s: Mapping[str, float], num_prompt_tokens: int, num_response_tokens: int
+    timing_s: Mapping[str, float],
+    num_prompt_tokens: int,
+    num_response_tokens: int,
+    num_sampled_tokens: int | None = None,
 ) -> dict[str, float]:
     """timing_s/{name} of every entry, and timing_per_token_ms/{name} of the phases that are proportional to tokens.
 
-    Wall milliseconds of the phase over the tokens of the whole step, on all devices together: response tokens for gen,
-    prompt + response tokens for the others. Absent when there are no such tokens.
+    Wall milliseconds of the phase over the tokens of the whole step, on all devices together: sampled tokens (None: all
+    of the responses) for gen, prompt + response tokens for the others. Absent when there are no such tokens.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_s.items()}
     num_tokens = num_prompt_tokens + num_response_tokens
-    for phases, count in ((RESPONSE_TOKEN_PHASES, num_response_tokens), (ALL_TOKEN_PHASES, num_tokens)):
+    num_sampled = num_response_tokens if num_sampled_tokens is None else num_sampled_tokens
+    for phases, count in ((SAMPLED_TOKEN_PHASES, num_sampled), (ALL_TOKEN_PHASES, num_tokens)):
         for name in phases:
             if name in timing_s and count > 0:
                 metrics[f"timing_per_token_ms/{name}"] = timing_s[name] * 1000.0 / count

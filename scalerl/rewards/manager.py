@@ -35,7 +35,7 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
-    # Tokens sampled, None where only text is at hand.
+    # Tokens behind the prompt, None where only text is at hand.
     response_length: int | None = None
 
 

@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
 
-from scalerl.rollout.server_choice import Router
+from scalerl.rollout.dispatcher import Dispatcher, Recovery
 from scalerl.servers.client import RolloutClient
-from scalerl.servers.requests import (
-    ABORTED,
-    NO_VERSION,
-    GenerateOutput,
-    GenerateRequest,
-    RolloutError,
-    SampleKey,
-    ServerLostError,
-    check_request,
-    unfinished_requests,
-)
+from scalerl.servers.requests import GenerateOutput, GenerateRequest, SampleKey
 
-T = TypeVar("T")
 # Request id -> its samples, all finished; in the order in which they were completed.
 Groups = Mapping[int | str, Sequence[GenerateOutput]]
-
-# How often `stop_when` is asked while nothing comes back, and an abort is repeated until everything has.
-STOP_POLL_S = 0.05
-# Aborts in a row that leave a sample without a new token, before `continue_aborted` gives up.
-MAX_FRUITLESS_ABORTS = 16
-# Connections that a server which is well may cut, per request.
-MAX_CUT_CONNECTIONS = 3
-
-
-class Recovery(Protocol):
-    """Who brings servers back."""
-
-    async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        """Returns when the server of this index serves again, with the weights of this generation. Raises what ends
-        the generation."""
-        ...
-
-    def resubmitted(self, request: GenerateRequest) -> None:
-        """The request is asked again, for the samples that had not come: its server was lost, or cut the connection."""
-        ...
 
 
 async def generate_samples(
@@ -59,14 +23,9 @@ async def generate_samples(
 ) -> list[GenerateOutput]:
     """-> one output per sample, ordered as the requests, then by sample index.
 
-    Requests are taken in order, each by the least loaded server; all samples of a prompt go to one server, which
-    computes the prompt once. A sample's place is free for the next when it is finished, not when its prompt's others
-    are.
-
     on_output: sees each output as soon as it is there.
-    stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers' running
-        requests (those of other callers too), what they have comes back with finish reason `abort`, as does, without
-        tokens, what had not begun. `unfinished_requests` says how to go on.
+    stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended, as
+        `Dispatcher.stop_when`. `unfinished_requests` says how to go on.
     continue_aborted: ask again for the rest of a sample that somebody else aborted (`RolloutClient.pause`) instead of
         handing it back; its new tokens carry the version of their weights.
     recovery: a server that is gone, or that does not answer a request in its time and then no health check either, is
@@ -77,250 +36,29 @@ async def generate_samples(
     """
     if not clients:
         raise ValueError("generate_samples: no rollout servers")
-    run = _Run(clients, requests, on_output, stop_when, continue_aborted, recovery)
-    async with contextlib.AsyncExitStack() as stack:
-        for client in clients:
-            await stack.enter_async_context(client.connected())
-        await run.to_the_end(stack)
-    lost = [key for key in run.expected if key not in run.outputs]
-    if lost:
-        raise RolloutError(f"{len(lost)} of {len(run.expected)} samples never came back, the first is {lost[0]}")
-    return [run.outputs[key] for key in run.expected]
+    outputs: dict[SampleKey, GenerateOutput] = {}
+    sizes = {request.request_id: request.n for request in requests}
+    finished: dict[int | str, list[GenerateOutput]] = {}
+    complete: dict[int | str, list[GenerateOutput]] = {}
 
-
-@dataclass
-class _Job:
-    """A request on its way. owed: tokens, at most, of each sample that has not come.  aborted: to be continued."""
-
-    server: int
-    client: RolloutClient
-    request: GenerateRequest
-    owed: dict[SampleKey, int]
-    aborted: list[GenerateOutput] = field(default_factory=list)
-
-
-class _Run:
-    def __init__(
-        self,
-        clients: Sequence[RolloutClient],
-        requests: Sequence[GenerateRequest],
-        on_output: Callable[[GenerateOutput], None] | None,
-        stop_when: Callable[[Groups], bool] | None,
-        continue_aborted: bool,
-        recovery: Recovery | None,
-    ) -> None:
-        self.clients = list(clients)
-        self.on_output = on_output
-        self.stop_when = stop_when
-        self.continue_aborted = continue_aborted
-        self.recovery = recovery
-        self.expected = _expected_samples(requests, min(client.max_model_len for client in clients))
-        self.sizes = {request.request_id: request.n for request in requests}
-        self.outputs: dict[SampleKey, GenerateOutput] = {}
-        self.finished: dict[int | str, list[GenerateOutput]] = {}
-        self.complete: dict[int | str, list[GenerateOutput]] = {}
-        self.fruitless: dict[SampleKey, int] = {}
-        self.pending = deque(requests)
-        self.running: dict[asyncio.Task[None], _Job] = {}
-        self.lost: set[RolloutClient] = set()
-        # -> index of the server that comes back.
-        self.recovering: dict[asyncio.Task[RolloutClient], int] = {}
-        self.cut_connections: Counter[int | str] = Counter()
-        self.health_checks = {client: asyncio.Lock() for client in clients}
-        self.router = Router([client.max_concurrency for client in clients])
-        # Of running and recovering, in the order in which they ended.
-        self.ended: deque[asyncio.Task[Any]] = deque()
-        # An output came, or a task ended: a place is free, and `stop_when` may have another answer.
-        self.came = asyncio.Event()
-        self.stopping = False
-
-    async def to_the_end(self, connections: contextlib.AsyncExitStack) -> None:
-        try:
-            while self.pending or self.running:
-                await self._advance(connections)
-        finally:
-            tasks = [*self.running, *self.recovering]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _advance(self, connections: contextlib.AsyncExitStack) -> None:
-        if not self.stopping and self.stop_when is not None and self.stop_when(self.complete):
-            self.stopping = True
-        if self.stopping:
-            self._hand_back_pending()
-            await self._abort_running()
-        else:
-            self._start_pending()
-        if not self.running and not (self.pending and self.recovering):
-            return
-        poll_s = STOP_POLL_S if self.stopping or self.stop_when is not None else None
-        # Not `asyncio.wait` over all that runs: each output would cost as much as there are requests.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.came.wait(), poll_s)
-        self.came.clear()
-        while self.ended:
-            task = self.ended.popleft()
-            if task in self.running:
-                self._take_leave(self.running.pop(task), task)
-            else:
-                await self._welcome(self.recovering.pop(task), task.result(), connections)
-
-    def _watched(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
-        def ended(task: asyncio.Task[T]) -> None:
-            self.ended.append(task)
-            self.came.set()
-
-        task.add_done_callback(ended)
-        return task
-
-    def _start_pending(self) -> None:
-        while self.pending:
-            request = self.pending[0]
-            owed = _tokens_to_come(request)
-            server = self.router.take(tuple(request.input_ids), request.n, sum(owed.values()))
-            if server is None:
-                break
-            self.pending.popleft()
-            job = _Job(server, self.clients[server], request, owed)
-            self.running[self._watched(asyncio.create_task(self._serve(job)))] = job
-
-    async def _serve(self, job: _Job) -> None:
-        try:
-            async for output in job.client.generate([job.request]):
-                self._give_back(job, output)
-                if output.finish_reason == ABORTED and self.continue_aborted and not self.stopping:
-                    job.aborted.append(output)
-                else:
-                    self._collect(output)
-                self.came.set()
-        except RolloutError as error:
-            await self._failed(job, error)
-        self._continue(job)
-
-    def _give_back(self, job: _Job, output: GenerateOutput) -> None:
-        # One that was not asked for is an error, which _collect raises.
-        if output.key in job.owed:
-            self.router.give_back(job.server, 1, job.owed.pop(output.key))
-
-    def _take_leave(self, job: _Job, task: asyncio.Task[None]) -> None:
-        self.router.give_back(job.server, len(job.owed), sum(job.owed.values()))
-        if task.cancelled():  # by _lose; it may not even have begun
-            self._resubmit(job)
-            self._continue(job)
-        else:
-            task.result()
-
-    async def _failed(self, job: _Job, error: RolloutError) -> None:
-        """An error comes in place of the samples of its request that have not come yet."""
-        if self.recovery is not None and not await self._is_well(job):
-            self._lose(job, error)
-            self._resubmit(job)
-        elif self.recovery is not None and isinstance(error, ServerLostError) and self._may_ask_again(job.request):
-            self._resubmit(job)
-        else:
-            raise error
-
-    async def _is_well(self, job: _Job) -> bool:
-        # Requests that fail together ask once.
-        async with self.health_checks[job.client]:
-            return job.client not in self.lost and await job.client.is_well()
-
-    def _may_ask_again(self, request: GenerateRequest) -> bool:
-        self.cut_connections[request.request_id] += 1
-        return self.cut_connections[request.request_id] <= MAX_CUT_CONNECTIONS
-
-    def _lose(self, job: _Job, error: RolloutError) -> None:
-        """What else the server has would wait until its own time is over."""
-        if job.client in self.lost:
-            return
-        assert self.recovery is not None
-        self.lost.add(job.client)
-        self.router.lose(job.server)
-        for task, other in self.running.items():
-            if other.client is job.client and task is not asyncio.current_task():
-                task.cancel()
-        restarted = asyncio.ensure_future(self.recovery.restarted(job.server, job.client, error))
-        self.recovering[self._watched(restarted)] = job.server
-
-    async def _welcome(self, server: int, client: RolloutClient, connections: contextlib.AsyncExitStack) -> None:
-        await connections.enter_async_context(client.connected())
-        self.clients[server] = client
-        self.health_checks[client] = asyncio.Lock()
-        self.router.find(server)
-
-    def _resubmit(self, job: _Job) -> None:
-        assert self.recovery is not None
-        for request in _rest(job):
-            self.recovery.resubmitted(request)
-            self.pending.appendleft(request)
-
-    def _continue(self, job: _Job) -> None:
-        had = {output.key: len(output.output_ids) for output in job.request.progress}
-        for output in job.aborted:
-            got_tokens = len(output.output_ids) > had.get(output.key, 0)
-            self.fruitless[output.key] = 0 if got_tokens else self.fruitless.get(output.key, 0) + 1
-            if self.fruitless[output.key] > MAX_FRUITLESS_ABORTS:
-                raise RolloutError(
-                    f"request {job.request.request_id!r} sample {output.sample_index} was aborted "
-                    f"{MAX_FRUITLESS_ABORTS + 1} times without a new token; see the servers' logs"
-                )
-        # First in line: its prompt may still be in the server's cache.
-        self.pending.extendleft(unfinished_requests([job.request], job.aborted))
-
-    def _collect(self, output: GenerateOutput) -> None:
-        if output.key not in self.expected or output.key in self.outputs:
-            came = "twice" if output.key in self.outputs else "without being asked for"
-            raise RolloutError(f"sample {output.key} came {came}")
-        self.outputs[output.key] = output
+    def take(output: GenerateOutput) -> None:
+        outputs[output.key] = output
         if output.finished:
-            group = self.finished.setdefault(output.request_id, [])
+            group = finished.setdefault(output.request_id, [])
             group.append(output)
-            if len(group) == self.sizes[output.request_id]:
-                self.complete[output.request_id] = sorted(group, key=lambda o: o.sample_index)
-        if self.on_output is not None:
-            self.on_output(output)
+            if len(group) == sizes[output.request_id]:
+                complete[output.request_id] = sorted(group, key=lambda o: o.sample_index)
+        if on_output is not None:
+            on_output(output)
 
-    def _hand_back_pending(self) -> None:
-        while self.pending:
-            for output in _as_it_was(self.pending.popleft()):
-                self._collect(output)
-
-    async def _abort_running(self) -> None:
-        clients = {job.client for job in self.running.values()}
-        results = await asyncio.gather(*(client.abort_all() for client in clients), return_exceptions=True)
-        for result in results:
-            # Where a server is gone, its requests fail by themselves and say so.
-            if isinstance(result, BaseException) and not isinstance(result, RolloutError):
-                raise result
-
-
-def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
-    """The samples of a request that was not served."""
-    begun = {output.key: replace(output, finish_reason=ABORTED) for output in request.progress}
-    return [begun.get(key) or GenerateOutput(*key, [], [], ABORTED, NO_VERSION) for key in request.sample_keys()]
-
-
-def _rest(job: _Job) -> list[GenerateRequest]:
-    """The samples of its request that have not come, as one request; [] when all have."""
-    if len(job.owed) == job.request.n:
-        return [job.request]
-    return unfinished_requests([job.request], [o for o in _as_it_was(job.request) if o.key in job.owed])
-
-
-def _tokens_to_come(request: GenerateRequest) -> dict[SampleKey, int]:
-    """Of each sample, at most."""
-    had = {output.key: len(output.output_ids) for output in request.progress}
-    return {key: request.sampling.max_new_tokens - had.get(key, 0) for key in request.sample_keys()}
-
-
-def _expected_samples(requests: Sequence[GenerateRequest], max_model_len: int) -> dict[SampleKey, None]:
-    expected: dict[SampleKey, None] = {}
-    ids: set[int | str] = set()
+    dispatcher = Dispatcher(
+        clients,
+        take,
+        stop_when=None if stop_when is None else lambda: stop_when(complete),
+        continue_aborted=continue_aborted,
+        recovery=recovery,
+    )
     for request in requests:
-        check_request(request, max_model_len)
-        if request.request_id in ids:
-            raise ValueError(f"generate_samples: request id {request.request_id!r} is used twice")
-        ids.add(request.request_id)
-        expected.update(dict.fromkeys(request.sample_keys()))
-    return expected
+        dispatcher.add(request)
+    await dispatcher.run(lambda: dispatcher.is_idle)
+    return [outputs[key] for request in requests for key in request.sample_keys()]

@@ -97,7 +97,7 @@ class Replacements:
 
 
 class GenerationRecovery:
-    """`rollout.generation.Recovery` of one generation on some of the servers."""
+    """`rollout.dispatcher.Recovery` of one generation on some of the servers."""
 
     def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:
         """indices[i]: the replica behind the generation's i-th client; None: all, in order."""

@@ -86,6 +86,7 @@ class GenerateRequest:
 
     seeds: one per sample. The embedded engine needs them; SGLang draws from its own generator and ignores them.
     progress: interrupted samples to go on with, n of them; () begins n new ones.
+    home: requests of one home go to one server while it has room; (): those of equal input_ids do.
     """
 
     request_id: int | str
@@ -94,6 +95,7 @@ class GenerateRequest:
     sampling: SamplingParams
     seeds: list[int] | None = None
     progress: tuple[GenerateOutput, ...] = ()
+    home: tuple[int, ...] = ()
 
     def sample_keys(self) -> list[SampleKey]:
         indices = [output.sample_index for output in self.progress] or range(self.n)

@@ -57,7 +57,7 @@ def estimate_advantages(
 
 def penalize_kl(actor: Actor, batch: PlacedBatch, kind: str, kl: KLController) -> tuple[PlacedBatch, dict[str, Metric]]:
     """The batch with the sample column rewards: score - coef * KL summed over the tokens. Moves the weight."""
-    sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["response_length"]
+    sums_S, lengths_S = actor.reward_kl(batch, kind), batch.samples["num_sampled_tokens"]
     has_tokens_S = lengths_S > 0
     mean = float(np.mean(sums_S[has_tokens_S] / lengths_S[has_tokens_S])) if has_tokens_S.any() else 0.0
     coef = kl.coef

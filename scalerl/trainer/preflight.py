@@ -70,12 +70,14 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
     from scalerl.data import create_rl_dataset, load_tokenizer
     from scalerl.rewards import build_reward_manager
+    from scalerl.rollout.program import load_program
 
     findings = Findings()
     device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
     # First: which rules hold, and which models a run has, depends on what these files register.
     imported = _import_own(findings, cfg.trainer)
     fit = findings.run(lambda: load_fit(cfg.trainer.custom_fit))
+    findings.run(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
     rewards = None
     # What is not imported cannot be known.
     if imported:

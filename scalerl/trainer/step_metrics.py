@@ -65,7 +65,8 @@ def step_metrics(
     )
     metrics |= reward_extra_means(samples["reward_extra"])
     metrics |= seqlen_metrics(num_tokens_S, outcome.plan) | packing_metrics(num_tokens_S, outcome.plan)
-    metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()))
+    num_sampled = int(samples.get("num_sampled_tokens", response_S).sum())
+    metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()), num_sampled)
     throughput = compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
     # The driver's node counts like the nodes of the ranks.
     throughput[NODE_MEMORY] = max(throughput[NODE_MEMORY], metrics.get(NODE_MEMORY, 0.0))

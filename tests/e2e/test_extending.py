@@ -23,6 +23,8 @@ from tests.e2e.kept import Kept
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 STEPS = 3
+# Of the example's tokenizer, by id.
+CHARACTER = dict(enumerate("0123456789+=", start=4))
 
 
 def blocks(language: str) -> list[str]:
@@ -138,9 +140,9 @@ def test_a_step_can_be_computed_again_from_its_dump(done: Done) -> None:
         loss = kl = difference = 0.0
         for row, advantage in zip(rows, advantages_of(rows), strict=True):
             sampled = [at for at, is_sampled in enumerate(row["response_mask"]) if is_sampled]
-            assert sampled == list(range(row["prompt_length"], row["prompt_length"] + row["response_length"]))
+            assert len(sampled) == row["num_sampled_tokens"]
             assert [row["advantages"][at] for at in sampled] == pytest.approx([advantage] * len(sampled), abs=1e-6)
-            assert row["policy_versions"] == [-1] * row["prompt_length"] + [step - 1] * row["response_length"]
+            assert row["policy_versions"] == [step - 1 if is_sampled else -1 for is_sampled in row["response_mask"]]
             for at in sampled:
                 loss -= advantage
                 ratio = math.exp(row["ref_logprobs"][at] - row["old_logprobs"][at])
@@ -154,6 +156,34 @@ def test_a_step_can_be_computed_again_from_its_dump(done: Done) -> None:
         assert logged["training/rollout_probs_diff_max"] == pytest.approx(difference, rel=1e-3, abs=1e-8)
         # Of the own loss alone: its mean ratio, at the weights that sampled.
         assert logged["actor/ratio"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_own_program_has_a_calculator_between_two_turns(done: Done) -> None:
+    """Its answer is in the response, in no loss, and both turns were drawn as the trainer computes them."""
+    for step in (2, 3):
+        rows, logged = done.dump(step), done.record.final[step]
+        for row in rows:
+            start = row["prompt_length"]
+            response, mask = row["input_ids"][start:], row["response_mask"][start:]
+            assert not any(row["response_mask"][:start]) and row["num_turns"] == 2
+            # Up to three tokens of the first turn, and two of the calculator, if they fit.
+            said = mask.index(False)
+            assert 1 <= said <= 3 and mask == [True] * said + [False, False] + [True] * (len(mask) - said - 2)
+            texts = [CHARACTER.get(token, "") for token in response]
+            assert texts[said] == "=" and texts[said + 1] == sum_of_digits(texts[:said])
+            assert [row["rollout_logprobs"][start + said + at] for at in (0, 1)] == [0.0, 0.0]
+            assert all(row["rollout_logprobs"][start + at] < 0 for at, is_sampled in enumerate(mask) if is_sampled)
+        assert logged["training/rollout_probs_diff_max"] < 1e-5
+        assert abs(logged["rollout_corr/token_log_ratio_max"]) < 1e-4
+        num_sampled, num_tokens = (sum(row[name] for row in rows) for name in ("num_sampled_tokens", "response_length"))
+        assert num_tokens - num_sampled == 2 * len(rows)
+        assert logged["response/sampled_ratio"] == pytest.approx(num_sampled / num_tokens)
+        assert logged["num_turns/mean"] == logged["num_turns/min"] == logged["num_turns/max"] == 2
+        assert logged["response_length/mean"] == pytest.approx(num_tokens / len(rows))
+
+
+def sum_of_digits(texts: Sequence[str]) -> str:
+    return str(sum(int(text) for text in texts if text.isdigit()))[-1]
 
 
 def test_the_log_probs_of_a_dump_are_those_of_its_tokens(done: Done) -> None:

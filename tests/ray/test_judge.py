@@ -21,6 +21,7 @@ from scalerl.config.schema import (
     DataConfig,
     JudgeConfig,
     JudgeModelConfig,
+    ProgramConfig,
     RewardModelConfig,
 )
 from scalerl.controller.sampling.groups import SampleGroup
@@ -58,7 +59,7 @@ class Bench:
     def worker_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         reward = RewardModelConfig(judge=self.config)
         custom = CustomRewardFunctionConfig()
-        kwargs = {"reward": reward, "custom_reward": custom, "trust_remote_code": False}
+        kwargs = {"reward": reward, "custom_reward": custom, "program": ProgramConfig(), "trust_remote_code": False}
         return ({"train": [ray.put(self.dataset)]}, str(self.policy_path)), kwargs
 
     @property

@@ -94,7 +94,7 @@ class Trainer:
             )
 
         samples = {
-            "response_length": np.array([LENGTHS[row] - PROMPT for row in rows]),
+            "num_sampled_tokens": np.array([LENGTHS[row] - PROMPT for row in rows]),
             "advantages": np.array([1.0, -1.0, 0.5, -0.5, 0.25, 1.5, -0.75, -1.25], dtype=np.float32)[list(rows)],
         }
         shards = [ray.put(shard(dp_rank)) for dp_rank in range(layout.dp_size)]
@@ -139,7 +139,7 @@ def test_without_a_mismatch_a_correction_changes_no_bit(group: WorkerGroup, mode
     after = plain.logprobs()
     corrected = Trainer(group, model, EVERYTHING_ON)
     batch, found = corrected.step(agreeing)
-    assert batch.samples["num_loss_tokens"].tolist() == batch.samples["response_length"].tolist()
+    assert batch.samples["num_loss_tokens"].tolist() == batch.samples["num_sampled_tokens"].tolist()
     assert found["rollout_corr/rollout_is_min"].value == found["rollout_corr/rollout_is_max"].value == 1.0
     assert values(found).items() >= values(expected).items()
     assert found["actor/num_updates"].value == 2 and found["actor/rejected_updates"].value == 0

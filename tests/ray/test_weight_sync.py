@@ -137,7 +137,7 @@ def train(group: WorkerGroup) -> None:
 
     samples = {
         "prompt_length": np.full(4, 3),
-        "response_length": np.array(lengths) - 3,
+        "num_sampled_tokens": np.array(lengths) - 3,
         "advantages": np.array([1.0, -1.0, 0.5, -0.5], dtype=np.float32),
     }
     shards = [ray.put(shard(dp_rank)) for dp_rank in range(dp_size)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from scalerl.cluster.ask import answer_of, values_of
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerError, WorkerGroup
-from scalerl.config.schema import PPOConfig
+from scalerl.config.schema import PPOConfig, ProgramConfig
 from scalerl.controller.sampling.dump import placed_fragments, update_columns
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.judge import JudgeServers
@@ -85,10 +85,15 @@ class HybridRollout:
             model.path if model.trust_remote_code else [ray.put(tokenizer)],
             reward=config.reward_model,
             custom_reward=config.custom_reward_function,
+            program=self._program(),
             trust_remote_code=model.trust_remote_code,
             user_files=absolute(config.trainer.import_files),
         )
         self.worker = self.process.actor
+
+    def _program(self) -> ProgramConfig:
+        program = self.rollout.program
+        return program if program.path is None else replace(program, path=absolute([program.path])[0])
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""

@@ -9,55 +9,46 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scalerl.controller.sampling.groups import Enough
     from scalerl.rewards import ScoreResult
-    from scalerl.servers.client import GenerateOutput
-
-
-def uid_of(output: GenerateOutput) -> int:
-    """Of the group that the sample is of: the rollout worker names its requests so."""
-    assert isinstance(output.request_id, int), output.request_id
-    return output.request_id
+    from scalerl.rollout.program import Trajectory
 
 
 class GroupScores:
     """Of one generation, n samples a group."""
 
     def __init__(
-        self, n: int, score: Callable[[GenerateOutput], Coroutine[Any, Any, ScoreResult]], enough: Enough | None
+        self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: Enough | None
     ) -> None:
         self.n, self.score, self.enough = n, score, enough
-        self.outputs: dict[int, list[GenerateOutput]] = {}
+        self.samples: dict[int, list[Trajectory]] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[ScoreResult]] = {}
         self.kept: set[int] = set()
         # Finished groups that nobody has judged yet.
         self.unjudged: set[int] = set()
 
-    def add(self, output: GenerateOutput) -> None:
-        """Starts to score a sample that is finished."""
-        if not output.finished:
-            return
-        uid = uid_of(output)
-        self.outputs.setdefault(uid, []).append(output)
-        self.tasks[uid, output.sample_index] = asyncio.ensure_future(self.score(output))
-        if self.is_finished(uid):
-            self.unjudged.add(uid)
+    def add(self, sample: Trajectory) -> None:
+        """Starts to score a sample, which is finished."""
+        self.samples.setdefault(sample.uid, []).append(sample)
+        self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
+        if self.is_finished(sample.uid):
+            self.unjudged.add(sample.uid)
 
     def is_finished(self, uid: int) -> bool:
-        return len(self.outputs.get(uid, ())) == self.n
+        return len(self.samples.get(uid, ())) == self.n
 
-    def finished(self, uid: int) -> list[GenerateOutput]:
+    def finished(self, uid: int) -> list[Trajectory]:
         """The group's finished samples."""
-        return self.outputs.get(uid, [])
+        return self.samples.get(uid, [])
 
-    async def of(self, uid: int) -> list[tuple[GenerateOutput, ScoreResult]]:
+    async def of(self, uid: int) -> list[tuple[Trajectory, ScoreResult]]:
         """A finished group's, by sample index. Raises what scoring raised."""
-        outputs = sorted(self.outputs[uid], key=lambda output: output.sample_index)
-        return [(output, await self.tasks[uid, output.sample_index]) for output in outputs]
+        samples = sorted(self.samples[uid], key=lambda sample: sample.sample_index)
+        return [(sample, await self.tasks[uid, sample.sample_index]) for sample in samples]
 
     def are_enough(self) -> bool:
         """Also when a sample's scoring failed: then the generation is over, too, and `of` says why."""
         assert self.enough is not None
         for uid in list(self.unjudged):
-            tasks = [self.tasks[uid, output.sample_index] for output in self.outputs[uid]]
+            tasks = [self.tasks[uid, sample.sample_index] for sample in self.samples[uid]]
             if not all(task.done() for task in tasks):
                 continue
             if any(task.cancelled() or task.exception() for task in tasks):

@@ -19,11 +19,13 @@ from scalerl.runtime.garbage import collect_garbage
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
-    from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
+    from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
     from scalerl.controller.sampling.groups import Enough, SampleGroup
     from scalerl.controller.sampling.judge import Judge
     from scalerl.data import PromptRow
-    from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
+    from scalerl.rollout.program import Ask, Trajectory
+    from scalerl.rollout.samples import SampleRequest
+    from scalerl.servers.client import RolloutClient, SamplingParams
     from scalerl.servers.recovery import LostServer, Replacements
     from scalerl.servers.replica import ClientSettings, Replica
 
@@ -52,10 +54,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A group that an early end left. rest: asks for its unfinished samples, with the tokens they have."""
+    """A group that an early end left. asks: sample index -> its turns as far as they are, of the unfinished ones."""
 
-    rest: GenerateRequest
-    finished: list[GenerateOutput]
+    asks: dict[int, list[Ask]]
+    finished: list[Trajectory]
 
 
 class RolloutWorker(Reusable):
@@ -66,6 +68,7 @@ class RolloutWorker(Reusable):
         *,
         reward: RewardModelConfig,
         custom_reward: CustomRewardFunctionConfig,
+        program: ProgramConfig,
         trust_remote_code: bool,
         user_files: Sequence[str] = (),
     ) -> None:
@@ -80,6 +83,7 @@ class RolloutWorker(Reusable):
         from scalerl.controller.sampling.judge import Judge
         from scalerl.data import load_tokenizer
         from scalerl.rewards import build_reward_manager
+        from scalerl.rollout.program import load_program
 
         self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         if isinstance(tokenizer, str):
@@ -88,6 +92,7 @@ class RolloutWorker(Reusable):
             self.tokenizer = ray.get(tokenizer[0])
         import_files(user_files)
         self.rewards = build_reward_manager(reward, custom_reward)
+        self.program = load_program(program)
         self.model_scores = reward.enable
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
         self.batches: dict[int, DataProto] = {}
@@ -184,11 +189,9 @@ class RolloutWorker(Reusable):
         Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt that
         asks for a sampling that it cannot have.
         """
-        from scalerl.controller.sampling.groups import SampleGroup
-        from scalerl.controller.sampling.scoring import GroupScores, uid_of
-        from scalerl.rollout.generation import generate_samples
+        from scalerl.controller.sampling.scoring import GroupScores
+        from scalerl.rollout.samples import make_samples
         from scalerl.servers.recovery import GenerationRecovery
-        from scalerl.servers.requests import unfinished_requests
 
         task = asyncio.current_task()
         assert task is not None, "not in an event loop"
@@ -196,23 +199,24 @@ class RolloutWorker(Reusable):
         task.add_done_callback(self.generations.discard)
         start = time.perf_counter()
         prompts = {group.uid: self.datasets[dataset][group.prompt_uid] for group in groups}
-        scores = GroupScores(n, lambda output: self._score(dataset, prompts[uid_of(output)], output), enough)
+        scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
         requests, before = [], []
         for group in groups:
             left = self.interrupted.pop(group.uid, None)
             before += left.finished if left else []
-            requests.append(left.rest if left else self._request(dataset, group, prompts[group.uid], n, sampling))
+            begun = left.asks if left else {index: [] for index in range(n)}
+            requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
         recovery = GenerationRecovery(self.replacements)
         try:
-            for output in before:
-                scores.add(output)
-            outputs = await generate_samples(
+            for sample in before:
+                scores.add(sample)
+            left_over = await make_samples(
                 self.clients,
                 requests,
+                self.program,
+                self.tokenizer,
                 scores.add,
-                stop_when=None if enough is None else lambda _: scores.are_enough(),
-                # What somebody pauses goes on under the weights that come.
-                continue_aborted=True,
+                stop_when=None if enough is None else scores.are_enough,
                 recovery=recovery,
             )
             gen_s = time.perf_counter() - start
@@ -222,23 +226,20 @@ class RolloutWorker(Reusable):
             scores.cancel()
         rows = [row for group in whole for row in results[group.uid]]
         batch = _to_batch(
-            [output for output, _ in rows],
-            [prompts[uid_of(output)] for output, _ in rows],
+            [sample for sample, _ in rows],
+            [prompts[sample.uid] for sample, _ in rows],
             [result for _, result in rows],
-            seeds=[
-                sample_seed(self.seed, *SampleGroup.step_and_position(uid_of(output)), output.sample_index)
-                for output, _ in rows
-            ],
+            seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
         )
         batch_id = next(self.batch_ids)
         if keep:
             self.batches[batch_id] = batch
         unfinished = [group for group in groups if group.uid not in results]
         if carry:
-            rests = {request.request_id: request for request in unfinished_requests(requests, outputs)}
-            self.interrupted |= {
-                group.uid: Interrupted(rests[group.uid], scores.finished(group.uid)) for group in unfinished
-            }
+            asks: dict[int, dict[int, list[Ask]]] = {}
+            for (uid, index), found in left_over.items():
+                asks.setdefault(uid, {})[index] = found
+            self.interrupted |= {uid: Interrupted(found, scores.finished(uid)) for uid, found in asks.items()}
         return Generated(
             batch_id=batch_id,
             samples=batch.samples,
@@ -249,46 +250,58 @@ class RolloutWorker(Reusable):
             unfinished=unfinished,
         )
 
-    def _request(
-        self, dataset: str, group: SampleGroup, prompt: PromptRow, n: int, sampling: SamplingParams
-    ) -> GenerateRequest:
-        from scalerl.servers.client import GenerateRequest
+    def _requests(
+        self,
+        dataset: str,
+        group: SampleGroup,
+        prompt: PromptRow,
+        sampling: SamplingParams,
+        asks: dict[int, list[Ask]],
+    ) -> list[SampleRequest]:
+        from scalerl.rollout.samples import SampleRequest
 
-        return GenerateRequest(
-            request_id=group.uid,
-            input_ids=prompt.input_ids,
-            n=n,
-            sampling=sampling_of(dataset, prompt, sampling),
-            seeds=[sample_seed(self.seed, group.step, group.position, sample) for sample in range(n)],
-        )
+        sampling = sampling_of(dataset, prompt, sampling)
+        return [
+            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), found)
+            for index, found in asks.items()
+        ]
+
+    def _seed(self, uid: int, sample_index: int) -> int:
+        from scalerl.controller.sampling.groups import SampleGroup
+
+        return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
 
     def forget(self, uids: Sequence[int]) -> None:
         """Interrupted groups that will not come again."""
         for uid in uids:
             self.interrupted.pop(uid, None)
 
-    async def _score(self, dataset: str, prompt: PromptRow, output: GenerateOutput) -> Any:
+    async def _score(self, dataset: str, prompt: PromptRow, sample: Trajectory) -> Any:
         from scalerl.controller.sampling.groups import SampleGroup
-        from scalerl.controller.sampling.scoring import uid_of
         from scalerl.rewards import ScoreRequest, ScoreResult
         from scalerl.rewards.judge import STYLE
 
         if self.model_scores and prompt.reward_style == "model":
             # Until the reward model has seen it: no advantage can be made of it.
-            return ScoreResult(float("nan"))
+            return ScoreResult(float("nan"), sample.extra)
+        if sample.reward is not None:
+            return ScoreResult(float(sample.reward), sample.extra)
         request = ScoreRequest(
-            sample_name=f"{dataset} prompt {prompt.uid} sample {output.sample_index}",
+            sample_name=f"{dataset} prompt {prompt.uid} sample {sample.sample_index}",
             data_source=prompt.data_source,
             prompt_str=prompt.messages[-1]["content"],
-            solution_str=self.tokenizer.decode(output.output_ids, skip_special_tokens=True),
+            solution_str=self.tokenizer.decode(sample.token_ids, skip_special_tokens=True),
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
-            response_length=len(output.output_ids),
+            response_length=sample.num_tokens,
         )
         if self._judge is not None and prompt.reward_style == STYLE:
-            place = SampleGroup.step_and_position(uid_of(output))
-            return await self.judge.score(request, sample_seed(self.judge.config.seed, *place, output.sample_index))
-        return await self.rewards.scored(request)
+            place = SampleGroup.step_and_position(sample.uid)
+            seed = sample_seed(self.judge.config.seed, *place, sample.sample_index)
+            result = await self.judge.score(request, seed)
+        else:
+            result = await self.rewards.scored(request)
+        return replace(result, extra=sample.extra | result.extra) if sample.extra else result
 
     def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
         """The token columns of these rows: what one data-parallel rank trains on."""
@@ -355,50 +368,55 @@ def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
 
 
 def _to_batch(
-    outputs: list[GenerateOutput], prompts: list[PromptRow], results: list[Any], seeds: list[int]
+    trajectories: list[Trajectory], prompts: list[PromptRow], results: list[Any], seeds: list[int]
 ) -> DataProto:
-    tokens = _token_columns(outputs, prompts)
+    tokens = _token_columns(trajectories)
     samples = {
-        "uid": np.array([o.request_id for o in outputs]),
+        "uid": np.array([t.uid for t in trajectories]),
         "prompt_uid": np.array([p.uid for p in prompts]),
-        "sample_index": np.array([o.sample_index for o in outputs]),
+        "sample_index": np.array([t.sample_index for t in trajectories]),
         "seed": np.array(seeds, dtype=np.int64),
         "prompt_length": np.array([len(p.input_ids) for p in prompts]),
         "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
-        "response_length": np.array([len(o.output_ids) for o in outputs]),
+        "response_length": np.array([t.num_tokens for t in trajectories]),
+        "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
+        "num_turns": np.array([len(t.turns) for t in trajectories]),
         "score": np.array([result.score for result in results], dtype=np.float64),
         "reward_failed": np.array([result.error is not None for result in results]),
-        "policy_version": np.array([o.policy_version for o in outputs]),
+        "policy_version": np.array([t.policy_version for t in trajectories]),
     }
     for name, values in {
-        "finish_reason": [o.finish_reason for o in outputs],
+        "finish_reason": [t.finish_reason for t in trajectories],
         "data_source": [p.data_source for p in prompts],
         "reward_style": [p.reward_style for p in prompts],
         "reward_extra": [result.extra for result in results],
     }.items():
-        samples[name] = np.empty(len(outputs), dtype=object)
+        samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values
     return DataProto(tokens, samples)
 
 
-def _token_columns(outputs: Sequence[GenerateOutput], prompts: Sequence[PromptRow]) -> dict[str, Jagged]:
+def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
     """Prompt and response of each sample, one behind the other. Written once: a step has tens of millions of tokens."""
-    from scalerl.servers.requests import NO_VERSION
+    from scalerl.servers.requests import NO_VERSION, GenerateOutput
 
-    ends = np.cumsum([len(p.input_ids) + len(o.output_ids) for o, p in zip(outputs, prompts, strict=True)], dtype=int)
+    ends = np.cumsum([len(t.prompt_ids) + t.num_tokens for t in trajectories], dtype=int)
     num_tokens = int(ends[-1]) if len(ends) else 0
     ids = np.empty(num_tokens, np.int64)
-    mask = np.ones(num_tokens, np.bool_)
+    mask = np.zeros(num_tokens, np.bool_)
     logprobs = np.zeros(num_tokens, np.float32)
     versions = np.full(num_tokens, NO_VERSION, np.int32)
     start = 0
-    for output, prompt, end in zip(outputs, prompts, ends.tolist(), strict=True):
-        response = start + len(prompt.input_ids)
-        ids[start:response] = prompt.input_ids
-        ids[response:end] = output.output_ids
-        mask[start:response] = False
-        logprobs[response:end] = output.logprobs
-        versions[response:end] = output.token_versions()
+    for trajectory in trajectories:
+        end = start + len(trajectory.prompt_ids)
+        ids[start:end] = trajectory.prompt_ids
+        for part in trajectory.parts:
+            start, end = end, end + len(part.output_ids)
+            ids[start:end] = part.output_ids
+            if isinstance(part, GenerateOutput):
+                mask[start:end] = True
+                logprobs[start:end] = part.logprobs
+                versions[start:end] = part.token_versions()
         start = end
     cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
     columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}

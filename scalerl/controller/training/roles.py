@@ -82,7 +82,7 @@ class MegatronActor:
         used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
         optional = [name for name in used if name in batch.columns]
         shards = batch.shards("actor", TOKENS, *made, *optional)
-        counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "response_length"
+        counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "num_sampled_tokens"
         metrics = self.workers.call(
             RLWorker.update_actor,
             shards,
@@ -125,7 +125,7 @@ class MegatronCritic:
     def update(self, batch: PlacedBatch) -> Metrics:
         shards = batch.shards("critic", TOKENS, "values", "advantages")
         # What the policy does not learn from was sampled and scored all the same: the critic learns from all of it.
-        totals = loss_totals(shards.plan, batch.samples["response_length"])
+        totals = loss_totals(shards.plan, batch.samples["num_sampled_tokens"])
         return self.workers.call(RLWorker.update_critic, shards, config=self.config, totals=totals).metrics
 
     def save(self, directory: str) -> None:

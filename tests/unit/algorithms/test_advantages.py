@@ -28,7 +28,7 @@ groups = st.lists(
 
 def estimate(name: str, scores, uids, lengths=None, config: AlgorithmConfig = GRPO) -> torch.Tensor:
     estimator = get_adv_estimator(name)
-    columns = {"response_length": np.asarray(lengths)} if estimator.needs else {}
+    columns = {"num_sampled_tokens": np.asarray(lengths)} if estimator.needs else {}
     return estimator(torch.as_tensor(scores), np.asarray(uids), config, **columns)
 
 

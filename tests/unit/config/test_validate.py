@@ -172,6 +172,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([0.0, 1.1], [0.01, 1.0]),
     "top_k": ([0, -2], [-1, 1]),
     "RolloutConfig.name": (["vllm"], ["sglang", "embedded"]),
+    "ProgramConfig.name": ([""], ["f"]),
+    "ProgramConfig.path": ([""], [None, "f.py"]),
     "CustomFitConfig.name": ([""], ["f"]),
     "CustomFitConfig.path": ([""], [None, "f.py"]),
     "CustomRewardFunctionConfig.name": ([""], ["f"]),

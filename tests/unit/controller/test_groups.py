@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scalerl.controller.sampling.groups import Enough, GroupFilter, SampleGroup, kept_uids
 from scalerl.controller.sampling.scoring import GroupScores
 from scalerl.rewards import ScoreResult
-from scalerl.servers.client import GenerateOutput
+from scalerl.rollout.program import Trajectory
 
 
 def samples_of(uids: list[int], scores: list[float], extras: list[dict] | None = None) -> dict[str, np.ndarray]:
@@ -53,17 +53,17 @@ def test_the_metric_may_be_one_that_the_reward_function_returned() -> None:
         kept_uids(samples_of([1, 1], [0.0, 1.0], [{"format": 1}] * 2), GroupFilter("acc"))
 
 
-def output(uid: int, index: int, reason: str = "stop") -> GenerateOutput:
-    return GenerateOutput(uid, index, [1], [-0.5], reason, 0)
+def sample_of(uid: int, index: int) -> Trajectory:
+    return Trajectory(uid, index, [1], 8)
 
 
 def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
     async def scenario() -> None:
         gates = {key: asyncio.Event() for key in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]}
 
-        async def score(sample: GenerateOutput) -> ScoreResult:
-            await gates[sample.key].wait()
-            return ScoreResult(float(sample.sample_index) if sample.request_id != 1 else 1.0)
+        async def score(sample: Trajectory) -> ScoreResult:
+            await gates[sample.uid, sample.sample_index].wait()
+            return ScoreResult(float(sample.sample_index) if sample.uid != 1 else 1.0)
 
         async def let(*keys: tuple[int, int]) -> None:
             for key in keys:
@@ -72,12 +72,12 @@ def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
             await asyncio.sleep(0)
 
         scores = GroupScores(2, score, Enough(1, GroupFilter("score")))
-        for sample in (output(1, 0), output(1, 1), output(2, 1), output(3, 0, "abort")):
+        for sample in (sample_of(1, 0), sample_of(1, 1), sample_of(2, 1)):
             scores.add(sample)
         await let((1, 0), (1, 1), (2, 1))
-        # The samples of 1 are alike, 2 is not whole, 3 was interrupted.
+        # The samples of 1 are alike, 2 is not whole, 3 did not come.
         assert not scores.are_enough() and [scores.is_finished(uid) for uid in (1, 2, 3)] == [True, False, False]
-        scores.add(output(2, 0))
+        scores.add(sample_of(2, 0))
         assert not scores.are_enough(), "its score is not there"
         await let((2, 0))
         assert scores.are_enough()
@@ -90,11 +90,11 @@ def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
 
 def test_a_scoring_that_fails_ends_the_generation_and_is_raised() -> None:
     async def scenario() -> None:
-        async def score(sample: GenerateOutput) -> ScoreResult:
+        async def score(sample: Trajectory) -> ScoreResult:
             raise RuntimeError("the reward function is broken")
 
         scores = GroupScores(1, score, Enough(5))
-        scores.add(output(1, 0))
+        scores.add(sample_of(1, 0))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert scores.are_enough()

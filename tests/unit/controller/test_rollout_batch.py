@@ -10,6 +10,7 @@ from scalerl.controller.sampling.worker import _to_batch, sampling_of
 from scalerl.data import PromptRow
 from scalerl.protocol import DataProto
 from scalerl.rewards.manager import ScoreResult
+from scalerl.rollout.program import Trajectory
 from scalerl.servers.client import GenerateOutput, SamplingParams
 
 
@@ -19,16 +20,21 @@ def prompt(uid: int, ids: list[int], before: int | None = None) -> PromptRow:
     )
 
 
+KEYS = [(0, 0), (0, 1), (1, 0)]
+
+
 def batch() -> DataProto:
-    """Position 0 of the step is prompt 30, position 1 prompt 10, two samples of the first."""
-    outputs = [
-        GenerateOutput(0, 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4, ((0, 4), (1, 6))),
-        GenerateOutput(0, 1, [6], [-0.25], "length", 4),
-        GenerateOutput(1, 0, [], [], "abort", 5),
-    ]
+    """Position 0 of the step is prompt 30, position 1 prompt 10; two samples of the first, one of which has a tool's
+    answer between two turns."""
     prompts = [prompt(30, [1, 2]), prompt(30, [1, 2]), prompt(10, [3, 4, 5], before=9)]
+    trajectories = [Trajectory(uid, index, prompts[row].input_ids, 9) for row, (uid, index) in enumerate(KEYS)]
+    trajectories[0].parts.append(GenerateOutput("0/0", 0, [7, 8, 9], [-0.5, -1.5, -2.5], "stop", 4, ((0, 4), (1, 6))))
+    trajectories[1].parts.append(GenerateOutput("0/0", 1, [6], [-0.25], "stop", 4))
+    trajectories[1].observe([5, 5])
+    trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5))
+    trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5))
     results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
-    return _to_batch(outputs, prompts, results, seeds=[11, 12, 2**63 - 1])
+    return _to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
 
 
 def test_a_prompt_may_ask_for_its_own_sampling() -> None:
@@ -47,22 +53,26 @@ def test_a_prompt_may_ask_for_its_own_sampling() -> None:
 
 def test_token_columns() -> None:
     tokens = batch().tokens
-    assert [tokens["input_ids"][row].tolist() for row in range(3)] == [[1, 2, 7, 8, 9], [1, 2, 6], [3, 4, 5]]
+    assert [tokens["input_ids"][row].tolist() for row in range(3)] == [
+        [1, 2, 7, 8, 9],
+        [1, 2, 6, 5, 5, 8, 9],
+        [3, 4, 5],
+    ]
     assert [tokens["response_mask"][row].tolist() for row in range(3)] == [
         [False, False, True, True, True],
-        [False, False, True],
+        [False, False, True, False, False, True, True],
         [False, False, False],
     ]
     # At position t the log-prob of token t: the prompt has none.
     assert [tokens["rollout_logprobs"][row].tolist() for row in range(3)] == [
         [0.0, 0.0, -0.5, -1.5, -2.5],
-        [0.0, 0.0, -0.25],
+        [0.0, 0.0, -0.25, 0.0, 0.0, -0.75, -1.25],
         [0.0, 0.0, 0.0],
     ]
     # An interrupted sample went on under version 6.
     assert [tokens["policy_versions"][row].tolist() for row in range(3)] == [
         [-1, -1, 4, 6, 6],
-        [-1, -1, 4],
+        [-1, -1, 4, -1, -1, 5, 5],
         [-1, -1, -1],
     ]
     assert [str(tokens[name].values.dtype) for name in ("input_ids", "response_mask", "rollout_logprobs")] == [
@@ -82,11 +92,13 @@ def test_sample_columns() -> None:
         "seed": [11, 12, 2**63 - 1],
         "prompt_length": [2, 2, 3],
         "prompt_length_before": [2, 2, 9],
-        "response_length": [3, 1, 0],
+        "response_length": [3, 5, 0],
+        "num_sampled_tokens": [3, 3, 0],
+        "num_turns": [1, 2, 1],
         "score": [1.0, 0.0, 0.0],
         "reward_failed": [False, False, True],
         "policy_version": [4, 4, 5],
-        "finish_reason": ["stop", "length", "abort"],
+        "finish_reason": ["stop", "length", "length"],
         "data_source": ["source 30", "source 30", "source 10"],
         "reward_style": ["rule", "rule", "rule"],
         "reward_extra": [{"acc": 1}, {}, {}],

@@ -36,7 +36,9 @@ class KnownKL:
 def batch() -> PlacedBatch:
     lengths = np.array([4, 5, 0, 1])
     plan = plan_step(lengths + 2, dp_size=1, mini_batches=[range(4)], max_tokens_per_micro_batch=64)
-    samples = {"score": np.array([1.0, 0.0, 3.0, 5.0]), "uid": np.array([0, 0, 1, 1]), "response_length": lengths}
+    scores, uids = np.array([1.0, 0.0, 3.0, 5.0]), np.array([0, 0, 1, 1])
+    # Of longer responses, which have observations too.
+    samples = {"score": scores, "uid": uids, "num_sampled_tokens": lengths, "response_length": lengths + 3}
     return PlacedBatch(samples, {"actor": plan})
 
 

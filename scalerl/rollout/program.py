@@ -1,0 +1,306 @@
+"""Programs: async functions that make one sample each, and what they work with. `single_turn` is the first of them.
+
+    async def program(prompt, servers, tools) -> Trajectory
+
+asks the servers as often as it likes and puts tokens of its own between the answers (of a tool, of an environment).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from scalerl.config.schema import ProgramConfig
+from scalerl.errors import RunError, UserError
+from scalerl.servers.requests import ABORTED, NO_VERSION, GenerateOutput, SamplingParams
+from scalerl.user_code import (
+    UserCodeError,
+    cause_of,
+    check_arguments,
+    defined_in,
+    file_of,
+    import_file,
+    is_users_own,
+    place_of,
+)
+
+if TYPE_CHECKING:
+    from scalerl.data import PromptRow
+
+KEY = "actor_rollout_ref.rollout.program"
+ARGUMENTS = ("prompt", "servers", "tools")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Tokens of a trajectory that the policy did not sample."""
+
+    output_ids: list[int]
+
+
+@dataclass
+class Trajectory:
+    """One sample on its way: the prompt, and behind it what the policy sampled and what it was shown, in order.
+
+    uid, sample_index: of its group and its number there.  max_tokens: behind the prompt, sampled or not.
+    reward: the program's own score, in place of the reward function's; None: that is asked.
+    extra: values beside the reward, logged as those of a reward function.
+    """
+
+    uid: int
+    sample_index: int
+    prompt_ids: list[int]
+    max_tokens: int
+    parts: list[GenerateOutput | Observation] = field(default_factory=list)
+    reward: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    # Tokens that were to be added found no room.
+    is_cut: bool = False
+
+    @property
+    def turns(self) -> list[GenerateOutput]:
+        """What the policy sampled, turn by turn."""
+        return [part for part in self.parts if isinstance(part, GenerateOutput)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Behind the prompt."""
+        return [token for part in self.parts for token in part.output_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Behind the prompt."""
+        return sum(len(part.output_ids) for part in self.parts)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(turn.output_ids) for turn in self.turns)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def response_mask(self) -> list[bool]:
+        """[num_tokens]: sampled by the policy."""
+        return [isinstance(part, GenerateOutput) for part in self.parts for _ in part.output_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """[num_tokens]: the sampler's, 0 where the policy did not sample."""
+        columns = ([0.0] * len(p.output_ids) if isinstance(p, Observation) else p.logprobs for p in self.parts)
+        return [logprob for column in columns for logprob in column]
+
+    @property
+    def token_versions(self) -> list[int]:
+        """[num_tokens]: of the weights that drew the token, NO_VERSION where the policy did not sample."""
+        columns = (
+            [NO_VERSION] * len(p.output_ids) if isinstance(p, Observation) else p.token_versions() for p in self.parts
+        )
+        return [version for column in columns for version in column]
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that drew its first token."""
+        return next((turn.policy_version for turn in self.turns), NO_VERSION)
+
+    @property
+    def finish_reason(self) -> str:
+        """stop | length: of the last turn; length where a token found no room.  abort: there is no turn."""
+        return "length" if self.is_cut else next((turn.finish_reason for turn in reversed(self.turns)), ABORTED)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.turns) and all(turn.finished for turn in self.turns)
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Puts tokens behind it that are no part of the loss. Those without room are left out, and it is full then."""
+        kept = list(token_ids[: self.room])
+        self.is_cut = self.is_cut or len(kept) < len(token_ids)
+        if kept:
+            self.parts.append(Observation(kept))
+
+
+@dataclass
+class Ask:
+    """One turn that a program asks for. input_ids: prompt and all behind it.  output: as far as it came."""
+
+    input_ids: list[int]
+    sampling: SamplingParams
+    output: GenerateOutput | None = None
+
+    def is_for_the_same(self, other: Ask) -> bool:
+        return (self.input_ids, self.sampling) == (other.input_ids, other.sampling)
+
+
+class TurnMaker(Protocol):
+    """Who brings an ask to a server."""
+
+    def __call__(self, sample: Servers, number: int, ask: Ask, /) -> Awaitable[GenerateOutput]:
+        """The whole turn, over lost servers and pauses. number: of the sample's asks, from 0. ask.output: what an
+        interrupted one has, which it goes on with."""
+        ...
+
+
+class Servers:
+    """The rollout servers, as the program of one sample asks them.
+
+    asks: its turns, in the order in which they were asked for. A program that begins again gets those that it has from
+    here, as long as it asks for the same; the first that is not finished goes on where it was.
+    """
+
+    def __init__(
+        self,
+        make_turn: TurnMaker,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        uid: int,
+        sample_index: int,
+        seed: int,
+        asks: Sequence[Ask] = (),
+    ) -> None:
+        self._make_turn, self.prompt_ids, self.sampling = make_turn, prompt_ids, sampling
+        self.uid, self.sample_index, self.seed = uid, sample_index, seed
+        self.asks: list[Ask] = []
+        self._before = list(asks)
+
+    def begin(self) -> Trajectory:
+        """A trajectory that has the prompt alone."""
+        return Trajectory(self.uid, self.sample_index, self.prompt_ids, self.sampling.max_new_tokens)
+
+    async def generate(
+        self,
+        trajectory: Trajectory,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> GenerateOutput:
+        """The policy's next turn, which is behind the trajectory then; it has `output_ids` and `finish_reason`.
+
+        max_new_tokens: at most, and never more than the trajectory has room for.  stop, stop_token_ids: what ends this
+        turn, in the place of the sample's own; the turn keeps what ended it.
+        Whatever happens to servers meanwhile, the whole turn comes back: nothing is to be caught.
+        """
+        if trajectory.turns and not trajectory.finished:
+            raise ValueError("servers.generate: the trajectory's last turn has not ended; await it first")
+        room = trajectory.room if max_new_tokens is None else min(max_new_tokens, trajectory.room)
+        sampling = replace(self.sampling, max_new_tokens=room)
+        if stop is not None:
+            sampling = replace(sampling, stop=tuple(stop))
+        if stop_token_ids is not None:
+            sampling = replace(sampling, stop_token_ids=tuple(stop_token_ids))
+        # The same list for all samples of a group that begin: equal at a glance.
+        context = trajectory.prompt_ids + trajectory.token_ids if trajectory.parts else trajectory.prompt_ids
+        ask = Ask(context, sampling)
+        number = len(self.asks)
+        self.asks.append(ask)
+        if number < len(self._before) and self._before[number].is_for_the_same(ask):
+            ask.output = self._before[number].output
+        else:
+            # What came after it was said in another conversation.
+            del self._before[number:]
+        if ask.output is None or not ask.output.finished:
+            ask.output = await self._make_turn(self, number, ask)
+        trajectory.parts.append(ask.output)
+        return ask.output
+
+    def record(self) -> list[Ask]:
+        """What a program that begins again is given as `asks`: of this time, and of the time before what it did not
+        come to."""
+        return self.asks + self._before[len(self.asks) :]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a program has beside the servers.
+
+    tokenizer: the policy's.  seed: of this sample, for what the program draws itself.
+    """
+
+    tokenizer: Any
+    seed: int
+
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens but those that the text names."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+Program = Callable[["PromptRow", Servers, Tools], Awaitable[Trajectory]]
+
+
+async def single_turn(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+    """One answer to the prompt."""
+    trajectory = servers.begin()
+    await servers.generate(trajectory)
+    return trajectory
+
+
+def load_program(config: ProgramConfig) -> Program:
+    """The async function config.name of the file config.path; single_turn where no path is set.
+
+    Raises UserCodeError when the file does not exist or import, or does not define such a function, ValueError when it
+    cannot be called with ARGUMENTS.
+    """
+    if config.path is None:
+        return single_turn
+    module = import_file(config.path, f"{KEY}.path")
+    program = getattr(module, config.name, None)
+    if not inspect.iscoroutinefunction(program):
+        own = [name for name, value in defined_in(module).items() if inspect.iscoroutinefunction(value)]
+        near = difflib.get_close_matches(config.name, own, n=1)
+        raise UserCodeError(
+            f"{KEY}.path={config.path} does not define the async function {config.name!r} (its async functions: "
+            f"{', '.join(own) or 'none'}); set {KEY}.name{f'={near[0]}' if near else ' to one of it'}"
+        )
+    check_arguments(program, ARGUMENTS, [], KEY)
+    return program
+
+
+async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+    """The program's trajectory. Raises UserCodeError, with sample and line, for what the user's code raises or returns
+    in the place of a trajectory that is finished; errors of servers pass through."""
+    sample = f"prompt {prompt.uid} sample {servers.sample_index}"
+    try:
+        made = await program(prompt, servers, tools)
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        if not is_users_own(program):
+            raise
+        raise UserCodeError(
+            f"{KEY}: {place_of(program)} raised {cause_of(error, file_of(program))}, on {sample}"
+        ) from error
+    wrong = _wrong(made, servers)
+    if wrong:
+        raise UserCodeError(f"{KEY}: {place_of(program)} {wrong}, on {sample}")
+    return made
+
+
+def _wrong(made: Any, servers: Servers) -> str | None:
+    if not isinstance(made, Trajectory):
+        return f"returned {made!r:.200}; return the trajectory that servers.begin() gave"
+    if (made.uid, made.sample_index) != (servers.uid, servers.sample_index):
+        return "returned the trajectory of another sample; return one that its own servers.begin() gave"
+    if not made.turns:
+        return "returned a trajectory without a turn; await servers.generate(trajectory) first"
+    asked = {id(ask.output) for ask in servers.asks}
+    if not all(turn.finished and id(turn) in asked for turn in made.turns):
+        return "returned a trajectory with a turn that servers.generate did not give; let it put them there"
+    limit = servers.sampling.max_new_tokens
+    if made.num_tokens > limit:
+        return f"returned {made.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
+    if made.reward is not None and not (isinstance(made.reward, numbers.Real) and math.isfinite(made.reward)):
+        return f"set the reward {made.reward!r:.80}; set a finite number, or None for the reward function's"
+    return None

@@ -1,0 +1,212 @@
+"""Many samples at a time, each made by a program of its own, over several rollout servers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalerl.rollout.dispatcher import STOP_POLL_S, Dispatcher, Recovery
+from scalerl.rollout.program import Ask, Program, Servers, Tools, Trajectory, run_program
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.requests import (
+    ABORTED,
+    NO_VERSION,
+    GenerateOutput,
+    GenerateRequest,
+    RolloutError,
+    SampleKey,
+    SamplingParams,
+    unfinished_requests,
+)
+
+if TYPE_CHECKING:
+    from scalerl.data import PromptRow
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: of a program that was interrupted
+    (`Servers.asks`); () begins a new one."""
+
+    uid: int
+    sample_index: int
+    prompt: PromptRow
+    sampling: SamplingParams
+    seed: int
+    asks: Sequence[Ask] = ()
+
+
+async def make_samples(
+    clients: Sequence[RolloutClient],
+    requests: Sequence[SampleRequest],
+    program: Program,
+    tokenizer: Any,
+    on_sample: Callable[[Trajectory], None],
+    *,
+    stop_when: Callable[[], bool] | None = None,
+    recovery: Recovery | None = None,
+) -> dict[tuple[int, int], list[Ask]]:
+    """-> (uid, sample_index) of each sample that did not come, and its turns as far as they are; {} unless stopped.
+
+    on_sample: gets each trajectory as soon as its program returns it.
+    stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
+    recovery: as `generation.generate_samples`. What somebody pauses goes on under the weights that come.
+
+    A program asks again by itself for nothing: turns come whole, over lost servers and pauses. Raises what a program
+    raises, as `run_program`, and what `Dispatcher.run` raises; nothing is left running then.
+    """
+    turns = _Turns()
+    dispatcher = Dispatcher(clients, turns.take, stop_when=stop_when, continue_aborted=True, recovery=recovery)
+    turns.dispatcher = dispatcher
+    samples = [
+        Servers(
+            turns.make,
+            request.prompt.input_ids,
+            request.sampling,
+            uid=request.uid,
+            sample_index=request.sample_index,
+            seed=request.seed,
+            asks=request.asks,
+        )
+        for request in requests
+    ]
+    failed: list[BaseException] = []
+    unfinished: set[Servers] = set(samples)
+
+    async def make(request: SampleRequest, servers: Servers) -> None:
+        try:
+            on_sample(await run_program(program, request.prompt, servers, Tools(tokenizer, request.seed)))
+            unfinished.remove(servers)
+        except Exception as error:
+            failed.append(error)
+        except asyncio.CancelledError:
+            # By itself, unless all is over.
+            failed.append(RolloutError(f"the program of prompt {request.prompt.uid} cancelled itself"))
+            raise
+        finally:
+            dispatcher.came.set()
+
+    def is_over() -> bool:
+        if failed:
+            raise failed[0]
+        return not unfinished
+
+    tasks = {
+        servers: asyncio.ensure_future(make(request, servers))
+        for request, servers in zip(requests, samples, strict=True)
+    }
+    try:
+        await dispatcher.run(is_over)
+        # Whose last turn came with the stop needs but a moment.
+        ending = [tasks[servers] for servers in unfinished - turns.waiting_samples()]
+        if ending:
+            await asyncio.wait(ending, timeout=STOP_POLL_S)
+        is_over()
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return {(servers.uid, servers.sample_index): servers.record() for servers in samples if servers in unfinished}
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """Of a sample's turn, 63 bits; the first has the sample's own. number: of the sample's turns, from 0."""
+    if number == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A program that waits for a turn."""
+
+    sample: Servers
+    number: int
+    ask: Ask
+    answer: asyncio.Future[GenerateOutput]
+
+
+class _Turns:
+    """Turns on their way. Samples of a group that ask for the same at the same time are one request: its prompt is
+    computed once."""
+
+    dispatcher: Dispatcher
+
+    def __init__(self) -> None:
+        # Not sent yet.
+        self.asked: list[_Waiting] = []
+        self.sent: dict[SampleKey, _Waiting] = {}
+        self.numbers = itertools.count()
+
+    def make(self, sample: Servers, number: int, ask: Ask) -> asyncio.Future[GenerateOutput]:
+        """`program.TurnMaker`."""
+        loop = asyncio.get_running_loop()
+        if not self.asked:
+            # After all programs that run in this round of the loop.
+            loop.call_soon(self._send)
+        waiting = _Waiting(sample, number, ask, loop.create_future())
+        self.asked.append(waiting)
+        return waiting.answer
+
+    def waiting_samples(self) -> set[Servers]:
+        return {waiting.sample for waiting in (*self.asked, *self.sent.values())}
+
+    def take(self, output: GenerateOutput) -> None:
+        """`Dispatcher.on_output`. A turn that a stop interrupted is kept for the next generation; its program goes no
+        further in this one."""
+        waiting = self.sent[output.key]
+        waiting.ask.output = output
+        if output.finished:
+            del self.sent[output.key]
+            if not waiting.answer.done():
+                waiting.answer.set_result(output)
+
+    def _send(self) -> None:
+        asked, self.asked = self.asked, []
+        for together in _alike(asked):
+            request = _request(f"{together[0].sample.uid}/{next(self.numbers)}", together)
+            self.sent |= dict(zip(request.sample_keys(), together, strict=True))
+            try:
+                # A program that is under way comes before those that have not begun.
+                self.dispatcher.add(request, first=together[0].number > 0)
+            except ValueError as error:
+                for waiting in together:
+                    waiting.answer.set_exception(error)
+
+
+def _alike(asked: Sequence[_Waiting]) -> list[list[_Waiting]]:
+    """In the order of the first of each."""
+    found: list[list[_Waiting]] = []
+    of_group: dict[int, list[list[_Waiting]]] = {}
+    for waiting in asked:
+        known = of_group.setdefault(waiting.sample.uid, [])
+        together = next((others for others in known if others[0].ask.is_for_the_same(waiting.ask)), None)
+        if together is None:
+            together = []
+            known.append(together)
+            found.append(together)
+        together.append(waiting)
+    return found
+
+
+def _request(request_id: str, together: Sequence[_Waiting]) -> GenerateRequest:
+    first = together[0]
+    request = GenerateRequest(
+        request_id=request_id,
+        input_ids=first.ask.input_ids,
+        n=len(together),
+        sampling=first.ask.sampling,
+        seeds=[turn_seed(waiting.sample.seed, waiting.number) for waiting in together],
+        # Its first turn's server has most of it in its cache.
+        home=tuple(first.sample.prompt_ids),
+    )
+    before = [waiting.ask.output or GenerateOutput("", 0, [], [], ABORTED, NO_VERSION) for waiting in together]
+    if not any(output.output_ids for output in before):
+        return request
+    progress = [replace(output, request_id=request_id, sample_index=index) for index, output in enumerate(before)]
+    return unfinished_requests([request], progress)[0]
