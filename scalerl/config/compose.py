@@ -25,9 +25,8 @@ from yaml import YAMLError
 
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import Draft, defaults_of
-from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
 from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
-from scalerl.config.value_checks import domain_violations
 
 CONFIGS_PACKAGE = "scalerl.configs"
 SCHEMAS: dict[str, type] = {

@@ -8,17 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from scalerl.config.rules.base import Rule, value_at
-from scalerl.config.schema import PPOConfig, RolloutCorrectionConfig
+from scalerl.config.schema import IS_LEVELS, RS_OPTIONS, PPOConfig, RolloutCorrectionConfig
 
 SECTION = "algorithm.rollout_correction"
-IS_LEVELS = ("token", "sequence", "geometric")
-RS_OPTIONS = (
-    *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_mean_{kind}" for kind in ("k1", "k2", "k3")),
-    *(f"seq_max_{kind}" for kind in ("k2", "k3")),
-)
-
 # (lower or None, upper)
 Bounds = tuple[float | None, float]
 _BAND = 'a band is [lower, upper] or "lower_upper"'

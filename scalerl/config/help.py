@@ -1,4 +1,4 @@
-"""The reference of keys that `--help` prints: names and defaults from the dataclasses, texts from their comments."""
+"""The reference of keys that `--help` prints: names, defaults and domains from the dataclasses, texts from comments."""
 
 from __future__ import annotations
 
@@ -11,46 +11,30 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
-from scalerl.config import schema
 from scalerl.config.keys import Leaf, inherited_keys, leaves
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domains_of
 from scalerl.config.value_checks import show
 
-SCHEMAS: dict[str, type] = {
-    "ppo": schema.PPOConfig,
-    "sft": schema.SFTConfig,
-    "generation": schema.GenerationConfig,
-    "eval": schema.EvalConfig,
-}
+SCHEMAS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "generation": GenerationConfig, "eval": EvalConfig}
 Kind = Literal["ppo", "sft", "generation", "eval"]
-# A field without a comment in its class, or in those that this one extends, means what its namesake here means.
-LIKE: dict[type, type] = {
-    schema.SFTDataConfig: schema.DataConfig,
-    schema.SFTTrainerConfig: schema.TrainerConfig,
-    schema.ValSamplingConfig: schema.RolloutConfig,
-    schema.GenerationDataConfig: schema.DataConfig,
-    schema.GenerationRolloutConfig: schema.RolloutConfig,
-    schema.GenerationTrainerConfig: schema.TrainerConfig,
-    schema.EvalDataConfig: schema.DataConfig,
-    schema.EvalRewardConfig: schema.RewardModelConfig,
-    schema.EvalTrainerConfig: schema.TrainerConfig,
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyDoc:
-    """One key; `default` as a user would write it, "required" where there is none."""
+    """One key. default: as a user would write it, "required" where there is none.  domain: "" for any of its type."""
 
     key: str
     type_text: str
+    domain: str
     default: str
     comment: str
 
 
 def key_docs(kind: Kind) -> list[KeyDoc]:
-    """Every key, in the order of the source. A field without a comment may have a namesake's."""
+    """Every key of a program, in the order of the source."""
     inherited = inherited_keys(SCHEMAS[kind])
     return [
-        KeyDoc(leaf.key, leaf.type_text, _inherited(inherited, leaf) or _default(leaf), _comment(leaf))
+        KeyDoc(leaf.key, leaf.type_text, _domain(leaf), _inherited(inherited, leaf) or _default(leaf), _comment(leaf))
         for leaf in leaves(SCHEMAS[kind])
     ]
 
@@ -70,7 +54,8 @@ def help_text(kind: Kind) -> str:
                 lines.append(f"  {head}.*: the keys of {same_sections[head]}; each = as there")
         if head in same_sections:
             continue
-        name = f"  {doc.key} ({doc.type_text}) = {doc.default}"
+        values = f"{doc.type_text}: {doc.domain}" if doc.domain else doc.type_text
+        name = f"  {doc.key} ({values}) = {doc.default}"
         lines += [name, f"      {doc.comment}"] if doc.comment else [name]
     return "\n".join(lines)
 
@@ -83,7 +68,13 @@ def _same_sections(kind: str, docs: list[KeyDoc]) -> dict[str, str]:
         section, _, name = doc.key.rpartition(".")
         source, _, source_name = inherited.get(doc.key, "").rpartition(".")
         sources.setdefault(section, set()).add(source if source_name == name else "")
-    return {section: found.pop() for section, found in sources.items() if len(found) == 1 and "" not in found}
+    return {section: of.pop() for section, of in sources.items() if len(of) == 1 and "" not in of}
+
+
+def _domain(leaf: Leaf) -> str:
+    """Without the null that the type names too."""
+    domain = domains_of(leaf.owner).get(leaf.name)
+    return "" if domain is None else domain.limit.removeprefix("null or ")
 
 
 def _inherited(inherited: dict[str, str], leaf: Leaf) -> str | None:
@@ -91,21 +82,21 @@ def _inherited(inherited: dict[str, str], leaf: Leaf) -> str | None:
 
 
 def _default(leaf: Leaf) -> str:
-    field = next(f for f in dataclasses.fields(leaf.owner) if f.name == leaf.name)
+    field = next(field for field in dataclasses.fields(leaf.owner) if field.name == leaf.name)
     value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return "required" if value == MISSING else show(value)
 
 
 def _comment(leaf: Leaf) -> str:
-    others = LIKE[leaf.owner].__mro__ if leaf.owner in LIKE else ()
-    owners = [cls for cls in (*leaf.owner.__mro__, *others) if dataclasses.is_dataclass(cls)]
-    return next((found for cls in owners if (found := _comments(cls).get(leaf.name))), "")
+    """That of the section, or of the nearest one that it extends."""
+    sections = [cls for cls in leaf.owner.__mro__ if dataclasses.is_dataclass(cls)]
+    return next((comment for cls in sections if (comment := _comments(cls).get(leaf.name))), "")
 
 
 @cache
 def _comments(cls: type) -> dict[str, str]:
     """Field -> the comment lines right above it, joined."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     pending: list[str] = []
     at_line_start = True
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
@@ -115,8 +106,8 @@ def _comments(cls: type) -> dict[str, str]:
             at_line_start = True
         elif token.type == tokenize.NAME and at_line_start:
             if pending:
-                found[token.string] = " ".join(pending)
+                comments[token.string] = " ".join(pending)
             pending, at_line_start = [], False
         elif token.type not in (tokenize.NL, tokenize.DEDENT):
             at_line_start = False
-    return found
+    return comments

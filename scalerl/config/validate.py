@@ -29,8 +29,7 @@ from scalerl.config.rules.rollout import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
 from scalerl.config.rules.sampling import SAMPLING_RULES
 from scalerl.config.rules.section import RESUME, lr_rules, megatron_rules, world_rule
 from scalerl.config.rules.user_code import KNOWN_LOGGERS
-from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
-from scalerl.config.value_checks import domain_violations
+from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from scalerl.config.rules.base import Rule
-from scalerl.config.value_checks import LOGGERS, show
+from scalerl.config.schema import LOGGERS
+from scalerl.config.value_checks import show
 
 
 def _known_loggers(cfg: Any) -> Iterator[str]:

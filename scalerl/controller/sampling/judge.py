@@ -136,7 +136,7 @@ class JudgeServers:
         self.servers = ServerSet(
             client_settings(config),
             pool,
-            ModelConfig(str(config.model.path), config.model.trust_remote_code),
+            ModelConfig(path=str(config.model.path), trust_remote_code=config.model.trust_remote_code),
             config,
             gpu_ids=None,
             log_dir=log_dir,

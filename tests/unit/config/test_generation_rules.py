@@ -10,8 +10,7 @@ import pytest
 
 from scalerl.config import ConfigError, compose, validate_eval, validate_generation
 from scalerl.config.keys import leaves
-from scalerl.config.schema import EvalConfig, GenerationConfig
-from scalerl.config.value_checks import DOMAINS
+from scalerl.config.schema import EvalConfig, GenerationConfig, domains_of
 
 GENERATION = compose("generation", ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m"])
 EVAL = compose("eval", ["data.path=a.parquet"])
@@ -38,7 +37,7 @@ def test_the_smallest_configs_are_valid(schema):
 def test_every_key_has_a_domain_unless_any_value_of_its_type_will_do(schema):
     for leaf in leaves(schema):
         free = leaf.annotation is bool or leaf.name == "reward_kwargs"
-        assert (leaf.name in DOMAINS.get(leaf.owner, {})) != free, leaf.key
+        assert (leaf.name in domains_of(leaf.owner)) != free, leaf.key
 
 
 @pytest.mark.parametrize(

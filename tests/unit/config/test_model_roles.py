@@ -172,6 +172,6 @@ def value(cfg: object, key: str) -> object:
 
 def test_help_says_where_a_default_comes_from() -> None:
     text = help_text("ppo")
-    assert "critic.ppo_epochs (int) = as actor_rollout_ref.actor.ppo_epochs" in text
+    assert "critic.ppo_epochs (int: at least 1) = as actor_rollout_ref.actor.ppo_epochs" in text
     assert "critic.megatron.*: the keys of actor_rollout_ref.actor.megatron; each = as there" in text
     assert "critic.megatron.dtype" not in text

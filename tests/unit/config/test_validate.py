@@ -20,8 +20,7 @@ from scalerl.config import (
     validate_sft,
 )
 from scalerl.config.keys import leaves
-from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
-from scalerl.config.value_checks import DOMAINS, domain_violations
+from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig, domain_violations, domains_of
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 PPO = compose(
@@ -226,7 +225,7 @@ LEAVES = [(kind, leaf) for kind, (schema, _, _) in SCHEMAS.items() for leaf in l
 
 
 def has_domain(leaf: Any) -> bool:
-    return leaf.name in DOMAINS.get(leaf.owner, {})
+    return leaf.name in domains_of(leaf.owner)
 
 
 @pytest.mark.parametrize(("kind", "leaf"), LEAVES, ids=[f"{kind}:{leaf.key}" for kind, leaf in LEAVES])

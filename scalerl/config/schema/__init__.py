@@ -1,0 +1,125 @@
+"""Every configuration key of scalerl with its default and its domain, once; rules between keys are in `config.rules`.
+
+A module holds the sections that belong together, and `programs` puts them together. Key names are those of verl where
+verl has the concept; a size says its unit in the comment above it.
+
+A section that extends another one has its keys. Where it declares one of them again, without a default, that only says
+more of it: default and domain stay. With a default, the domain stays, unless `key(...)` gives another.
+"""
+
+from __future__ import annotations
+
+from scalerl.config.schema.actor import (
+    LOSS_AGG_MODES,
+    ActorConfig,
+    CriticConfig,
+    CriticModelConfig,
+    PolicyLossConfig,
+    RefConfig,
+)
+from scalerl.config.schema.algorithm import (
+    IS_LEVELS,
+    RS_OPTIONS,
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    RolloutCorrectionConfig,
+)
+from scalerl.config.schema.data import (
+    CustomClassConfig,
+    DataConfig,
+    EvalDataConfig,
+    GenerationDataConfig,
+    SFTDataConfig,
+)
+from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig, RolloutPoolConfig
+from scalerl.config.schema.fields import domain_violations, domains_of, key, same_as
+from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
+from scalerl.config.schema.programs import (
+    ActorRolloutRefConfig,
+    EvalConfig,
+    GenerationConfig,
+    PPOConfig,
+    SFTConfig,
+)
+from scalerl.config.schema.reward import (
+    CustomRewardFunctionConfig,
+    EvalRewardConfig,
+    JudgeConfig,
+    JudgeModelConfig,
+    OverlongBufferConfig,
+    RewardModelConfig,
+    ScoringModelConfig,
+)
+from scalerl.config.schema.rollout import (
+    ROLLOUT_NAMES,
+    GenerationRolloutConfig,
+    ProgramConfig,
+    RolloutConfig,
+    ServerConfig,
+    ValSamplingConfig,
+)
+from scalerl.config.schema.trainer import (
+    LOGGERS,
+    CustomFitConfig,
+    EvalTrainerConfig,
+    GenerationTrainerConfig,
+    RunConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "IS_LEVELS",
+    "LOGGERS",
+    "LOSS_AGG_MODES",
+    "ROLLOUT_NAMES",
+    "RS_OPTIONS",
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CustomClassConfig",
+    "CustomFitConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "EvalConfig",
+    "EvalDataConfig",
+    "EvalRewardConfig",
+    "EvalTrainerConfig",
+    "FilterGroupsConfig",
+    "GenerationConfig",
+    "GenerationDataConfig",
+    "GenerationRolloutConfig",
+    "GenerationTrainerConfig",
+    "JudgeConfig",
+    "JudgeModelConfig",
+    "JudgePoolConfig",
+    "KLControlConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PPOConfig",
+    "PolicyLossConfig",
+    "ProgramConfig",
+    "RefConfig",
+    "ResourcePoolConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RolloutPoolConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "ScoringModelConfig",
+    "ServerConfig",
+    "TrainerConfig",
+    "ValSamplingConfig",
+    "domain_violations",
+    "domains_of",
+    "key",
+    "same_as",
+]

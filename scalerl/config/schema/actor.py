@@ -1,0 +1,114 @@
+"""The models that PPO trains or compares with: actor, critic and reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scalerl.config.schema.devices import ResourcePoolConfig
+from scalerl.config.schema.fields import key, same_as
+from scalerl.config.schema.model import MegatronConfig, ModelCodeConfig, OptimConfig, as_actor
+from scalerl.config.value_checks import FINITE, FRACTION, KL_KIND, TEXT, above, at_least, one_of, or_null
+
+LOSS_AGG_MODES = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass
+class PolicyLossConfig:
+    # vanilla | gspo | cispo | geo_mean | sapo | gpg | dro | clip_cov | kl_cov, or a name registered with
+    # algorithms.register_policy_loss.
+    loss_mode: str = key("vanilla", TEXT)
+    # clip_cov: share of a mini-batch's loss tokens that lose their gradient.
+    clip_cov_ratio: float = key(0.0002, FRACTION)
+    # clip_cov: those tokens have a covariance of advantage and log-prob between this and clip_cov_ub.
+    clip_cov_lb: float = key(1.0, FINITE)
+    # clip_cov: the largest such covariance; must exceed clip_cov_lb.
+    clip_cov_ub: float = key(5.0, FINITE)
+    # kl_cov: share of a mini-batch's loss tokens, those of the greatest covariance, that are held back.
+    kl_cov_ratio: float = key(0.0002, FRACTION)
+    # kl_cov: weight in the loss of the absolute log-ratio of those tokens.
+    ppo_kl_coef: float = key(0.1, at_least(0))
+    # dro: weight of the squared log-ratio in the loss; loss_mode=dro needs it.
+    dro_beta: float | None = key(None, or_null(above(0)))
+
+
+@dataclass
+class PPOModelConfig:
+    """What actor and critic have in common: how a step's samples become updates."""
+
+    # Prompts per optimizer update (times rollout.n = samples).
+    ppo_mini_batch_size: int = key(256, at_least(1))
+    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
+    ppo_max_token_len_per_gpu: int = key(16384, at_least(1))
+    # Passes over a step's samples.
+    ppo_epochs: int = key(1, at_least(1))
+    # How the losses of tokens become one number (docs/algorithms.md).
+    loss_agg_mode: str = key("token-mean", one_of(*LOSS_AGG_MODES))
+    # seq-mean-token-sum-norm: what a sample's sum is divided by.
+    loss_scale_factor: float = key(same_as("data.max_response_length"), above(0, example=1024))
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+@dataclass
+class ActorConfig(PPOModelConfig):
+    # Sets both sides; clip_ratio_low and clip_ratio_high override it.
+    clip_ratio: float = key(0.2, above(0, below=1))
+    # The ratio counts down to 1 - clip_ratio_low; null: clip_ratio.
+    clip_ratio_low: float | None = key(None, or_null(above(0, below=1)))
+    # The ratio counts up to 1 + clip_ratio_high; null: clip_ratio.
+    clip_ratio_high: float | None = key(None, or_null(above(0)))
+    # Dual clip: largest ratio that counts for a negative advantage.
+    clip_ratio_c: float = key(3.0, above(1))
+    # sapo: how fast a token's gradient fades as its ratio leaves 1, where the advantage is above 0.
+    tau_pos: float = key(1.0, above(0))
+    # sapo: the same for the other tokens.
+    tau_neg: float = key(1.05, above(0))
+    # Weight of the entropy that the loss rewards.
+    entropy_coeff: float = key(0.0, FINITE)
+    # Add the KL to the reference model to the loss.
+    use_kl_loss: bool = False
+    kl_loss_coef: float = key(0.001, at_least(0))
+    # k1 is kl, k2 mse, k3 low_var_kl; with a + behind it the gradient is that of k2.
+    kl_loss_type: str = key("low_var_kl", KL_KIND)
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+
+
+@dataclass
+class CriticModelConfig(ModelCodeConfig):
+    # Directory of a language model, whose head a value head replaces, or of a critic.
+    path: str = key(same_as("actor_rollout_ref.model.path"), TEXT)
+    trust_remote_code: bool = same_as("actor_rollout_ref.model.trust_remote_code")
+
+
+@dataclass
+class CriticConfig(PPOModelConfig):
+    """The value model of algorithm.adv_estimator=gae, and of estimators of your own that need values."""
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    ppo_mini_batch_size: int = same_as(f"{_ACTOR}.ppo_mini_batch_size")
+    ppo_max_token_len_per_gpu: int = same_as(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    ppo_epochs: int = same_as(f"{_ACTOR}.ppo_epochs")
+    loss_agg_mode: str = same_as(f"{_ACTOR}.loss_agg_mode")
+    loss_scale_factor: float = same_as(f"{_ACTOR}.loss_scale_factor")
+    # A value counts in the loss up to this far from what it was when the step began.
+    cliprange_value: float = key(0.5, above(0))
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
+    megatron: MegatronConfig = field(default_factory=as_actor)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
+
+
+@dataclass
+class RefConfig:
+    # Directory of the reference model; null: the actor's starting weights.
+    model_path: str | None = key(None, or_null(TEXT))
+    # Tokens of a packed micro-batch on one device.
+    log_prob_max_token_len_per_gpu: int = key(same_as(f"{_ACTOR}.ppo_max_token_len_per_gpu"), at_least(1))
+    megatron: MegatronConfig = field(default_factory=as_actor)
+    resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)

@@ -1,0 +1,86 @@
+"""The `algorithm` section: advantages, KL in the reward, correction for the sampler, filtering of groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalerl.config.schema.fields import key
+from scalerl.config.value_checks import KL_KIND, TEXT, THRESHOLD, UNIT, above, at_least, one_of, or_null, some_of
+
+# Values of rollout_correction.rollout_is.
+IS_LEVELS = ("token", "sequence", "geometric")
+# Tests that rollout_correction.rollout_rs may name.
+RS_OPTIONS = (
+    *(f"token_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_sum_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_mean_{kind}" for kind in ("k1", "k2", "k3")),
+    *(f"seq_max_{kind}" for kind in ("k2", "k3")),
+)
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What is done where trainer and sampler disagree. Ratio: trainer's probability of a token / sampler's."""
+
+    # Weight of a token in the policy loss: token: its ratio; sequence: the product of its response's ratios;
+    # geometric: their geometric mean; null: 1.
+    rollout_is: str | None = key(None, or_null(one_of(*IS_LEVELS)))
+    # A number: larger weights are cut to it (TIS). [lower, upper] or "lower_upper": weights outside become 0 (MIS; for
+    # tokens: IcePop), and the token still counts in the loss's divisor.
+    rollout_is_threshold: Any = key(2.0, THRESHOLD)
+    # Divide the weights by their mean over the step.
+    rollout_is_batch_normalize: bool = False
+    # Tests, as a list or separated by commas; a token (token_*) or response (seq_*) that fails one leaves the loss.
+    rollout_rs: Any = key(None, or_null(some_of(*RS_OPTIONS, example="[seq_mean_k3]")))
+    # One for all tests or one each. k1: [lower, upper] of the ratio, and u means [1/u, u]; k2, k3: largest divergence.
+    rollout_rs_threshold: Any = key(None, or_null(THRESHOLD))
+    # A response with a token whose ratio is below this leaves the loss; null: none does.
+    rollout_token_veto_threshold: float | None = key(None, or_null(above(0, below=1)))
+    # Take the sampler's log-probs as old_logprobs, without a pass of the trainer; excludes weights and rejection.
+    bypass_mode: bool = False
+
+
+@dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): train on train_batch_size groups that can teach."""
+
+    # Drop groups whose samples all have the same metric, and refill the batch with the groups of other prompts.
+    enable: bool = False
+    # score, or a number that the reward function returns beside it.
+    metric: str = key("score", TEXT)
+    # Rounds of up to data.gen_batch_size prompts that fill a batch. Groups whose samples are alike fill what is
+    # missing then; a step without any other ends the run.
+    max_num_gen_batches: int = key(10, at_least(1))
+
+
+@dataclass
+class KLControlConfig:
+    # fixed: kl_coef stays; adaptive: it moves towards target_kl.
+    type: str = key("fixed", one_of("fixed", "adaptive"))
+    # Weight of the KL in the reward; adaptive: at the start.
+    kl_coef: float = key(0.001, at_least(0))
+    # adaptive: samples over which the weight would move by the whole relative error.
+    horizon: float = key(10000.0, above(0))
+    # adaptive: the KL that the weight is steered to, in nats per token.
+    target_kl: float = key(0.1, above(0))
+
+
+@dataclass
+class AlgorithmConfig:
+    # gae (has a critic) | grpo | grpo_passk | rloo | opo | gpg | remax | reinforce_plus_plus |
+    # reinforce_plus_plus_baseline, or a name registered with algorithms.register_adv_est.
+    adv_estimator: str = key("grpo", TEXT)
+    # Divide by the standard deviation of the group (grpo, grpo_passk).
+    norm_adv_by_std_in_grpo: bool = True
+    # Discount of rewards per token (gae, reinforce_plus_plus).
+    gamma: float = key(1.0, UNIT)
+    # Weight of longer returns in gae: 1: whole returns less the value; 0: one token ahead.
+    lam: float = key(1.0, UNIT)
+    # Take the KL to the reference model off the reward of each token.
+    use_kl_in_reward: bool = False
+    # Estimate of that KL: as kl_loss_type; a + changes nothing here, where there is no gradient.
+    kl_penalty: str = key("kl", KL_KIND)
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

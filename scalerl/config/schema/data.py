@@ -1,0 +1,138 @@
+"""The `data` sections: files, their columns, and the sizes of what is read from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from scalerl.config.schema.fields import key, same_as
+from scalerl.config.value_checks import FILES, PARQUET, TEXT, all_or_at_least, at_least, one_of, or_null
+
+
+@dataclass
+class FilesConfig:
+    """The keys of every `data` section."""
+
+    # Copies of files that are given as URLs, kept from run to run.
+    cache_dir: str = key("~/.cache/scalerl/data", TEXT)
+
+
+@dataclass
+class TrainingDataConfig(FilesConfig):
+    """What training on prompts and training on conversations have in common."""
+
+    # One path or URL, or a list of them (parquet, json, jsonl).
+    train_files: Any = key(MISSING, FILES)
+    shuffle: bool = True
+    seed: int = key(42, at_least(0))
+    # What to do with a prompt over max_prompt_length that was not filtered: refuse it, or cut off its left, right or
+    # middle.
+    truncation: str = key("error", one_of("error", "left", "right", "middle"))
+
+
+@dataclass
+class CustomClassConfig:
+    # Python file with a dataset class of your own; null: RLHFDataset.
+    path: str | None = key(None, or_null(TEXT))
+    # The class; required with path.
+    name: str | None = key(None, or_null(TEXT))
+
+
+@dataclass
+class DataConfig(TrainingDataConfig):
+    """`data` of `scalerl train`: prompts."""
+
+    # One path or URL, or a list of them (parquet, json, jsonl).
+    val_files: Any = key(MISSING, FILES)
+    # Column with a list of {"role", "content"}.
+    prompt_key: str = key("prompt", TEXT)
+    # Column whose value picks the reward rule and groups validation metrics.
+    reward_fn_key: str = key("data_source", TEXT)
+    # Tokens, chat template included.
+    max_prompt_length: int = key(512, at_least(1))
+    # Tokens.
+    max_response_length: int = key(512, at_least(1))
+    # Prompts per step.
+    train_batch_size: int = key(1024, at_least(1))
+    # Prompts whose samples a step begins. More than train_batch_size: generation ends when that many groups are whole,
+    # and what is unfinished is dropped or, with rollout.partial_rollout, goes on in the next step.
+    gen_batch_size: int = key(same_as("data.train_batch_size"), at_least(1))
+    # First rows to keep; -1: all.
+    train_max_samples: int = key(-1, all_or_at_least(1))
+    # First rows to keep; -1: all.
+    val_max_samples: int = key(-1, all_or_at_least(1))
+    # Drop prompts over max_prompt_length, with a count.
+    filter_overlong_prompts: bool = False
+    # Processes that tokenize the prompts of a file beyond its first 1024; 1: none but this one.
+    filter_overlong_prompts_workers: int = key(1, at_least(1))
+    # Column with a list of images, which may be missing. Prompts with images are refused: no supported model family
+    # takes images.
+    image_key: str = key("images", TEXT)
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+
+
+@dataclass
+class SFTDataConfig(TrainingDataConfig):
+    """`data` of `scalerl sft`: conversations."""
+
+    # One path or URL, or a list of them (parquet, json, jsonl); null: nothing is validated.
+    val_files: Any = key(None, or_null(FILES))
+    # Column with a list of {"role", "content"}; loss on assistant turns.
+    messages_key: str = key("messages", TEXT)
+    # Conversations per optimizer update.
+    train_batch_size: int = key(256, at_least(1))
+    # Tokens of one conversation, chat template included.
+    max_length: int = key(1024, at_least(1))
+    # What to do with a conversation over max_length: refuse it, or cut off its left or right.
+    truncation: str = key(TrainingDataConfig.truncation, one_of("error", "left", "right"))
+    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
+    max_token_len_per_gpu: int = key(16384, at_least(1))
+
+
+@dataclass
+class ResponseFilesConfig(FilesConfig):
+    """What `scalerl generate` and `scalerl eval` have in common: prompts and, in another column, responses."""
+
+    # One path or URL, or a list of them (parquet, json, jsonl).
+    path: Any = key(MISSING, FILES)
+    # Column with a list of {"role", "content"}.
+    prompt_key: str = key(DataConfig.prompt_key, TEXT)
+    # Column that is added: a list of responses for each prompt.
+    response_key: str = key("responses", TEXT)
+
+
+@dataclass
+class GenerationDataConfig(ResponseFilesConfig):
+    """`data` of `scalerl generate`."""
+
+    # Prompts whose responses are written at a time: what a run that was killed has to do again, at most.
+    batch_size: int = key(128, at_least(1))
+    # Responses for each prompt.
+    n_samples: int = key(1, at_least(1))
+    # First rows to keep; -1: all.
+    max_samples: int = key(-1, all_or_at_least(1))
+    # What to do with a prompt over rollout.prompt_length: refuse it, or cut off its left, right or middle.
+    truncation: str = key(DataConfig.truncation, one_of("error", "left", "right", "middle"))
+    # Parquet file with the columns of the input and the responses. Until it is there, OUTPUT_PATH.parts
+    # has what is done.
+    output_path: str = key(MISSING, PARQUET)
+
+
+@dataclass
+class EvalDataConfig(ResponseFilesConfig):
+    """`data` of `scalerl eval`."""
+
+    # One path or URL, or a list of them (parquet, json, jsonl): what `scalerl generate` wrote, or the like.
+    path: Any
+    # Column with the prompt's messages, for reward managers that look at them; may be missing.
+    prompt_key: str
+    # Column with a list of responses, or with one response.
+    response_key: str
+    # Column whose value picks the reward rule and groups the metrics.
+    data_source_key: str = key("data_source", TEXT)
+    # Column with {"ground_truth": ...}.
+    reward_model_key: str = key("reward_model", TEXT)
+    # null: none. Parquet file with the columns of the input and the scores.
+    output_path: str | None = key(None, or_null(PARQUET))

@@ -1,0 +1,43 @@
+"""Devices of a run, and those that one section of it has for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scalerl.config.schema.fields import key, same_as
+from scalerl.config.value_checks import above, at_least, one_of
+
+
+@dataclass
+class DevicesConfig:
+    """The keys of a `trainer` section whose program needs devices."""
+
+    # auto: cuda when torch sees a GPU, cpu when there is none, an error when there is one that torch does not see.
+    # cpu hides the GPUs of the machine from all of the run.
+    device: str = key("auto", one_of("auto", "cuda", "cpu"))
+    nnodes: int = key(1, at_least(1))
+    # Devices (on CPU: processes) per node.
+    n_gpus_per_node: int = key(8, at_least(1))
+    # Seconds that a collective, a call of the ranks or a start of the servers may take before the run stops and names
+    # what is missing.
+    timeout_s: float = key(1800.0, above(0))
+
+
+@dataclass
+class ResourcePoolConfig:
+    # Nodes whose devices are this role's alone; 0: it shares the actor's devices, processes and layout.
+    nnodes: int = key(0, at_least(0))
+    # Devices (on CPU: processes) per node of that pool.
+    n_gpus_per_node: int = key(same_as("trainer.n_gpus_per_node"), at_least(1))
+
+
+@dataclass
+class RolloutPoolConfig(ResourcePoolConfig):
+    # Nodes whose devices are the servers' alone; 0: they share the trainer's.
+    nnodes: int
+
+
+@dataclass
+class JudgePoolConfig(ResourcePoolConfig):
+    # Nodes whose devices are the judge's alone; required with judge.enable.
+    nnodes: int

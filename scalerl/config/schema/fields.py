@@ -1,0 +1,53 @@
+"""How a key is declared: `lr: float = key(1e-6, at_least(0))` is its default and the values that it may have."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from scalerl.config.value_checks import Domain, show
+
+_DOMAIN = "domain"
+
+
+def key(default: Any, domain: Domain) -> Any:
+    """A field with its default and its domain. A list or a dict as default is copied for each instance."""
+    if not domain.example:
+        domain = dataclasses.replace(domain, example=f"{default:g}" if isinstance(default, float) else show(default))
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata={_DOMAIN: domain})
+    return dataclasses.field(default=default, metadata={_DOMAIN: domain})
+
+
+def same_as(source: str) -> Any:
+    """A default that is the value of another key."""
+    return f"${{{source}}}"
+
+
+@functools.cache
+def domains_of(section: type) -> dict[str, Domain]:
+    """Name of a key -> its domain, for every key of the section that is neither a bool nor a free dict.
+
+    A key that a section declares again without a domain keeps that of the section that it extends.
+    """
+    domains: dict[str, Domain] = {}
+    for cls in reversed(section.__mro__):
+        for name, field in vars(cls).get("__dataclass_fields__", {}).items():
+            if _DOMAIN in field.metadata:
+                domains[name] = field.metadata[_DOMAIN]
+    return domains
+
+
+def domain_violations(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, violation) for every value of a config dataclass that is outside its domain."""
+    domains = domains_of(type(config))
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        domain = domains.get(field.name)
+        if dataclasses.is_dataclass(value):
+            yield from domain_violations(value, name + ".")
+        elif domain is not None and not domain.allows(value):
+            yield name, f"{name} = {show(value)}: must be {domain.limit}; set for example {name}={domain.example}"

@@ -1,0 +1,132 @@
+"""A model's files, its optimizer, and how Megatron spreads and computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from omegaconf import MISSING
+
+from scalerl.config.schema.fields import key, same_as
+from scalerl.config.value_checks import (
+    BETAS,
+    DTYPE,
+    TEXT,
+    TWO_SIZES,
+    above,
+    at_least,
+    list_of,
+    one_of,
+    or_null,
+)
+
+# Modules that selective recompute knows. megatron's moe_act is not among them: it needs megatron's own grouped experts.
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
+
+
+@dataclass
+class ModelCodeConfig:
+    """The key of every model directory."""
+
+    # Run Python code that the model directory brings along.
+    trust_remote_code: bool = False
+
+
+@dataclass
+class ModelConfig(ModelCodeConfig):
+    # Directory with config.json, *.safetensors and tokenizer files.
+    path: str = key(MISSING, TEXT)
+
+
+@dataclass
+class OptionalModelConfig(ModelCodeConfig):
+    """A model that a run may have."""
+
+    # Directory of the model.
+    path: str | None = key(None, or_null(TEXT))
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-6, at_least(0))
+    # Optimizer updates over which lr rises from 0.
+    lr_warmup_steps: int = key(0, at_least(0))
+    # How lr falls after the warm-up.
+    lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
+    # Optimizer updates over which lr decays to min_lr; required unless lr_decay_style is constant.
+    lr_decay_steps: int | None = key(None, or_null(at_least(1)))
+    min_lr: float = key(0.0, at_least(0))
+    weight_decay: float = key(0.01, at_least(0))
+    betas: list[float] = key([0.9, 0.999], BETAS)
+    # Largest global gradient norm; 0 switches clipping off.
+    clip_grad: float = key(1.0, at_least(0))
+
+
+@dataclass
+class MegatronConfig:
+    # Devices that share each layer.
+    tensor_model_parallel_size: int = key(1, at_least(1))
+    # Stages that share the layers.
+    pipeline_model_parallel_size: int = key(1, at_least(1))
+    # Model chunks of each stage (interleaved pipeline); null: one.
+    virtual_pipeline_model_parallel_size: int | None = key(None, or_null(at_least(1)))
+    # Layers of the first stage, where it holds the embedding and should have fewer; null: as the others.
+    num_layers_in_first_pipeline_stage: int | None = key(None, or_null(at_least(1)))
+    # Layers of the last stage, where it holds the vocabulary and should have fewer; null: as the others.
+    num_layers_in_last_pipeline_stage: int | None = key(None, or_null(at_least(1)))
+    # Devices that share each sequence.
+    context_parallel_size: int = key(1, at_least(1))
+    # null: torch's attention; ranks that share a sequence swap tokens for heads (Ulysses). Each other value:
+    # Transformer Engine's attention (needs GPUs), whose ranks exchange keys and values in that way; with
+    # context_parallel_size 1 it exchanges nothing, whichever of them is set.
+    cp_comm_type: str | None = key(None, or_null(one_of("p2p", "a2a", "all_gather", "a2a+p2p")))
+    # Only with a2a+p2p: [ranks next to each other that swap tokens for heads, groups of those that pass keys and values
+    # on].
+    hierarchical_context_parallel_sizes: list[int] | None = key(None, or_null(TWO_SIZES))
+    # Devices that share the experts of each layer.
+    expert_model_parallel_size: int = key(1, at_least(1))
+    # Devices that share each expert; null: tensor_model_parallel_size.
+    expert_tensor_parallel_size: int | None = key(None, or_null(at_least(1)))
+    # Ignored (off) when tensor_model_parallel_size is 1. A mixture of experts needs it.
+    sequence_parallel: bool = True
+    # Weight in the loss of each sequence's imbalance between the experts (arXiv 2412.19437, eq. 17), mean over tokens.
+    moe_aux_loss_coeff: float = key(0.0, at_least(0))
+    # Weight in the loss of the squared log-sum-exp of the router's logits, mean over tokens.
+    moe_z_loss_coeff: float = key(0.0, at_least(0))
+    # Change per update of a router's balancing bias (DeepSeek-V3), against the load of each expert; 0: it stays.
+    moe_router_bias_update_rate: float = key(0.0, at_least(0))
+    # Optimizer state is split over the data-parallel ranks.
+    use_distributed_optimizer: bool = True
+    # Arithmetic and parameters. Main gradients, main parameters and optimizer state are float32 with each of them.
+    dtype: str = key("bfloat16", DTYPE)
+    seed: int = key(42, at_least(0))
+    # What a layer keeps for backward: null: everything; selective: all but what recompute_modules compute again; full:
+    # whole layers are computed again from their input.
+    recompute_granularity: str | None = key(None, or_null(one_of("selective", "full")))
+    # Only with full. uniform: recompute_num_layers layers at a time, from the input of the first; block: the first
+    # recompute_num_layers layers of each model chunk, the others keep everything.
+    recompute_method: str | None = key(None, or_null(one_of("uniform", "block")))
+    # Only with full.
+    recompute_num_layers: int | None = key(None, or_null(at_least(1)))
+    # Only with selective. mlp: of dense layers.
+    recompute_modules: list[str] = key(["core_attn"], list_of(*RECOMPUTE_MODULES))
+    # Keep parameters in host memory while this model does not compute.
+    param_offload: bool = False
+    # Release the gradient buffers while this model does not compute; they come back as zeros, as an update starts.
+    grad_offload: bool = False
+    # Keep Adam's moments and the float32 main parameters in host memory except during updates and checkpoints.
+    optimizer_offload: bool = False
+    # An update whose gradient is not finite is skipped on all ranks; this many in a row end the run.
+    max_consecutive_skipped_updates: int = key(10, at_least(1))
+    # float16 only: the loss is multiplied by a scale that halves on overflow (such an update is skipped, and counts
+    # for max_consecutive_skipped_updates only at min_loss_scale) and doubles after loss_scale_window updates without.
+    initial_loss_scale: float = key(65536.0, at_least(1))
+    # The scale is never halved below this; an overflow at it counts as a gradient that is not finite.
+    min_loss_scale: float = key(1.0, above(0))
+    # Updates.
+    loss_scale_window: int = key(1000, at_least(1))
+
+
+def as_actor() -> MegatronConfig:
+    """Each key as the actor's: a role in the actor's processes must have its sizes, and often wants the rest."""
+    section = "actor_rollout_ref.actor.megatron"
+    return MegatronConfig(**{field.name: same_as(f"{section}.{field.name}") for field in fields(MegatronConfig)})

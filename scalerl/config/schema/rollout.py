@@ -1,0 +1,131 @@
+"""Servers that write: those of the policy, of a judge and of `scalerl generate`, and how they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalerl.config.schema.devices import RolloutPoolConfig
+from scalerl.config.schema.fields import key
+from scalerl.config.value_checks import (
+    DTYPE,
+    FRACTION,
+    TEXT,
+    above,
+    all_or_at_least,
+    at_least,
+    one_of,
+    or_null,
+    server_args,
+)
+
+# Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
+ROLLOUT_NAMES = ("sglang", "embedded")
+
+
+@dataclass
+class SamplingConfig:
+    """How each next token is drawn."""
+
+    temperature: float = key(1.0, above(0))
+    # Draw from the most probable tokens that have this probability together.
+    top_p: float = key(1.0, FRACTION)
+    # Draw from this many of the most probable tokens; -1: off.
+    top_k: int = key(-1, all_or_at_least(1))
+
+
+@dataclass
+class ValSamplingConfig(SamplingConfig):
+    # Samples per prompt.
+    n: int = key(1, at_least(1))
+    # False: greedy, whatever the temperature.
+    do_sample: bool = False
+
+
+@dataclass
+class ServerConfig(SamplingConfig):
+    """What the servers of the policy, of a judge and of `scalerl generate` have in common."""
+
+    # The engine.
+    name: str = key("sglang", one_of(*ROLLOUT_NAMES))
+    seed: int = key(42, at_least(0))
+    # Devices of one replica.
+    tensor_model_parallel_size: int = key(1, at_least(1))
+    # null: as many as fit on the servers' devices.
+    num_replicas: int | None = key(None, or_null(at_least(1)))
+    dtype: str = key("bfloat16", DTYPE)
+    # Share of the device's memory for the server's weights and KV cache (GPU only).
+    gpu_memory_utilization: float = key(0.85, above(0, below=1, example=0.5))
+    # Requests that one replica runs at a time.
+    max_num_seqs: int = key(256, at_least(1))
+    # Seconds that a server may take to start.
+    start_timeout_s: float = key(600.0, above(0))
+    # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
+    request_timeout_s: float = key(600.0, above(0))
+    # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
+    max_restarts: int = key(3, at_least(0))
+    # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
+    engine_kwargs: dict[str, Any] = key({"sglang": {}}, server_args(ROLLOUT_NAMES))
+
+
+@dataclass
+class ProgramConfig:
+    """What makes a sample (docs/extending.md)."""
+
+    # Python file with a program of your own: several turns, tools; null: one answer to the prompt.
+    path: str | None = key(None, or_null(TEXT))
+    # The async function; it is called with prompt, servers and tools.
+    name: str = key("program", TEXT)
+
+
+@dataclass
+class RolloutConfig(ServerConfig):
+    """The servers of the policy."""
+
+    # Samples per prompt.
+    n: int = key(1, at_least(1))
+    # Generate max_response_length tokens, whatever comes.
+    ignore_eos: bool = False
+    # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
+    num_replicas: int | None
+    gpu_memory_utilization: float = 0.5
+    # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
+    # token with the version of its own. Needs trainer.max_staleness.
+    partial_rollout: bool = False
+    # Release the server's KV cache and weights while the trainer computes (GPU only; servers with devices of their own
+    # keep them).
+    free_cache_engine: bool = True
+    # The servers' own devices; required with hybrid_engine=false.
+    resource_pool: RolloutPoolConfig = field(default_factory=RolloutPoolConfig)
+    # MB of the buffer through which weights go to the servers.
+    update_weights_bucket_megabytes: int = key(512, at_least(1))
+    # How weights reach the servers. shared: through the memory of the devices that trainer and servers share;
+    # broadcast: over the network (NCCL, on a CPU gloo); disk: through files in weight_transport_dir;
+    # auto: shared with hybrid_engine, else broadcast.
+    weight_transport: str = key("auto", one_of("auto", "shared", "broadcast", "disk"))
+    # Directory on a file system that all nodes share, with room for two copies of the weights; for disk alone.
+    weight_transport_dir: str | None = key(None, or_null(TEXT))
+    # Compare per-tensor checksums of server and trainer after the first 3 syncs of a run, after those to a restarted
+    # server, and after every k-th; 0 never.
+    verify_weights_every: int = key(10, at_least(0))
+    # Seconds that all samples of a step, or of a validation, may take with their rewards; restarts of lost servers are
+    # not counted.
+    generation_timeout_s: float = key(7200.0, above(0))
+    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+
+@dataclass
+class GenerationRolloutConfig(ServerConfig):
+    """The servers of `scalerl generate`."""
+
+    # 0: greedy.
+    temperature: float = key(ServerConfig.temperature, at_least(0))
+    # Generate response_length tokens, whatever comes.
+    ignore_eos: bool = False
+    # Tokens of a prompt, chat template included.
+    prompt_length: int = key(1024, at_least(1))
+    # Tokens of a response.
+    response_length: int = key(1024, at_least(1))
+    # null: as many as fit on the devices (trainer.nnodes x n_gpus_per_node / tensor_model_parallel_size).
+    num_replicas: int | None

@@ -1,0 +1,111 @@
+"""The `trainer` sections: names, trackers, devices, steps, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scalerl.config.schema.devices import DevicesConfig
+from scalerl.config.schema.fields import key, same_as
+from scalerl.config.value_checks import SAVE_FREQ, TEXT, TEXTS, above, all_or_at_least, at_least, one_of, or_null
+
+# Tracking backends that are scalerl's own.
+LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
+
+
+@dataclass
+class UserFilesConfig:
+    """The key of every program that looks up names which a file of the user's own may register."""
+
+    # Python files of your own that register estimators, losses, reward managers, rewards or tracking backends; imported
+    # before their names are looked up, in the driver and in every process that uses them (docs/extending.md).
+    import_files: list[str] = key([], TEXTS)
+
+
+@dataclass
+class RunConfig(UserFilesConfig, DevicesConfig):
+    """What `scalerl train` and `scalerl sft` have in common."""
+
+    project_name: str = key("scalerl", TEXT)
+    experiment_name: str = key("default", TEXT)
+    # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
+    # metrics.tracking.register_backend.
+    logger: list[str] = key(["console", "mlflow"], TEXTS)
+    # null: a SQLite file in default_local_dir.
+    mlflow_tracking_uri: str | None = key(None, or_null(TEXT))
+    total_epochs: int = key(1, at_least(1))
+    # null: total_epochs of the data.
+    total_training_steps: int | None = key(None, or_null(at_least(1)))
+    # Steps between checkpoints; the last step has one, too. -1: the last step alone; 0: none, and the trained weights
+    # are lost. A run that is asked to stop saves in any case.
+    save_freq: int = key(-1, SAVE_FREQ)
+    # Steps between validations; -1: none in between.
+    test_freq: int = key(-1, all_or_at_least(1))
+    # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
+    default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
+    # auto: go on from the newest checkpoint in default_local_dir, if there is one; disable: begin anew; resume_path: go
+    # on from resume_from_path.
+    resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
+    # A global_step_N directory, for resume_mode=resume_path alone.
+    resume_from_path: str | None = key(None, or_null(TEXT))
+    # Newest checkpoints that stay; null keeps all.
+    max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
+    # Seconds that writing or reading a checkpoint, as a whole, may take.
+    save_timeout_s: float = key(3600.0, above(0))
+
+
+@dataclass
+class CustomFitConfig:
+    # Python file with a training loop of your own; null: scalerl.trainer.ppo.fit. The trainer ranks import it too, for
+    # what it has for them (docs/extending.md).
+    path: str | None = key(None, or_null(TEXT))
+    # The function; it is called with the run.
+    name: str = key("fit", TEXT)
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """`trainer` of `scalerl train`."""
+
+    # First steps in which the critic learns and the actor does not.
+    critic_warmup: int = key(0, at_least(0))
+    # Updates of the policy between a sample's first token and the step that trains on it, at most. 0: every step
+    # waits for samples of the policy that it trains. 1 with hybrid_engine=false: the servers generate the next step's
+    # samples meanwhile. More: that many steps ahead.
+    max_staleness: int = key(0, at_least(0))
+    # Validate before the first step.
+    val_before_train: bool = True
+    # Validate, and train nothing; the metrics go to a run of their own, in val_only of default_local_dir.
+    val_only: bool = False
+    # A checkpoint holds actor and critic and goes as a whole, so this must be max_actor_ckpt_to_keep.
+    max_critic_ckpt_to_keep: int | None = key(same_as("trainer.max_actor_ckpt_to_keep"), or_null(at_least(1)))
+    # Validation samples shown in the tracker's table.
+    log_val_generations: int = key(0, at_least(0))
+    # null: no dump. Directory for one parquet of samples per step.
+    rollout_data_dir: str | None = key(None, or_null(TEXT))
+    # Steps between dumps in rollout_data_dir, and at the end.
+    rollout_data_freq: int = key(1, at_least(1))
+    # Samples per step that are listed beside the dump of rollout_data_dir: those with the tokens on whose log-probs
+    # sampler and trainer differ most; 0: none.
+    rollout_data_outliers: int = key(8, at_least(0))
+    custom_fit: CustomFitConfig = field(default_factory=CustomFitConfig)
+
+
+@dataclass
+class SFTTrainerConfig(RunConfig):
+    """`trainer` of `scalerl sft`."""
+
+    experiment_name: str = "sft"
+    max_actor_ckpt_to_keep: int | None = 1
+
+
+@dataclass
+class GenerationTrainerConfig(DevicesConfig):
+    """`trainer` of `scalerl generate`."""
+
+    # Seconds that starting the servers may take before the run stops.
+    timeout_s: float
+
+
+@dataclass
+class EvalTrainerConfig(UserFilesConfig):
+    """`trainer` of `scalerl eval`."""

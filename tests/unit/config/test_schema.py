@@ -1,0 +1,133 @@
+"""The dataclasses of the configuration: each default is written once, and a section keeps what it extends."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from omegaconf import OmegaConf
+
+from scalerl.config import help_text, schema
+from scalerl.config.help import SCHEMAS, key_docs
+from scalerl.config.keys import leaves
+from scalerl.config.schema import domain_violations, domains_of
+from scalerl.config.schema.actor import PPOModelConfig
+from scalerl.config.schema.fields import key
+from scalerl.config.value_checks import TEXTS, at_least
+
+# (key, default) that several sections give -> how many do, and why they do not share it.
+COPIES = {
+    ("dtype", "bfloat16"): (2, "of the trainer and of a server, which may differ"),
+    ("enable", "False"): (4, "each switches something else on"),
+    ("ignore_eos", "False"): (2, "a judge's server has no such key"),
+    ("n", "1"): (2, "samples per prompt in training and in validation, which may differ"),
+    ("path", "???"): (2, "of a model and of rows"),
+    ("path", "None"): (4, "a model, a reward function, a loop and a dataset of the user's own"),
+    ("seed", "42"): (3, "of the order of the data, of the model and of what a server draws"),
+    ("tensor_model_parallel_size", "1"): (2, "of the trainer and of a server, which may differ"),
+}
+
+
+def sections() -> Iterator[type]:
+    for module in pkgutil.iter_modules(schema.__path__):
+        for cls in vars(importlib.import_module(f"{schema.__name__}.{module.name}")).values():
+            if dataclasses.is_dataclass(cls) and cls.__module__ == f"{schema.__name__}.{module.name}":
+                yield cls
+
+
+def written_defaults(section: type) -> Iterator[tuple[str, str]]:
+    """(key, default) of each default in the section's own lines; `key(Other.name, ...)` writes none."""
+    (declaration,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(declaration, ast.ClassDef)
+    by_name = {field.name: field for field in dataclasses.fields(section)}
+    for line in declaration.body:
+        if not isinstance(line, ast.AnnAssign) or line.value is None:
+            continue
+        refers = isinstance(line.value, ast.Call) and line.value.args and isinstance(line.value.args[0], ast.Attribute)
+        declared = by_name[line.target.id]
+        is_plain = declared.default_factory is dataclasses.MISSING
+        default = declared.default if is_plain else declared.default_factory()
+        if not refers and not dataclasses.is_dataclass(default):
+            yield declared.name, str(default)
+
+
+def test_a_default_is_written_once_or_there_is_a_reason() -> None:
+    owners = defaultdict(list)
+    for section in sections():
+        for written in written_defaults(section):
+            owners[written].append(section.__name__)
+    assert len(owners) > 150
+    copies = {written: names for written, names in owners.items() if len(names) > 1}
+    assert {written: len(names) for written, names in copies.items()} == {
+        written: count for written, (count, _) in COPIES.items()
+    }, copies
+
+
+def test_the_sections_that_are_counted_are_those_of_the_programs() -> None:
+    counted = set(sections())
+    for program in SCHEMAS.values():
+        assert {leaf.owner for leaf in leaves(program)} <= counted
+
+
+@dataclass
+class Base:
+    # Number of them.
+    count: int = key(3, at_least(2))
+    parts: list[str] = key(["a"], TEXTS)
+
+
+@dataclass
+class MoreWords(Base):
+    # Another comment.
+    count: int
+
+
+@dataclass
+class OtherDefault(Base):
+    count: int = 5
+
+
+@dataclass
+class OtherDomain(Base):
+    count: int = key(Base.count, at_least(0))
+
+
+@pytest.mark.parametrize(("section", "default", "low"), [(MoreWords, 3, 2), (OtherDefault, 5, 2), (OtherDomain, 3, 0)])
+def test_a_key_that_is_declared_again_keeps_what_it_does_not_change(section: type, default: int, low: int) -> None:
+    assert section().count == default
+    assert domains_of(section)["count"].limit == f"at least {low}"
+    assert list(domain_violations(section(count=low))) == []
+    ((name, text),) = domain_violations(section(count=low - 1), "a.")
+    assert name == "a.count"
+    assert text == f"a.count = {low - 1}: must be at least {low}; set for example a.count={low}"
+    assert OmegaConf.structured(section).count == default
+
+
+def test_a_list_as_default_is_each_instances_own() -> None:
+    Base().parts.append("b")
+    assert Base().parts == ["a"]
+
+
+def test_the_example_of_a_domain_without_one_is_the_default() -> None:
+    domain = domains_of(schema.RewardModelConfig)["timeout_s"]
+    assert domain.limit == "above 0" and domain.example == "60"
+
+
+def test_help_shows_what_a_key_may_be() -> None:
+    docs = {doc.key: doc for doc in key_docs("ppo")}
+    assert docs["trainer.device"].domain == "one of auto, cuda, cpu"
+    # The type says that it may be null.
+    assert docs["trainer.total_training_steps"].domain == "at least 1"
+    assert docs["data.shuffle"].domain == ""
+    # Of the section that it extends.
+    assert docs["critic.ppo_epochs"].domain == domains_of(PPOModelConfig)["ppo_epochs"].limit == "at least 1"
+    lines = help_text("ppo").splitlines()
+    assert "  trainer.total_training_steps (int | null: at least 1) = null" in lines
+    assert "  data.shuffle (bool) = true" in lines
