@@ -3,8 +3,8 @@
 A module holds the sections that belong together, and `programs` puts them together. Key names are those of verl where
 verl has the concept; a size says its unit in the comment above it.
 
-A section that extends another one has its keys. Where it declares one of them again, without a default, that only says
-more of it: default and domain stay. With a default, the domain stays, unless `key(...)` gives another.
+A section that extends another one has its keys. Where it declares one of them again, the domain stays unless `key(...)`
+gives another, and `Other.name` as default is the other section's: such a line only says more about the key.
 """
 
 from __future__ import annotations

@@ -125,11 +125,11 @@ class EvalDataConfig(ResponseFilesConfig):
     """`data` of `scalerl eval`."""
 
     # One path or URL, or a list of them (parquet, json, jsonl): what `scalerl generate` wrote, or the like.
-    path: Any
+    path: Any = ResponseFilesConfig.path
     # Column with the prompt's messages, for reward managers that look at them; may be missing.
-    prompt_key: str
+    prompt_key: str = ResponseFilesConfig.prompt_key
     # Column with a list of responses, or with one response.
-    response_key: str
+    response_key: str = ResponseFilesConfig.response_key
     # Column whose value picks the reward rule and groups the metrics.
     data_source_key: str = key("data_source", TEXT)
     # Column with {"ground_truth": ...}.

@@ -34,10 +34,10 @@ class ResourcePoolConfig:
 @dataclass
 class RolloutPoolConfig(ResourcePoolConfig):
     # Nodes whose devices are the servers' alone; 0: they share the trainer's.
-    nnodes: int
+    nnodes: int = ResourcePoolConfig.nnodes
 
 
 @dataclass
 class JudgePoolConfig(ResourcePoolConfig):
     # Nodes whose devices are the judge's alone; required with judge.enable.
-    nnodes: int
+    nnodes: int = ResourcePoolConfig.nnodes

@@ -25,13 +25,13 @@ class CustomRewardFunctionConfig:
 class ScoringModelConfig(OptionalModelConfig):
     # Directory of a model with a score head of one number (architectures *ForSequenceClassification) and the policy's
     # tokenizer; required with reward_model.enable.
-    path: str | None
+    path: str | None = OptionalModelConfig.path
 
 
 @dataclass
 class JudgeModelConfig(OptionalModelConfig):
     # Directory of a language model, with a tokenizer and chat template of its own; required with judge.enable.
-    path: str | None
+    path: str | None = OptionalModelConfig.path
 
 
 @dataclass
@@ -59,7 +59,7 @@ class JudgeConfig(ServerConfig):
     # 0: greedy.
     temperature: float = key(0.0, at_least(0))
     # null: as many as fit on resource_pool.
-    num_replicas: int | None
+    num_replicas: int | None = ServerConfig.num_replicas
     resource_pool: JudgePoolConfig = field(default_factory=JudgePoolConfig)
 
 
@@ -112,4 +112,4 @@ class EvalRewardConfig(RewardManagerConfig):
 
     # stop: a reward function that raises, hangs or returns NaN ends the program. zero: the response scores 0 and is
     # counted.
-    on_error: str
+    on_error: str = RewardManagerConfig.on_error

@@ -87,7 +87,7 @@ class RolloutConfig(ServerConfig):
     # Generate max_response_length tokens, whatever comes.
     ignore_eos: bool = False
     # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
-    num_replicas: int | None
+    num_replicas: int | None = ServerConfig.num_replicas
     gpu_memory_utilization: float = 0.5
     # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
     # token with the version of its own. Needs trainer.max_staleness.
@@ -128,4 +128,4 @@ class GenerationRolloutConfig(ServerConfig):
     # Tokens of a response.
     response_length: int = key(1024, at_least(1))
     # null: as many as fit on the devices (trainer.nnodes x n_gpus_per_node / tensor_model_parallel_size).
-    num_replicas: int | None
+    num_replicas: int | None = ServerConfig.num_replicas

@@ -103,7 +103,7 @@ class GenerationTrainerConfig(DevicesConfig):
     """`trainer` of `scalerl generate`."""
 
     # Seconds that starting the servers may take before the run stops.
-    timeout_s: float
+    timeout_s: float = DevicesConfig.timeout_s
 
 
 @dataclass

@@ -43,18 +43,18 @@ def sections() -> Iterator[type]:
 
 
 def written_defaults(section: type) -> Iterator[tuple[str, str]]:
-    """(key, default) of each default in the section's own lines; `key(Other.name, ...)` writes none."""
+    """(key, default) of each default in the section's own lines; `Other.name` and `key(Other.name, ...)` write none."""
     (declaration,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(declaration, ast.ClassDef)
     by_name = {field.name: field for field in dataclasses.fields(section)}
     for line in declaration.body:
         if not isinstance(line, ast.AnnAssign) or line.value is None:
             continue
-        refers = isinstance(line.value, ast.Call) and line.value.args and isinstance(line.value.args[0], ast.Attribute)
+        value = line.value.args[0] if isinstance(line.value, ast.Call) and line.value.args else line.value
         declared = by_name[line.target.id]
         is_plain = declared.default_factory is dataclasses.MISSING
         default = declared.default if is_plain else declared.default_factory()
-        if not refers and not dataclasses.is_dataclass(default):
+        if not isinstance(value, ast.Attribute) and not dataclasses.is_dataclass(default):
             yield declared.name, str(default)
 
 
@@ -86,7 +86,7 @@ class Base:
 @dataclass
 class MoreWords(Base):
     # Another comment.
-    count: int
+    count: int = Base.count
 
 
 @dataclass
