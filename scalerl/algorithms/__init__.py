@@ -1,4 +1,4 @@
-"""Advantages, losses and KL in pure torch, chosen by name."""
+"""Advantage estimators, losses and KL penalties in pure torch, which a configuration selects by name."""
 
 from scalerl.algorithms import policy_losses as _policy_losses
 from scalerl.algorithms import token_advantages as _token_advantages

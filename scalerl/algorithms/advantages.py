@@ -1,6 +1,6 @@
-"""Advantage estimators by name, and those that need one score per sample (outcome rewards).
+"""Registry of advantage estimators, and the estimators that need one score per sample (outcome rewards).
 
-Estimators of single tokens are in `token_advantages`.
+The estimators that give each token its own advantage are in `token_advantages`.
 Dims: S samples, G groups (samples of one prompt, known by their uid, in any order), T packed tokens.
 """
 
@@ -23,20 +23,20 @@ from scalerl.user_code import UserCodeError, called, on_forget, place_of
 _REGISTRY: Registry[Callable[..., Any]] = Registry(ESTIMATORS)
 adv_estimator_names = _REGISTRY.names
 
-# Column of tokens that a critic gives: a run has one if its estimator needs it.
+# Token column that a critic computes: a run has a critic if its estimator needs this column.
 VALUES = "values"
 GRPO_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """What a name stands for.
+    """A registered advantage estimator: its function, and what a caller has to know to call it.
 
     per_token False: function(scores_S, uids_S, config, **columns) -> advantages [S], the same for all sampled tokens
     of a sample.  True: function(rewards_T, response_mask_T, cu_seqlens, config, **columns) -> (advantages [T], returns
     [T]), on each data-parallel rank for its samples.
-    needs: columns of the batch that it gets by name: of samples [S]; per_token also the critic's `values` [T].
-    whiten: advantages of tokens are whitened over the whole step afterwards.
+    needs: batch columns that are passed by name: sample columns [S]; with per_token also the critic's `values` [T].
+    whiten: token advantages are whitened over the whole step afterwards.
     """
 
     function: Callable[..., Any]
@@ -45,21 +45,24 @@ class AdvantageEstimator:
     whiten: bool = False
 
     def __call__(self, *args: Any, **columns: Any) -> Any:
-        """Raises UserCodeError for a function of the user's that raises, or any that returns something else."""
+        """Calls the function and checks its result.
+
+        Raises UserCodeError if a user's function raises, or if the result has another type or shape than documented.
+        """
         key = "algorithm.adv_estimator"
-        found = called(self.function, key, *args, **columns)
-        parts = found if self.per_token and isinstance(found, tuple) else (found,)
+        result = called(self.function, key, *args, **columns)
+        parts = result if self.per_token and isinstance(result, tuple) else (result,)
         for name, part in zip(("advantages", "returns") if self.per_token else ("advantages",), parts, strict=False):
             check_result(self.function, f"{key}, {name}", part, args[0])
         if self.per_token and len(parts) != 2:
             raise UserCodeError(f"{key}: {place_of(self.function)} must return two tensors, advantages and returns")
-        return found
+        return result
 
 
 def register_adv_est(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
     """Decorator of fn(scores_S, uids_S, config, **columns) -> advantages_S; see `AdvantageEstimator`.
 
-    Raises ValueError for a `needs` with values, which are of tokens.
+    Raises ValueError if `needs` has "values", which is a token column.
     """
     if VALUES in needs:
         raise ValueError(
@@ -91,7 +94,7 @@ def _register(name: str, *, needs: tuple[str, ...], **traits: Any) -> Callable[[
 
 
 def get_adv_estimator(name: str) -> AdvantageEstimator:
-    """Raises ValueError naming the known ones."""
+    """The estimator registered as `name`.  Raises ValueError naming the known estimators."""
     return AdvantageEstimator(_REGISTRY.get(name), **_REGISTRY.traits(name))
 
 
@@ -181,7 +184,10 @@ def reinforce_plus_plus_baseline(
 
 
 def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:
-    """[S] as `whiten_selected` would give on every token of its sample. Fewer than two tokens have variance 0."""
+    """[S] the values whitened as `whiten_selected` would if each of a sample's tokens had its value.
+
+    Fewer than two tokens in all have variance 0.
+    """
     total = num_tokens_S.sum()
     mean = (values_S * num_tokens_S).sum() / total.clamp(min=1)
     squares = ((values_S - mean).square() * num_tokens_S).sum()
@@ -190,7 +196,7 @@ def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:
 
 
 def _divisor(groups: _Groups, centred_S: Tensor, config: AlgorithmConfig) -> Tensor:
-    """[S] std_g + 1e-6, or 1 without `norm_adv_by_std_in_grpo`."""
+    """[S] what GRPO divides by: std_g + 1e-6, or 1 without `norm_adv_by_std_in_grpo`."""
     if not config.norm_adv_by_std_in_grpo:
         return torch.ones_like(centred_S)
     std_S = (groups.sums(centred_S.square()) / (groups.counts_G - 1).clamp(min=1)).sqrt()[groups.number_S]
@@ -198,7 +204,10 @@ def _divisor(groups: _Groups, centred_S: Tensor, config: AlgorithmConfig) -> Ten
 
 
 class _Groups:
-    """Scores by group. scores_S: [S] float64.  number_S: [S] group of each sample.  counts_G, counts_S: its size."""
+    """Scores of samples and the groups they belong to.
+
+    scores_S: [S] float64.  number_S: [S] group of each sample.  counts_G, counts_S: samples in the group.
+    """
 
     def __init__(self, scores_S: Tensor, uids_S: np.ndarray) -> None:
         uids_S = np.asarray(uids_S)
@@ -217,16 +226,16 @@ class _Groups:
         self.counts_S = self.counts_G[self.number_S]
 
     def sums(self, values_S: Tensor) -> Tensor:
-        """[G]."""
+        """[G] sum of the values of each group's samples."""
         return torch.zeros(len(self.counts_G), dtype=torch.float64).index_add_(0, self.number_S, values_S)
 
     def extreme(self, values_S: Tensor, reduce: str) -> Tensor:
-        """[G]. reduce: amin | amax."""
-        found_G = torch.zeros(len(self.counts_G), dtype=torch.float64)
-        return found_G.scatter_reduce_(0, self.number_S, values_S, reduce=reduce, include_self=False)
+        """[G] smallest (reduce="amin") or largest (reduce="amax") value of each group's samples."""
+        extremes_G = torch.zeros(len(self.counts_G), dtype=torch.float64)
+        return extremes_G.scatter_reduce_(0, self.number_S, values_S, reduce=reduce, include_self=False)
 
     def centred(self, weights_S: Tensor | None = None) -> Tensor:
-        """[S] scores less their group's mean, weighted where weights are given; a group of one is left as it is."""
+        """[S] scores less their group's mean, weighted if weights are given; the score of a group of one is kept."""
         # The group's lowest score is taken off first, so that equal scores give a mean without rounding.
         shifted_S = self.scores_S - self.extreme(self.scores_S, "amin")[self.number_S]
         means_G = self.sums(shifted_S) / self.counts_G

@@ -1,4 +1,4 @@
-"""Off-policy correction: what a token counts for that the sampler and the trainer give different probabilities.
+"""Off-policy correction: weights and masks for tokens to which sampler and trainer give different probabilities.
 
 Log-ratio of a token: d = old_logprobs - rollout_logprobs = log(p_trainer / p_sampler). In terms of the configuration:
 
@@ -41,13 +41,13 @@ from scalerl.metrics.metric import Metric
 
 @dataclass(frozen=True)
 class Correction:
-    """Of one rank's sequences; no tensor has a gradient.
+    """Weights and mask that correct the policy loss of one rank's sequences; no tensor has a gradient.
 
     weights_T: [T] float32, factor of each token's policy loss; 0 where mask_T is False.
     mask_T: [T] bool, response_mask less what was rejected.
     num_loss_tokens_S: [S] int64, tokens of each sequence in mask_T; the loss divides by these counts.
     old_logprobs_T: [T], what the policy loss compares the updated policy with; 0 where the response mask is 0.
-    metrics: of `merge_metrics` over ranks; `rollout_corr_metrics` finishes them.
+    metrics: to be merged over ranks by `merge_metrics` and then finished by `rollout_corr_metrics`.
     """
 
     weights_T: Tensor
@@ -66,7 +66,9 @@ def correct(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Correction:
-    """Weights and mask of whole sequences, as `config` says; its defaults (all off) give weight 1 and the same mask.
+    """Computes the importance weights and the mask of whole sequences, as `config` says.
+
+    With the configuration's defaults (all off) every weight is 1 and the mask stays as it is.
 
     rollout_logprobs_T, old_logprobs_T: [T] float, of one temperature, without top-p or top-k renormalization; what they
     are where the mask is 0 does not matter.  old_logprobs_T None: only with bypass_mode.
@@ -88,20 +90,20 @@ def correct(
     old_N = sequences.select(old_logprobs_T.detach())
     log_ratio_N = old_N.double() - sequences.select(rollout_logprobs_T.detach()).double()
     weights_N, metrics = _weights(log_ratio_N, sequences, config, group)
-    keep_N, found = _keep(log_ratio_N, sequences, config)
+    keep_N, keep_metrics = _keep(log_ratio_N, sequences, config)
     return Correction(
         weights_T=sequences.scatter(torch.where(keep_N, weights_N, 0.0).float()),
         mask_T=sequences.scatter(keep_N),
         num_loss_tokens_S=sequences.sum(keep_N.long()),
         old_logprobs_T=sequences.scatter(old_N),
-        metrics=metrics | found,
+        metrics=metrics | keep_metrics,
     )
 
 
 def _weights(
     log_ratio_N: Tensor, sequences: Sequences, config: RolloutCorrectionConfig, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """[N] float64, before rejection."""
+    """[N] float64 importance weights before rejection, and their metrics."""
     level = config.rollout_is
     if level is None:
         return torch.ones_like(log_ratio_N), {}
@@ -125,7 +127,7 @@ def _weights(
 def _keep(
     log_ratio_N: Tensor, sequences: Sequences, config: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """[N] bool: tokens that pass every test and whose sequence is not vetoed."""
+    """[N] bool, True for tokens that pass every test and whose sequence is not vetoed; and the metrics of it."""
     keep_N = torch.ones_like(log_ratio_N, dtype=torch.bool)
     metrics: dict[str, Metric] = {}
     for option, bounds in rs_bounds(config).items():

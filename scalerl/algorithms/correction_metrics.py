@@ -1,7 +1,8 @@
-"""What a correction did, exactly, over any split of whole sequences. T packed tokens, S sequences, N sampled tokens.
+"""Metrics of an off-policy correction, the same for any split of the whole sequences over ranks.
 
-The functions here on each rank -> `merge_metrics` -> `rollout_corr_metrics` once. A rank without a token sends no mean
-and no extreme; docs/metrics.md defines the keys.
+Each rank calls the functions of this module, `merge_metrics` merges what they return over ranks, and
+`rollout_corr_metrics` is called once on the merged metrics. A rank without a token reports no mean and no extreme.
+docs/metrics.md defines the keys.  Dims: T packed tokens, S sequences, N sampled tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _SEQ_SQUARE = "rollout_corr_partial/rollout_is_seq_square"
 def weight_metrics(
     log_ratio_U: Tensor, weights_U: Tensor, weights_N: Tensor, sequences: Sequences, lower: float | None, upper: float
 ) -> dict[str, Metric]:
-    """rollout_corr/rollout_is_*, but for both std and effective sample size, which need the merged sums.
+    """Metrics rollout_corr/rollout_is_* except both std and the effective sample size, which need merged sums.
 
-    U: what has one weight: tokens, or sequences with a token.  lower None: weights over upper were truncated to it.
+    U: units that have one weight each: tokens, or sequences with a token.  lower None: weights over upper were
+    truncated to upper.
     """
     means_S = sequences.nonempty(sequences.mean(weights_N))
     high_U = log_ratio_U > math.log(upper)
@@ -46,7 +48,10 @@ def weight_metrics(
 def rejection_test_metrics(
     option: str, statistic_U: Tensor, low_U: Tensor, high_U: Tensor, reject_N: Tensor, sequences: Sequences
 ) -> dict[str, Metric]:
-    """rollout_corr/rollout_rs_{option}_*.  U: tokens for token_* options, else sequences with a token."""
+    """Metrics rollout_corr/rollout_rs_{option}_* of one rejection test.
+
+    U: tokens for token_* options, else sequences with a token.
+    """
     prefix = f"{_RS}_{option}"
     return {
         **_mean_and_extremes(prefix, statistic_U),
@@ -57,7 +62,7 @@ def rejection_test_metrics(
 
 
 def veto_metrics(catastrophic_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
-    """rollout_corr/rollout_is_{veto_fraction,catastrophic_token_fraction}."""
+    """Metrics rollout_corr/rollout_is_veto_fraction and rollout_is_catastrophic_token_fraction of the veto."""
     return {
         **_mean(f"{_IS}_veto_fraction", sequences.nonempty(sequences.any(catastrophic_N))),
         **_mean(f"{_IS}_catastrophic_token_fraction", catastrophic_N),
@@ -65,7 +70,7 @@ def veto_metrics(catastrophic_N: Tensor, sequences: Sequences) -> dict[str, Metr
 
 
 def rejection_metrics(keep_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
-    """rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction,num_dropped}: all tests and the veto together."""
+    """Metrics rollout_corr/rollout_rs_{masked_fraction,seq_masked_fraction,num_dropped}, of all tests and the veto."""
     dropped_S = sequences.nonempty(~sequences.any(keep_N))
     return {
         **_masked_fractions(_RS, ~keep_N, sequences),
@@ -74,27 +79,27 @@ def rejection_metrics(keep_N: Tensor, sequences: Sequences) -> dict[str, Metric]
 
 
 def rollout_corr_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
-    """`metrics` with the merged partial sums replaced by the metrics they stand for; others pass through.
+    """Replaces the merged partial sums in `metrics` by the metrics they stand for; all others are kept as they are.
 
-    rollout_corr/rollout_is_std, rollout_is_seq_std: of the weights, of the samples' means of them (population), before
-    batch normalization.
+    rollout_corr/rollout_is_std, rollout_is_seq_std: population standard deviation of the weights, and of the samples'
+    mean weights, before batch normalization.
     rollout_corr/rollout_is_eff_sample_size: (sum w)^2 / (n sum w^2), in (0, 1]; absent when all weights are 0.
     """
-    found: dict[str, Metric | float] = {}
+    finished: dict[str, Metric | float] = {}
     for prefix, square_key in ((_IS, _IS_SQUARE), (f"{_IS}_seq", _SEQ_SQUARE)):
         if square_key not in metrics:
             continue
         mean, square = (_value(metrics[key]) for key in (f"{prefix}_mean", square_key))
         variance = square - mean**2
         # Rounding can leave the difference of two equal numbers below 0; NaN stays NaN, it is the finding.
-        found[f"{prefix}_std"] = math.sqrt(0.0 if variance < 0 else variance)
+        finished[f"{prefix}_std"] = math.sqrt(0.0 if variance < 0 else variance)
         if prefix == _IS and square != 0:
-            found[f"{_IS}_eff_sample_size"] = mean**2 / square
-    return {key: metric for key, metric in metrics.items() if key not in (_IS_SQUARE, _SEQ_SQUARE)} | found
+            finished[f"{_IS}_eff_sample_size"] = mean**2 / square
+    return {key: metric for key, metric in metrics.items() if key not in (_IS_SQUARE, _SEQ_SQUARE)} | finished
 
 
 def _masked_fractions(prefix: str, reject_N: Tensor, sequences: Sequences) -> dict[str, Metric]:
-    """Share of tokens that are rejected, and of sequences with at least one such token."""
+    """Metrics of the share of rejected tokens, and of the share of sequences with at least one rejected token."""
     return {
         **_mean(f"{prefix}_masked_fraction", reject_N),
         **_mean(f"{prefix}_seq_masked_fraction", sequences.nonempty(sequences.any(reject_N))),

@@ -1,4 +1,7 @@
-"""Which tokens and responses are too far off to learn from. S sequences, N sampled tokens."""
+"""Tests that reject tokens and responses whose log-probs differ too much between sampler and trainer.
+
+Dims: S sequences, N sampled tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ def divergence(log_ratio_N: Tensor, kind: str) -> Tensor:
 
 
 def rejection_statistic(log_ratio_N: Tensor, sequences: Sequences, option: str) -> Tensor:
-    """What a test of rollout_rs looks at: [N] for token_*, [S] for seq_sum_*, seq_mean_*, seq_max_*.
+    """The statistic that a rollout_rs test compares with its bounds.
 
-    The `divergence` of the kind in its name, and its sum, mean or largest value over the sampled tokens of a sequence.
+    token_* options: [N] `divergence` of the kind that the option's name ends in.  seq_sum_*, seq_mean_*, seq_max_*:
+    [S] its sum, mean or largest value over the sampled tokens of each sequence.
     """
     level, _, kind = option.rpartition("_")
     values_N = divergence(log_ratio_N, kind)
@@ -44,7 +48,7 @@ def rejection_statistic(log_ratio_N: Tensor, sequences: Sequences, option: str) 
 
 
 def outside_bounds(statistic: Tensor, option: str, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """(too low, too high), bool in the shape of `statistic`; NaN is neither.
+    """Marks the values that are outside the bounds: (too low, too high), bool, shaped as `statistic`; NaN is neither.
 
     k1: the ratio exp(-statistic) = p_trainer / p_sampler is below the lower or above the upper bound (verl bounds the
     inverse).  k2, k3: never too low.

@@ -26,7 +26,7 @@ def aggregate_log_ratio(log_ratio_N: Tensor, sequences: Sequences, level: str) -
 
 
 def truncated_weights(log_ratio: Tensor, upper: float) -> Tensor:
-    """min(exp(log_ratio), upper), any shape, never overflows (TIS).
+    """Truncated importance weights (TIS): min(exp(log_ratio), upper), of any shape; they never overflow.
 
     Source: truncated importance sampling, Ionides 2008 (doi 10.1198/106186008X320456); for RL with a separate sampler:
     https://fengyao.notion.site/off-policy-rl
@@ -35,7 +35,7 @@ def truncated_weights(log_ratio: Tensor, upper: float) -> Tensor:
 
 
 def masked_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """exp(log_ratio) inside [lower, upper], 0 outside, any shape (MIS; by token it is IcePop).
+    """Masked importance weights (MIS; of tokens: IcePop): exp(log_ratio) inside [lower, upper], 0 outside, any shape.
 
     Source: MIS: https://richardli.xyz/rl-collapse ; IcePop, usually with [0.5, 5]: arXiv 2510.18855.
     """

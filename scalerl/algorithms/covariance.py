@@ -1,10 +1,10 @@
-"""Which tokens of a mini-batch have the greatest covariance of advantage and log-prob: for clip_cov and kl_cov.
+"""Selection of a mini-batch's tokens by the covariance of advantage and log-prob, for clip_cov and kl_cov.
 
 c_t = (A_t - mean A) (old_logprobs_t - mean old_logprobs), means over the loss tokens of the mini-batch over all ranks.
-The log-probs are those that the ratio compares with, which the step begins with: they are known before the first
-forward, so that no pass is spent on them and no layout or split into micro-batches changes the choice.
-Source: arXiv 2505.22617 section 4.1, which takes the log-probs of the update itself; on the first update of a step they
-are the same.
+The log-probs are the old ones, which the ratio divides by. They are known before the first forward, so no extra pass
+is needed, and neither the layout nor the split into micro-batches changes the choice.
+Source: arXiv 2505.22617 section 4.1, which takes the log-probs of the update itself; in the first update of a step
+both are equal.
 Dims: T packed tokens, C candidates of this rank.
 """
 
@@ -27,15 +27,15 @@ def select_tokens(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """[T] bool, of this rank's tokens of one mini-batch.
+    """[T] bool, True for this rank's selected tokens of one mini-batch.
 
     kl_cov: the max(1, int(kl_cov_ratio * num_loss_tokens)) tokens of greatest c.
-    clip_cov: max(1, int(clip_cov_ratio * num_loss_tokens)) of those with clip_cov_lb < c < clip_cov_ub, or all of them
-    where there are not as many: those of the smallest keys.
+    clip_cov: of the tokens with clip_cov_lb < c < clip_cov_ub, the max(1, int(clip_cov_ratio * num_loss_tokens)) with
+    the smallest keys, or all if there are fewer.
 
-    mask_T: loss tokens.  keys_T: [T] int64, pseudo-random and the same for a token on every layout (`token_keys`): they
-    decide between equals.  num_loss_tokens: of the mini-batch over all ranks.
-    group: data-parallel ranks, all of which must call, one without tokens as well.
+    mask_T: loss tokens.  keys_T: [T] int64 tie-breakers, pseudo-random and the same for a token on every layout
+    (`token_keys`).  num_loss_tokens: loss tokens of the mini-batch over all ranks.
+    group: data-parallel ranks, all of which must call, including a rank without tokens.
     """
     keep_T = mask_T != 0
     advantages, logprobs = advantages_T[keep_T].double(), old_logprobs_T[keep_T].double()
@@ -58,14 +58,14 @@ def select_tokens(
 
 
 def token_keys(samples: list[tuple[int, ...]], cu_seqlens: Tensor) -> Tensor:
-    """[T] int64 in [0, 2^62): a hash of the numbers that name a sample and of the token's place in it.
+    """[T] int64 in [0, 2^62): a hash of the numbers that identify a sample and of the token's position in it.
 
-    samples: [S] the same numbers for a sample on every layout.  cu_seqlens: [S + 1].
+    samples: [S] numbers that identify each sample, the same on every layout.  cu_seqlens: [S + 1].
     """
     lengths_S = cu_seqlens.diff()
     names_S = torch.tensor([_mix_numbers(numbers) for numbers in samples], dtype=torch.int64)
-    places_T = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(lengths_S)
-    return _mix(names_S.repeat_interleave(lengths_S) + places_T * _ODD) & _POSITIVE
+    positions_T = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].repeat_interleave(lengths_S)
+    return _mix(names_S.repeat_interleave(lengths_S) + positions_T * _ODD) & _POSITIVE
 
 
 def _count(ratio: float, num_tokens: int) -> int:
@@ -73,7 +73,7 @@ def _count(ratio: float, num_tokens: int) -> int:
 
 
 def _best(ranking_C: Tensor, keys_C: Tensor, count: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Indices of this rank's among the `count` of all ranks with the greatest (ranking, -key)."""
+    """Indices of this rank's candidates that are among the `count` of all ranks with the greatest (ranking, -key)."""
     order = _order(ranking_C, keys_C)[:count]
     if group is None or dist.get_world_size(group) == 1:
         return order
@@ -94,7 +94,7 @@ def _best(ranking_C: Tensor, keys_C: Tensor, count: int, group: dist.ProcessGrou
 
 
 def _order(ranking: Tensor, keys: Tensor) -> Tensor:
-    """Indices by falling ranking, then rising key."""
+    """Indices sorted by descending ranking, then by ascending key."""
     by_key = keys.argsort(stable=True)
     return by_key[ranking[by_key].argsort(descending=True, stable=True)]
 

@@ -1,4 +1,4 @@
-"""Advantages of single tokens, from a critic's values.
+"""Generalized advantage estimation: an advantage for each token, from a critic's values.
 
 Dims: S sequences, T tokens of prompts and responses end to end, R of them response tokens (mask not 0).
 """
@@ -24,13 +24,14 @@ def gae(
     t' is the sequence's next response token, whatever lies between (observations, tool output), with V_t' = A_t' = 0
     after the last one. What the columns hold at other tokens is ignored, NaN and rewards included.
 
-    rewards_T, values_T: [T] float; values_T as `MegatronEngine.values`, of the state in which token t was chosen.
+    rewards_T, values_T: [T] float; values_T as from `MegatronEngine.values`: value of the state in which token t was
+    chosen.
     response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers from 0 to T.  gamma, lam: in [0, 1].
     Returns (advantages [T], returns [T]) float32, 0 at other tokens, computed in float64, without gradient. Advantages
     are not whitened: `whiten_selected` does that, over a process group too.
     Raises ValueError for shapes that do not match, gamma or lam outside [0, 1], and a reward or value of a response
     token that is not finite.
-    Source: GAE (arXiv 1506.02438) eq. 16; the mask: the same on the sequence without its other tokens.
+    Source: GAE (arXiv 1506.02438) eq. 16, applied to the sequence without its masked tokens.
     """
     for name, factor in (("gamma", gamma), ("lam", lam)):
         if not 0.0 <= factor <= 1.0:
@@ -49,7 +50,7 @@ def gae(
 
 
 def rewards_at_last_token(scores_S: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] float32: each sequence's score on its last response token, 0 elsewhere; a sequence without any has no reward.
+    """[T] float32: each sequence's score at its last response token, 0 elsewhere (all 0 without response tokens).
 
     scores_S: [S] float.  response_mask_T, cu_seqlens: as `gae`.
     Raises ValueError for shapes that do not match and for a score that is not finite.
@@ -83,7 +84,10 @@ def _check_shapes(response_mask_T: Tensor, cu_seqlens: Tensor, columns: dict[str
 
 
 def _blocks(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(sequences, their tokens), about _BLOCK_TOKENS together: the passes over them stay in the processor's cache."""
+    """Splits the batch into (slice of sequences, slice of their tokens) of about _BLOCK_TOKENS tokens each.
+
+    Blocks of this size stay in the processor's cache from one pass to the next.
+    """
     bounds, start = cu_seqlens.tolist(), 0
     for stop in range(1, len(bounds)):
         if bounds[stop] - bounds[start] >= _BLOCK_TOKENS or stop == len(bounds) - 1:
@@ -92,7 +96,7 @@ def _blocks(cu_seqlens: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _response_tokens(response_mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(mask [T] bool, [S + 1] int64 bounds of the sequences among the R response tokens alone)."""
+    """The mask as [T] bool, and the [S + 1] int64 bounds of the sequences once other tokens are dropped."""
     keep_T = response_mask_T != 0
     before = torch.nn.functional.pad(keep_T.cumsum(0), (1, 0))
     return keep_T, before[(cu_seqlens - cu_seqlens[0]).long()]
@@ -111,7 +115,7 @@ def _check_finite(what: str, values_R: Tensor, cu_R: Tensor, first_row: int, cau
 
 
 def _advantages(rewards_R: Tensor, values_R: Tensor, cu_R: Tensor, gamma: float, lam: float) -> Tensor:
-    """[R] float64 A of sequences that are nothing but response tokens."""
+    """[R] float64 advantages of sequences that consist of response tokens only."""
     # Tokens from here to the end of the sequence, this one included.
     remaining_R = cu_R[1:].repeat_interleave(cu_R.diff()) - torch.arange(len(values_R), device=values_R.device)
     next_values_R = torch.where(remaining_R > 1, values_R.roll(-1), 0.0)
@@ -119,9 +123,9 @@ def _advantages(rewards_R: Tensor, values_R: Tensor, cu_R: Tensor, gamma: float,
 
 
 def _discounted_sums(values_R: Tensor, remaining_R: Tensor, discount: float) -> Tensor:
-    """[R] sum_k discount^k * values_{t+k} over the rest of each token's sequence. Works in place.
+    """[R] discounted sum of each token's and all later values of its sequence: sum_k discount^k * values_{t+k}.
 
-    Each round doubles how many tokens a sum reaches: log2(longest sequence) passes instead of one step per token.
+    Works in place. Each pass doubles the number of tokens in a sum: log2(longest sequence) passes, not one per token.
     """
     longest = int(remaining_R.max()) if len(remaining_R) else 0
     reach, weight = 1, discount

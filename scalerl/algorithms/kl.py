@@ -38,14 +38,14 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": _k3,
     "low_var_kl": _k3,
 }
-# With a + behind it: the same value, with another gradient.
+# A kind with a + appended has the same value and another gradient.
 KL_KINDS = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
 
 
 def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
-    """[T] `kl_penalty_forward`, with its gradient; of a kind that ends in +, with k2's: logprobs - ref_logprobs.
+    """[T] KL estimate of `kl_penalty_forward`; a kind that ends in + has the gradient of k2, logprobs - ref_logprobs.
 
-    The expected gradient of k2 is that of the KL (on-policy); of k1 it is 0, of k3 that of the reversed KL.
+    On-policy, the expected gradient of k2 is that of the KL; that of k1 is 0, that of k3 is that of the reversed KL.
     Raises ValueError as `kl_penalty_forward`.  Source: arXiv 2510.01555.
     """
     value_T = kl_penalty_forward(logprobs_T, ref_logprobs_T, kind)
@@ -56,11 +56,11 @@ def kl_penalty(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
 
 
 def kl_penalty_forward(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: str) -> Tensor:
-    """[T] estimate per token, with gradient to logprobs_T.  d = ref_logprobs - logprobs.
+    """[T] KL estimate of each token, with a gradient to logprobs_T.  d = ref_logprobs - logprobs.
 
     k1 | kl: -d (unbiased, either sign).  abs: |d|.  k2 | mse: d^2 / 2.
     k3 | low_var_kl: exp(d) - 1 - d with d in [-20, 20], result at most 10 (no gradient beyond a bound).
-    A + behind a kind changes nothing here.
+    A + at the end of a kind changes no value.
     Raises ValueError for another kind.  Source: J. Schulman, http://joschu.net/blog/kl-approx.html
     """
     if kind not in KL_KINDS:

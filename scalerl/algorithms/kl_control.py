@@ -1,4 +1,4 @@
-"""How much the KL to the reference weighs in the reward."""
+"""Controller of the weight that the KL to the reference model has in the reward."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from scalerl.config.schema import KLControlConfig
 
-# Largest relative error that one update answers.
+# An update treats a larger relative error as if it were this one.
 _ERROR_BOUND = 0.2
 
 
 @dataclass
 class KLController:
-    """coef: the weight. It stays (type fixed), or moves after each step (adaptive) so that the KL becomes target_kl:
+    """The weight of the KL in the reward, `coef`, and how it changes from step to step.
+
+    type fixed: coef stays as it is.  adaptive: after each step it moves so that the KL approaches target_kl:
 
     coef *= 1 + clip(KL / target_kl - 1, -0.2, 0.2) * samples / horizon.
     Source: arXiv 1909.08593 section 2.2.
@@ -26,7 +28,7 @@ class KLController:
         return cls(config, config.kl_coef)
 
     def update(self, kl: float, num_samples: int) -> None:
-        """kl: mean of the step, in nats per token."""
+        """Adapts coef after a step.  kl: mean over the step, in nats per token."""
         if self.config.type == "adaptive":
             error = min(max(kl / self.config.target_kl - 1.0, -_ERROR_BOUND), _ERROR_BOUND)
             self.coef *= 1.0 + error * num_samples / self.config.horizon
@@ -35,6 +37,6 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A fixed weight is the configuration's, which may have changed since."""
+        """Restores an adaptive weight; a fixed one stays as configured, since the configuration may have changed."""
         if self.config.type == "adaptive":
             self.coef = float(state["coef"])

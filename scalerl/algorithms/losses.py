@@ -25,7 +25,7 @@ _REGISTRY: Registry[PolicyLoss] = Registry(POLICY_LOSSES)
 get_policy_loss = _REGISTRY.get
 policy_loss_names = _REGISTRY.names
 
-# What a loss may ask for: `LossSequences`, and the column that `covariance.select_tokens` makes.
+# Extra arguments that a loss may need: `LossSequences`, and the column that `covariance.select_tokens` makes.
 SEQUENCES, SELECTED = "sequences", "selected"
 
 # exp(20) = 4.9e8: far beyond any clip range, far from overflow.
@@ -35,9 +35,9 @@ LOG_RATIO_BOUND = 20.0
 def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[PolicyLoss], PolicyLoss]:
     """Decorator of fn(logprobs_T, old_logprobs_T, advantages_T, config) -> (loss_T, {metric: values_T}).
 
-    Tokens without weight hold 0 in all three columns. needs: what the function also gets, by name: "sequences" (a
-    `LossSequences`), "selected" ([T] bool, the tokens of greatest covariance). Metrics are without gradient; what is
-    logged of one is its mean over loss tokens. The loss is aggregated by loss_agg_mode afterwards.
+    Tokens without weight hold 0 in all three columns. needs: further arguments, passed by name: "sequences" (a
+    `LossSequences`), "selected" ([T] bool, the tokens of greatest covariance). Metrics have no gradient; a metric's
+    mean over loss tokens is logged. The loss is aggregated by loss_agg_mode afterwards.
     """
     unknown = set(needs) - {SEQUENCES, SELECTED}
     if unknown:
@@ -47,16 +47,16 @@ def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[
 
 
 def policy_loss_needs(name: str) -> tuple[str, ...]:
-    """Of a registered loss."""
+    """The further arguments that a registered policy loss needs."""
     return _REGISTRY.traits(name)["needs"]
 
 
 @dataclass(frozen=True)
 class LossSequences:
-    """The whole sequences of a micro-batch, for losses with a ratio of the sequence.
+    """The whole sequences of a micro-batch, for losses whose ratio is that of a sequence.
 
-    keep_T: [T] bool, tokens with a weight.  sequence_T: [T] int64, number of each token's sequence.
-    num_sequences: tokens past the last sequence have this number.
+    keep_T: [T] bool, tokens with a weight.  sequence_T: [T] int64, index of each token's sequence; num_sequences for
+    tokens past the last one.
     """
 
     keep_T: Tensor
@@ -64,7 +64,7 @@ class LossSequences:
     num_sequences: int
 
     def mean(self, values_T: Tensor) -> Tensor:
-        """[T] float64: mean of values over the kept tokens of each token's sequence, with gradient; 0 without any."""
+        """[T] float64: mean of values over the kept tokens of each token's sequence, with gradient; 0 for none."""
         kept_T = torch.where(self.keep_T, values_T, 0.0).double()
         sums, counts = (
             torch.zeros(self.num_sequences + 1, dtype=torch.float64, device=values_T.device).index_add(
@@ -76,7 +76,7 @@ class LossSequences:
 
 
 def clip_bounds(config: ActorConfig) -> tuple[float, float]:
-    """(low, high): the ratio is clipped to [1 - low, 1 + high].
+    """The clip range (low, high) of the configuration: the ratio is clipped to [1 - low, 1 + high].
 
     clip_ratio sets both; clip_ratio_low and clip_ratio_high, when not null, override their side.
     """
@@ -86,7 +86,7 @@ def clip_bounds(config: ActorConfig) -> tuple[float, float]:
 
 
 def bounded_log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """[T] in [-20, 20]: a token beyond has no gradient through it."""
+    """[T] logprobs - old_logprobs, clamped to [-20, 20]; a token beyond the bounds has no gradient through it."""
     return (logprobs_T - old_logprobs_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
@@ -132,7 +132,7 @@ def check_loss_counts(
     *,
     section: str = "actor",
 ) -> None:
-    """Raises ValueError as `loss_weights` does. section: whose loss_agg_mode it is."""
+    """Raises ValueError as `loss_weights` does.  section: the configuration section that loss_agg_mode is in."""
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"{section}.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
     if loss_agg_mode == "seq-mean-token-sum-norm" and not (
@@ -154,14 +154,14 @@ def loss_weights(
     num_sequences: int,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """[T] float32 weights; 0 where the mask is 0 and past cu_seqlens[-1] (alignment padding).
+    """[T] float32 loss weight of each token; 0 where the mask is 0 and past cu_seqlens[-1] (alignment padding).
 
     response_mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers.  Both of one micro-batch of whole sequences.
     num_loss_tokens, num_sequences: loss tokens, and sequences with at least one, of the mini-batch over all ranks.
     token-mean: 1 / num_loss_tokens.  token-sum: 1.  seq-mean-token-sum: 1 / num_sequences.
     seq-mean-token-mean: 1 / (loss tokens of the sequence * num_sequences).
-    seq-mean-token-sum-norm: 1 / (loss_scale_factor * num_sequences), which alone reads loss_scale_factor.
-    Raises ValueError for another mode, a count below 1 and a loss_scale_factor that is missing or not over 0.
+    seq-mean-token-sum-norm: 1 / (loss_scale_factor * num_sequences); the other modes ignore loss_scale_factor.
+    Raises ValueError for another mode, a count below 1 and a needed loss_scale_factor that is missing or not over 0.
     """
     check_loss_counts(loss_agg_mode, num_loss_tokens, num_sequences, loss_scale_factor)
     divisor = {"token-mean": num_loss_tokens, "token-sum": 1}.get(loss_agg_mode, num_sequences)
@@ -187,13 +187,13 @@ def weighted_sum(values_T: Tensor, weights_T: Tensor) -> Tensor:
 def aggregated(
     values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, loss_agg_mode: str, loss_scale_factor: float | None = None
 ) -> Metric:
-    """One rank's part of values aggregated as a loss is; `merge_metrics` over ranks gives what one rank with all would.
+    """Aggregates one rank's values as a loss would be; `merge_metrics` over ranks gives the value of the whole batch.
 
-    Arguments as `loss_weights`. What a masked token holds does not count. Without a token: a mean of weight 0, a sum 0.
+    Arguments as `loss_weights`. Values of masked tokens are ignored. Without a token: a mean of weight 0, or a sum 0.
     """
     starts, mask = cu_seqlens.tolist(), mask_T != 0
     num_loss_tokens = int(mask[: starts[-1]].sum())
-    num_sequences = sum(bool(mask[at:end].any()) for at, end in pairwise(starts))
+    num_sequences = sum(bool(mask[start:end].any()) for start, end in pairwise(starts))
     if not num_loss_tokens:
         return Metric(0.0, "sum") if loss_agg_mode == "token-sum" else Metric(0.0, "mean", 0.0)
     weights_T = loss_weights(mask, cu_seqlens, loss_agg_mode, num_loss_tokens, num_sequences, loss_scale_factor)
@@ -204,6 +204,6 @@ def aggregated(
 
 
 def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T] int64 number of the sequence of each token; S for tokens past cu_seqlens[-1]."""
+    """[T] int64 index of each token's sequence; S for tokens past cu_seqlens[-1]."""
     positions_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions_T, right=True)

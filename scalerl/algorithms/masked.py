@@ -22,11 +22,13 @@ def masked_mean(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """sum(values * mask) / sum(mask) over `axis` (None: all); 0 where the mask is empty.
+    """Mean over the elements that the mask selects: sum(values * mask) / sum(mask) over `axis`; 0 for an empty mask.
 
-    values, mask: same shape; mask bool or non-negative weights.  Returns `values` reduced over `axis`.
-    group: the sums are over its ranks too, so that all of them return the same. Each must call, a rank without elements
-    as well; with an axis, results must have one shape. The gradient is that of the result by this rank's values.
+    values, mask: same shape; mask bool or non-negative weights.  axis None: all dims.  Returns `values` reduced over
+    `axis`.
+    group: process group over whose ranks the sums are taken too, so that all return the same. Every rank must call,
+    including one without elements; with an axis, their results must have the same shape. The gradient is that of the
+    result with respect to this rank's values.
     """
     _same_shape(values, mask)
     selected, weights = _select(values, mask)
@@ -37,9 +39,9 @@ def masked_mean(
 def masked_var(
     values: Tensor, mask: Tensor, unbiased: bool = True, *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Scalar variance over the elements of the mask; unbiased: divided by n - 1.  group: as `masked_mean`.
+    """Scalar variance of the elements that the mask selects; unbiased: divided by n - 1.  group: as `masked_mean`.
 
-    0 when the mask selects fewer than two elements (they have no spread), so that a shard with one token goes on.
+    0 when the mask selects fewer than two elements, so that a shard with one token gives no NaN.
     """
     _same_shape(values, mask)
     selected, weights = _select(values, mask)
@@ -51,9 +53,9 @@ def masked_var(
 
 
 def whiten_selected(values: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(values - mean) / sqrt(var + 1e-8) with mean and unbiased var over the mask; 0 outside the mask.
+    """Whitens the elements that the mask selects: (values - mean) / sqrt(var + 1e-8); 0 outside the mask.
 
-    group: as `masked_mean`.  Returns the shape of `values`.
+    mean and unbiased var are over the mask.  group: as `masked_mean`.  Returns the shape of `values`.
     """
     _same_shape(values, mask)
     selected, _ = _select(values, mask)
@@ -69,7 +71,7 @@ def _select(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def _sums(
     *parts: Tensor, axis: int | tuple[int, ...] | None = None, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, ...]:
-    """Each part summed over `axis`, and over the ranks of the group in one all-reduce."""
+    """Sums each part over `axis`, and over the ranks of the group in one all-reduce."""
     sums = torch.stack([part.sum() if axis is None else part.sum(dim=axis) for part in parts])
     return (sums if group is None else _SumOverRanks.apply(sums, group)).unbind()
 

@@ -1,4 +1,4 @@
-"""Objectives: what the engine minimizes on one packed micro-batch.
+"""Objectives: the losses that the engine minimizes on one packed micro-batch.
 
 Called as objective(logprobs_T, entropy_T | None, columns) -> (loss, metrics). Loss and metrics are sum-reducible: they
 are weighted with counts of the whole mini-batch, so their SUM over micro-batches and data-parallel ranks is the value
@@ -59,7 +59,7 @@ class PolicyObjective:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """Token columns that `columns` must hold, beside cu_seqlens."""
+        """Names of the token columns that `columns` must hold, beside cu_seqlens."""
         names = ["old_logprobs", "advantages", self._mask]
         names += ["rollout_is_weights"] if self.corrected else []
         names += ["ref_logprobs"] if self.actor_config.use_kl_loss else []
@@ -76,13 +76,15 @@ class PolicyObjective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss needs entropy_T with a gradient."""
+        """True if the loss needs entropy_T with a gradient."""
         return self.actor_config.entropy_coeff != 0.0
 
     def __call__(
         self, logprobs_T: Tensor, entropy_T: Tensor | None, columns: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """logprobs_T, entropy_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
+        """Returns the loss and its metrics.
+
+        logprobs_T, entropy_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
 
         Raises ValueError for a missing column, or missing entropy_T when entropy_coeff is not 0.
         """
@@ -130,26 +132,31 @@ class PolicyObjective:
         columns: dict[str, Tensor],
         keep_T: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Raises UserCodeError for a function of the user's that raises, or any that returns something else."""
+        """Calls the configured policy loss and checks its result.
+
+        Raises UserCodeError if a user's function raises, or if the result has another type or shape than documented.
+        """
         config, key = self.actor_config, "actor_rollout_ref.actor.policy_loss.loss_mode"
         function = get_policy_loss(config.policy_loss.loss_mode)
-        found = called(function, key, logprobs_T, old_logprobs_T, advantages_T, config, **self._more(columns, keep_T))
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        result = called(function, key, logprobs_T, old_logprobs_T, advantages_T, config, **self._more(columns, keep_T))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise UserCodeError(f"{key}: {place_of(function)} must return the loss [T] and a dict of metrics")
-        loss_T, metrics = found
+        loss_T, metrics = result
         for name, column in {"the loss": loss_T, **metrics}.items():
             check_result(function, f"{key}, {name}", column, logprobs_T)
         return loss_T, metrics
 
     def _more(self, columns: dict[str, Tensor], keep_T: Tensor) -> dict[str, Any]:
-        """What the policy loss asks for beside the four that all get."""
-        found: dict[str, Any] = {}
+        """The further arguments that the configured policy loss needs."""
+        more_arguments: dict[str, Any] = {}
         if SELECTED in self._loss_needs:
-            found[SELECTED] = columns[SELECTED]
+            more_arguments[SELECTED] = columns[SELECTED]
         if SEQUENCES in self._loss_needs:
             cu_seqlens = columns["cu_seqlens"]
-            found[SEQUENCES] = LossSequences(keep_T, sequence_of_token(cu_seqlens, len(keep_T)), len(cu_seqlens) - 1)
-        return found
+            more_arguments[SEQUENCES] = LossSequences(
+                keep_T, sequence_of_token(cu_seqlens, len(keep_T)), len(cu_seqlens) - 1
+            )
+        return more_arguments
 
 
 @dataclass(frozen=True)
@@ -176,7 +183,10 @@ class SFTObjective:
     def __call__(
         self, logprobs_T: Tensor, entropy_T: Tensor | None, columns: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """logprobs_T: [T] with gradient.  entropy_T: ignored.  columns: `token_columns` [T] and cu_seqlens [S + 1]."""
+        """Returns the loss and its metrics.
+
+        logprobs_T: [T] with gradient.  entropy_T: ignored.  columns: `token_columns` [T] and cu_seqlens [S + 1].
+        """
         require_columns(columns, (*self.token_columns, "cu_seqlens"))
         weights_T = loss_weights(
             columns["response_mask"], columns["cu_seqlens"], "token-mean", self.num_loss_tokens, num_sequences=1
@@ -191,13 +201,13 @@ def snapshot(value: Tensor) -> Tensor:
 
 
 def token_means(columns: dict[str, Tensor], keep_T: Tensor, num_loss_tokens: int) -> dict[str, Tensor]:
-    """{name: sum of the [T] column over keep_T, divided by the loss tokens of the mini-batch over all ranks}."""
+    """Means of [T] columns by name: their sum over keep_T, divided by the mini-batch's loss tokens over all ranks."""
     weights_T = keep_T.float() / num_loss_tokens
     return {name: snapshot(weighted_sum(values_T, weights_T)) for name, values_T in columns.items()}
 
 
 def require_columns(columns: dict[str, Tensor], names: tuple[str, ...]) -> None:
-    """Raises ValueError naming those that a micro-batch lacks."""
+    """Raises ValueError naming the columns that a micro-batch lacks."""
     missing = [name for name in names if name not in columns]
     if missing:
         raise ValueError(f"micro-batch lacks columns {missing}; it has {sorted(columns)}")

@@ -1,4 +1,4 @@
-"""Policy losses beside PPO's own (`losses.vanilla`). Dims: T packed tokens.
+"""Policy losses other than PPO's (`losses.vanilla`). Dims: T packed tokens.
 
 All of them: logprobs_T, old_logprobs_T, advantages_T [T], ActorConfig -> ([T] loss, {name: [T] values without
 gradient}). sg: without gradient. D = logprobs - old_logprobs in [-20, 20], r = exp(D). low, high: `losses.clip_bounds`.
@@ -21,7 +21,7 @@ Result = tuple[Tensor, dict[str, Tensor]]
 def gspo(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, sequences: LossSequences
 ) -> Result:
-    """PPO's clip on one ratio per sequence: s = exp(mean_t D), s_t = sg(s) exp(logprobs_t - sg(logprobs_t)).
+    """GSPO, PPO's clip of one ratio per sequence: s = exp(mean_t D), s_t = sg(s) exp(logprobs_t - sg(logprobs_t)).
 
     l = max(-A s_t, -A clip(s_t, 1 - low, 1 + high)). The mean is over the sequence's loss tokens. The paper aggregates
     by seq-mean-token-mean and clips at 3e-4 and 4e-4.
@@ -90,7 +90,7 @@ def gpg(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
     """l = -A logprobs + policy_loss.dro_beta / 2 (logprobs - old_logprobs)^2: a square in place of a clip.
 
-    The log-ratio is not bounded, so that a token however far off is pulled back.
+    The log-ratio is not bounded, so that a token is pulled back however far it has moved.
     Raises ValueError when dro_beta is not over 0.
     Source: DRO (arXiv 2405.19107), with advantages in place of reward - value.
     """
@@ -105,7 +105,7 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config
 def clip_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
 ) -> Result:
-    """l = max(-A r, -A clip(r, 1 - low, 1 + high)); 0, without gradient, for the selected tokens.
+    """PPO's loss without the selected tokens: l = max(-A r, -A clip(r, 1 - low, 1 + high)), 0 for the selected ones.
 
     selected: `covariance.select_tokens`, some of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub).
     actor/cov_selected_frac: 1 for those; actor/pg_clipfrac does not count them.
@@ -124,7 +124,7 @@ def clip_cov(
 def kl_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
 ) -> Result:
-    """l = -A r, and ppo_kl_coef |D| more for the selected tokens.
+    """Policy gradient with a KL penalty on the selected tokens: l = -A r, plus ppo_kl_coef |D| for those.
 
     selected: `covariance.select_tokens`, the tokens of greatest covariance.
     Source: arXiv 2505.22617 section 4.2 (KL-Cov).

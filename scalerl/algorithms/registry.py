@@ -1,4 +1,4 @@
-"""Named functions that a configuration key selects."""
+"""Registry of the functions that a configuration key selects by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(Generic[F]):
-    """name -> function. names: what the configuration knows of it."""
+    """Functions by name, of one kind.  names: the configuration's list of the registered names, kept up to date."""
 
     def __init__(self, names: RegisteredNames) -> None:
         self.known_names = names
@@ -24,10 +24,10 @@ class Registry(Generic[F]):
     def register(
         self, name: str, *, arguments: Sequence[str] = (), needs: Sequence[str] = (), **traits: Any
     ) -> Callable[[F], F]:
-        """Decorator. traits: what a caller must know of the function.
+        """Decorator that registers a function as `name`.  traits: facts about the function that `traits` returns.
 
-        arguments, needs: what the function is called with, the latter by name.
-        Raises ValueError when another has the name, and for a function that cannot be called so.
+        arguments, needs: the arguments that the function is called with, by position and by name.
+        Raises ValueError when another function has the name, and for a function that does not take these arguments.
         """
 
         def add(function: F) -> F:
@@ -52,25 +52,25 @@ class Registry(Generic[F]):
         self.known_names.forget(name)
 
     def get(self, name: str) -> F:
-        """Raises ValueError naming the known ones."""
+        """The function registered as `name`.  Raises ValueError naming the known functions."""
         if name in self._functions:
             return self._functions[name]
         raise ValueError(self.known_names.unknown(name))
 
     def traits(self, name: str) -> dict[str, Any]:
-        """As given to `register`."""
+        """The traits that `register` was given for `name`, with "needs" among them."""
         return self._traits[name]
 
     def names(self) -> list[str]:
         return sorted(self._functions)
 
 
-def check_result(function: Callable[..., Any], what: str, found: Any, like: Tensor) -> None:
-    """Raises UserCodeError, with the function's place, unless `found` is a tensor of numbers of the shape of `like`.
+def check_result(function: Callable[..., Any], what: str, result: Any, like: Tensor) -> None:
+    """Raises UserCodeError, with the function's place, unless `result` is a tensor of the shape of `like`.
 
-    what: the key that names the function, and which of its results this is.
+    what: the key that names the function, and which of its results is checked.
     """
-    if isinstance(found, Tensor) and found.shape == like.shape:
+    if isinstance(result, Tensor) and result.shape == like.shape:
         return
-    got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    got = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise UserCodeError(f"{what}: {place_of(function)} returned {got}; return a tensor of shape {list(like.shape)}")

@@ -1,4 +1,7 @@
-"""Sums over the sampled tokens of each sequence of a packed batch. T packed tokens, S sequences, N sampled tokens."""
+"""Reductions over the sampled tokens of each sequence of a packed batch.
+
+Dims: T packed tokens, S sequences, N sampled tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 
 class Sequences:
-    """The N tokens that a mask selects, and the sequence of each.
+    """The N tokens that a mask selects, and the sequence that each belongs to.
 
     mask_T: [T] bool or 0/1.  cu_seqlens: [S + 1] integers; tokens past cu_seqlens[-1] (alignment) are not selected.
     keep_T: [T] bool.  sequence_N: [N] int64.  counts_S: [S] int64.
@@ -30,37 +33,37 @@ class Sequences:
         self.counts_S = torch.bincount(self.sequence_N, minlength=self.num_sequences)
 
     def select(self, values_T: Tensor) -> Tensor:
-        """[N] of [T]."""
+        """[N] the values of the selected tokens."""
         return values_T[self.keep_T]
 
     def scatter(self, values_N: Tensor) -> Tensor:
-        """[T] of [N]; 0 at the other tokens."""
+        """[T] the values at the selected tokens, 0 at the others."""
         values_T = torch.zeros(len(self.keep_T), dtype=values_N.dtype, device=values_N.device)
         values_T[self.keep_T] = values_N
         return values_T
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """[S]; 0 for a sequence without a token."""
+        """[S] sum of each sequence's values; 0 for a sequence without a token."""
         return self._zeros(values_N).index_add_(0, self.sequence_N, values_N)
 
     def mean(self, values_N: Tensor) -> Tensor:
-        """[S]; 0 for a sequence without a token."""
+        """[S] mean of each sequence's values; 0 for a sequence without a token."""
         return self.sum(values_N) / self.counts_S.clamp(min=1)
 
     def max(self, values_N: Tensor) -> Tensor:
-        """[S]; 0 for a sequence without a token."""
+        """[S] largest of each sequence's values; 0 for a sequence without a token."""
         return self._zeros(values_N).scatter_reduce_(0, self.sequence_N, values_N, "amax", include_self=False)
 
     def any(self, flags_N: Tensor) -> Tensor:
-        """[S] bool."""
+        """[S] bool, True where any token of the sequence is flagged."""
         return self.sum(flags_N.double()) > 0
 
     def nonempty(self, values_S: Tensor) -> Tensor:
-        """[S or fewer]: of the sequences that have a token."""
+        """[S or fewer] the values of the sequences that have a token."""
         return values_S[self.counts_S > 0]
 
     def of_tokens(self, values_S: Tensor) -> Tensor:
-        """[N]: each token's sequence's value."""
+        """[N] for each token the value of its sequence."""
         return values_S[self.sequence_N]
 
     def _zeros(self, values_N: Tensor) -> Tensor:

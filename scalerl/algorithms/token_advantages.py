@@ -1,8 +1,8 @@
-"""Advantage estimators of single tokens. They run on the data-parallel rank that holds the samples.
+"""Advantage estimators that give each token its own advantage, on the data-parallel rank that holds the samples.
 
-All of them: rewards_T, response_mask_T [T], cu_seqlens [sequences + 1] -> (advantages [T], returns [T]) float32, 0 at
-other tokens. A token that the policy did not sample (observation, tool output) has no advantage and no reward, and
-neither discounts nor ends what comes after it. ValueError as `gae.gae`.
+Each takes rewards_T, response_mask_T [T] and cu_seqlens [sequences + 1], and returns (advantages [T], returns [T])
+float32, 0 at tokens outside the mask. A token that the policy did not sample (observation, tool output) has no
+advantage and no reward, and neither discounts nor ends the rewards after it. They raise ValueError as `gae.gae` does.
 Dims: T packed tokens, S sequences.
 """
 
@@ -20,7 +20,7 @@ from scalerl.config.schema import AlgorithmConfig
 def gae_of_critic(
     rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig, *, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gae.gae` with algorithm.gamma and algorithm.lam.  values: [T], the critic's."""
+    """GAE (`gae.gae`) with algorithm.gamma and algorithm.lam.  values: [T], the critic's."""
     return gae(rewards_T, values, response_mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam)
 
 
@@ -40,7 +40,7 @@ def reinforce_plus_plus(
 def remax(
     rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig, *, baseline_score: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A_t = R_t - b, R_t: sum of rewards from t on, b: score of the greedy response to the same prompt.
+    """A_t = R_t - b; R_t is the sum of rewards from t on, b the score of the greedy response to the same prompt.
 
     baseline_score: [S] b.  Raises ValueError for one that is not finite.
     Source: ReMax (arXiv 2310.10505) section 4.1.
@@ -58,6 +58,6 @@ def remax(
 
 
 def _returns(rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """[T] discounted sums of the rewards of this and the later sampled tokens."""
+    """[T] discounted sums of the rewards of each sampled token and those after it."""
     values_T = torch.zeros_like(rewards_T)
     return gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=gamma, lam=1.0)[0]

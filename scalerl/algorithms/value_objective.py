@@ -1,4 +1,4 @@
-"""What the engine minimizes when a critic learns. Dims: T packed tokens, S sequences."""
+"""The loss that the engine minimizes when a critic is trained. Dims: T packed tokens, S sequences."""
 
 from __future__ import annotations
 
@@ -46,11 +46,16 @@ class ValueObjective:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """Token columns that `columns` must hold, beside cu_seqlens. values: those of the step's beginning."""
+        """Names of the token columns that `columns` must hold, beside cu_seqlens.
+
+        `values` holds the values from before the step's first update.
+        """
         return ("values", "returns", "response_mask")
 
     def __call__(self, values_T: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """values_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
+        """Returns the loss and its metrics.
+
+        values_T: [T] with gradient.  columns: `token_columns` [T] and cu_seqlens [S + 1].
 
         Raises ValueError for a missing column.
         """
