@@ -1,4 +1,4 @@
-"""Tokens that a layout adds to what it packs, so that its ranks can share them evenly."""
+"""Padding tokens that a layout adds to sequences and micro-batches, so that its ranks can share them evenly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T", int, np.ndarray)
 
 @dataclass(frozen=True)
 class Alignment:
-    """A packed sequence takes a multiple of `sequence` tokens, a micro-batch one of `micro_batch`."""
+    """Multiples of tokens that a packed sequence (`sequence`) and a micro-batch (`micro_batch`) are padded to."""
 
     sequence: int = 1
     micro_batch: int = 1
@@ -25,13 +25,16 @@ class Alignment:
 
     @classmethod
     def of_layout(cls, *, tp_size: int, cp_size: int, sequence_parallel: bool) -> Alignment:
-        """As `config.alignment` says."""
+        """The alignment that a layout needs, by `config.alignment`."""
         return cls(*alignment(tp_size=tp_size, cp_size=cp_size, sequence_parallel=sequence_parallel))
 
     def of_sequences(self, num_tokens_S: np.ndarray) -> np.ndarray:
-        """[S] tokens that each sequence takes."""
+        """[S] tokens of each sequence with its padding."""
         return -(-num_tokens_S // self.sequence) * self.sequence
 
     def of_micro_batch(self, num_tokens: T) -> T:
-        """Tokens that a micro-batch takes (or each of [M]) whose sequences take num_tokens together."""
+        """Tokens of a micro-batch (or of each of [M]) with its padding.
+
+        num_tokens: the tokens of its padded sequences together.
+        """
         return -(-num_tokens // self.micro_batch) * self.micro_batch

@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 def lower_bound(sizes: np.ndarray, cap: int) -> int:
-    """A number of bins that no packing can go below.
+    """A number of bins that every packing needs at least.
 
-    The largest of: total size / cap; for every j, (items over cap / (j + 1)) / j, as at most j of those share a bin.
+    The largest of total size / cap and, for every j, (number of items over cap / (j + 1)) / j: at most j of those
+    items share a bin.
     """
     largest_first = np.sort(sizes[sizes > 0])[::-1]
     by_count = -(-np.arange(1, len(largest_first) + 1) // (cap // largest_first))
@@ -34,20 +35,20 @@ def bin_sums(bins: Sequence[Sequence[int]], values: np.ndarray) -> np.ndarray:
 
 
 def first_fit_decreasing(sizes: Sequence[int] | np.ndarray, cap: int) -> Bins:
-    """Items by decreasing size, each into the first bin with room; a new bin when there is none."""
+    """First-fit-decreasing packing: items by decreasing size, each into the first bin with room, or a new one."""
     return _fit_decreasing(np.asarray(sizes), cap, lambda room, index: index)
 
 
 def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, cap: int) -> Bins:
-    """Items by decreasing size, each into the fullest bin with room (the first of those); a new bin if none has."""
+    """Best-fit-decreasing packing: items by decreasing size, each into the fullest bin with room, or a new one."""
     return _fit_decreasing(np.asarray(sizes), cap, lambda room, index: (room, index))
 
 
 def _fit_decreasing(sizes: np.ndarray, cap: int, order: Callable[[int, int], Any]) -> Bins:
-    """Items by decreasing size, each into the bin with room that comes first by order(room, index)."""
+    """Packs items by decreasing size, each into the bin with room whose order(room, index) is smallest."""
     bins: Bins = []
     rooms: list[int] = []
-    # Bins with room for the item at hand. The others are parked, roomiest first: as items get smaller, they come back.
+    # ready: bins with room for the current item. The others are parked, roomiest first, until an item is small enough.
     ready: list[tuple[Any, int]] = []
     parked: list[tuple[int, int]] = []
     values = sizes.tolist()
@@ -74,11 +75,11 @@ def _fit_decreasing(sizes: np.ndarray, cap: int, order: Callable[[int, int], Any
 
 
 def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: float) -> Bins | None:
-    """Items by decreasing workload, each into the bin of least workload that has room (LPT); None when one has none."""
+    """Packs items by decreasing workload, each into the least loaded bin with room (LPT); None if an item fits none."""
     bins: Bins = [[] for _ in range(num_bins)]
     room = [cap] * num_bins
     heap = [(0.0, index) for index in range(num_bins)]
-    # Bins too full for an item wait here, roomiest first, until an item comes that may fit.
+    # Bins too full for an item wait here, roomiest first, until an item may fit.
     parked: list[tuple[float, float, int]] = []
     size_of, work_of = sizes.tolist(), workload.tolist()
     for item in np.argsort(-workload, kind="stable").tolist():
@@ -99,9 +100,9 @@ def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: fl
 
 
 def split_to(bins: Bins, workload: np.ndarray, num_bins: int) -> Bins:
-    """The same items in exactly num_bins bins, none empty: the heaviest bin of two or more items is halved until then.
+    """Splits bins until there are exactly num_bins, none empty: each time it halves the heaviest with several items.
 
-    A part of a bin fits where the bin fitted. Needs len(bins) <= num_bins <= number of items.
+    Part of a bin is within the cap if the bin was. Needs len(bins) <= num_bins <= number of items.
     """
     bins = [items for items in bins if items]
     if len(bins) == num_bins:
@@ -117,14 +118,14 @@ def split_to(bins: Bins, workload: np.ndarray, num_bins: int) -> Bins:
         assert halves is not None
         bins[index], new = ([items[i] for i in half] for half in halves)
         bins.append(new)
-        for at in (index, len(bins) - 1):
-            if len(bins[at]) > 1:
-                heapq.heappush(heap, (-float(workload[bins[at]].sum()), at))
+        for half in (index, len(bins) - 1):
+            if len(bins[half]) > 1:
+                heapq.heappush(heap, (-float(workload[bins[half]].sum()), half))
     return bins
 
 
 def pack(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int) -> Bins | None:
-    """Exactly num_bins bins, none empty, none over cap, with similar workload; None when no packing is found.
+    """Packs items into exactly num_bins bins of similar workload, none empty or over cap; None if it finds no packing.
 
     num_bins must not exceed the number of items.
     """
@@ -137,17 +138,17 @@ def pack(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int) -> Bi
 def fewest_bins(
     sizes: np.ndarray, cap: int, step: int, attempt: Callable[[int], T | None]
 ) -> tuple[T | None, Bins, int]:
-    """The smallest multiple of `step` bins for which a packing is found.
+    """Finds a packing with as few bins as it can, their number a multiple of `step`.
 
-    attempt(num_bins): a balanced packing, or None. It is asked for the lower bound; failing that, downwards from the
-    number that the decreasing heuristics need.
-    Returns (what attempt gave or None, the heuristics' bins or [] when they were not needed, number of bins).
+    attempt(num_bins): returns a balanced packing, or None. It is tried at the lower bound; if that fails, downwards
+    from the number that the decreasing heuristics need.
+    Returns (attempt's packing or None, the heuristics' bins or [] when they were not needed, number of bins).
     The number never exceeds first-fit-decreasing's rounded up to `step`, but may exceed the number of items.
     """
     lowest = round_up(lower_bound(sizes, cap), step)
-    found = attempt(lowest)
-    if found is not None:
-        return found, [], lowest
+    packing = attempt(lowest)
+    if packing is not None:
+        return packing, [], lowest
     bins = best_fit_decreasing(sizes, cap)
     if round_up(len(bins), step) > lowest:
         bins = min(first_fit_decreasing(sizes, cap), bins, key=len)
@@ -155,8 +156,8 @@ def fewest_bins(
     if count == lowest:
         return None, bins, count
     while count - step > lowest and (fewer := attempt(count - step)) is not None:
-        found, count = fewer, count - step
-    return (attempt(count) if found is None else found), bins, count
+        packing, count = fewer, count - step
+    return (attempt(count) if packing is None else packing), bins, count
 
 
 def round_up(value: int, step: int) -> int:
@@ -165,7 +166,7 @@ def round_up(value: int, step: int) -> int:
 
 
 def group_evenly(loads: np.ndarray, num_groups: int) -> Bins:
-    """Items into num_groups groups of equal count, by decreasing load into the lightest group that is not full."""
+    """Deals items into num_groups groups of equal count: by decreasing load, into the lightest group that has room."""
     per_group = len(loads) // num_groups
     groups: Bins = [[] for _ in range(num_groups)]
     heap = [(0.0, index) for index in range(num_groups)]

@@ -1,4 +1,4 @@
-"""The plan of a step: which sample trains in which micro-batch of which data-parallel rank.
+"""The plan of a step: the micro-batch and the data-parallel rank in which each sample trains.
 
 One plan serves every pass of the step (old log-probs, reference, update), so a sample stays on its rank.
 """
@@ -26,13 +26,13 @@ from scalerl.balance.refine import even_out
 
 MicroBatch = tuple[int, ...]
 NO_ALIGNMENT = Alignment()
-# Samples of a mini-batch from which on an attempt at packing takes a tenth of a second.
+# From this many samples of a mini-batch on, one attempt at packing takes a tenth of a second.
 _MANY = 65536
 
 
 @dataclass(frozen=True)
 class SizeKeys:
-    """Configuration keys, for errors: of the tokens of a micro-batch on one device, and of a mini-batch's samples."""
+    """Configuration keys that errors name: of the token budget of one device, and of a mini-batch's samples."""
 
     budget: str = "max_tokens_per_micro_batch"
     mini_batch: str = "the samples of a mini-batch"
@@ -43,12 +43,14 @@ DEFAULT_KEYS = SizeKeys()
 
 @dataclass(frozen=True)
 class StepPlan:
-    """micro_batches[dp_rank][mini_batch][micro_batch] = row indices of the step's batch, ascending.
+    """The rows that each data-parallel rank trains in each micro-batch of a step.
+
+    micro_batches[dp_rank][mini_batch][micro_batch] = row indices of the step's batch, ascending.
 
     All ranks have the same number of micro-batches in a mini-batch; none is empty; every row is in exactly one.
 
     lower_bounds: per mini-batch, micro-batches of each rank that no plan under the same rules can go below.
-    num_padded_tokens: that the layout's alignment adds to the batch in one pass, over all ranks.
+    num_padded_tokens: padding tokens that the layout's alignment adds to the batch in one pass, over all ranks.
     """
 
     micro_batches: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
@@ -65,15 +67,15 @@ class StepPlan:
 
     @property
     def num_micro_batches(self) -> tuple[int, ...]:
-        """Per mini-batch, of each rank."""
+        """Micro-batches of each rank, per mini-batch."""
         return tuple(len(mini_batch) for mini_batch in self.micro_batches[0])
 
     def rows(self, dp_rank: int) -> tuple[int, ...]:
-        """Rows of the rank in the order in which it trains them."""
+        """Rows of a rank in the order in which it trains them."""
         return tuple(row for mini in self.micro_batches[dp_rank] for micro in mini for row in micro)
 
     def local_micro_batches(self, dp_rank: int) -> tuple[tuple[MicroBatch, ...], ...]:
-        """[mini_batch][micro_batch] = positions in rows(dp_rank): for a shard that holds the rank's rows only."""
+        """[mini_batch][micro_batch] = positions in rows(dp_rank), for a shard that holds only the rank's rows."""
         position = 0
         minis = []
         for mini in self.micro_batches[dp_rank]:
@@ -98,14 +100,14 @@ def plan_step(
     devices_per_sequence: int = 1,
     keys: SizeKeys = DEFAULT_KEYS,
 ) -> StepPlan:
-    """Packs each mini-batch into as few micro-batches as found, none over the cap, and balances the ranks' workload.
+    """Packs each mini-batch into few micro-batches, none over the token budget, and balances the ranks' workload.
 
-    num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; together every row once.
+    num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; every row in exactly one.
     workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
-    micro_batch_multiple: micro-batches of a rank in a mini-batch are a multiple of it (virtual pipeline).
-    alignment: what the layout adds to sequences and micro-batches; it counts towards the cap.
+    micro_batch_multiple: the number of a rank's micro-batches in a mini-batch is a multiple of it (virtual pipeline).
+    alignment: padding of sequences and micro-batches by the layout; it counts towards the cap.
     devices_per_sequence: context parallelism, for errors: the configured budget is that of one device.
-    keys: what sets the cap and the samples of a mini-batch, for errors.
+    keys: configuration keys that set the cap and the samples of a mini-batch, for errors.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
@@ -142,7 +144,7 @@ def plan_step(
 def _plan_mini_batch(
     sizes: np.ndarray, workload: np.ndarray, dp_size: int, multiple: int, cap: int, number: int, keys: SizeKeys
 ) -> list[Bins]:
-    """[rank][micro-batch] = items."""
+    """The items of each micro-batch of each rank, as [rank][micro-batch] = items."""
     step = dp_size * multiple
     total, smallest = int(sizes.sum()), int(sizes.min())
     by_rank = least_loaded(np.zeros(len(sizes)), workload, dp_size, np.inf)
@@ -153,7 +155,7 @@ def _plan_mini_batch(
         if count > len(sizes):
             return None
         ranks = _pack_each_rank(by_rank, sizes, workload, count // dp_size, cap)
-        # With less room left over than every bin's smallest item takes, this rarely works: try where it costs little.
+        # With less free room than one smallest item per bin this rarely works: try it only where it costs little.
         hopeless = len(sizes) > _MANY and count * cap - total < count * smallest
         if ranks is None and not hopeless:
             bins = least_loaded(sizes, workload, count, cap)
@@ -176,7 +178,7 @@ def _plan_mini_batch(
 def _pack_each_rank(
     by_rank: Bins, sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int
 ) -> list[Bins] | None:
-    """Balance first, pack second: the best balance, but a rank may not fit."""
+    """Packs each rank's items by themselves: the best balance, but a rank's items may not fit (None)."""
     ranks = []
     for items in by_rank:
         if len(items) < num_bins or sizes[items].sum() > num_bins * cap:
@@ -189,23 +191,23 @@ def _pack_each_rank(
 
 
 def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bins]:
-    """Pack first, balance second."""
+    """Deals bins that are packed already to the ranks, `count` in all, balanced by workload."""
     bins = split_to(bins, workload, count)
     loads = bin_sums(bins, workload)
     return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
 
 
 def _ordered(bins: Bins, rows: Sequence[int], workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
-    """Light micro-batches first and last: a pipeline fills and drains with them, so its bubble is short."""
+    """Sorts micro-batches with light ones first and last, so that a pipeline fills and drains quickly."""
     micros = sorted(tuple(sorted([rows[item] for item in items])) for items in bins)
     order = np.argsort(bin_sums(micros, workload_S), kind="stable").tolist()
-    return tuple(micros[at] for at in order[0::2] + order[1::2][::-1])
+    return tuple(micros[index] for index in order[0::2] + order[1::2][::-1])
 
 
 def seqlen_metrics(
     num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan, prefix: str = "global_seqlen"
 ) -> dict[str, float]:
-    """Tokens per data-parallel rank, before and after balancing.
+    """Metrics of the tokens per data-parallel rank, before and after balancing.
 
     Before: rank r would get the r-th contiguous chunk of the batch, as numpy.array_split cuts it into dp_size chunks.
     After: what the plan gives rank r, over all mini-batches.
@@ -225,11 +227,11 @@ def seqlen_metrics(
 
 
 def packing_metrics(num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan) -> dict[str, float]:
-    """What the plan costs beyond the samples' own tokens and beyond the fewest micro-batches.
+    """Metrics of what a plan adds to the samples' own tokens and to the smallest possible number of micro-batches.
 
     packing/padding_frac: alignment tokens / computed tokens of a pass over the batch; computed is real + alignment.
-    packing/optimality_gap: micro-batches of a rank in the step / their lower bound - 1; 0 proves that no plan needs
-    fewer, more may be the bound's weakness. packing/num_micro_batches: of each rank in the step.
+    packing/optimality_gap: micro-batches of a rank in the step / their lower bound - 1. 0 proves that no plan needs
+    fewer; above 0 the bound itself may be too low.  packing/num_micro_batches: micro-batches of each rank in the step.
     """
     num_tokens, num_micro_batches = int(np.sum(num_tokens_S)), sum(plan.num_micro_batches)
     return {
