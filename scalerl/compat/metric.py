@@ -1,4 +1,7 @@
-"""Reduction of plain lists by the names of their keys. A run's metrics are `Metric`s, which say how they reduce."""
+"""Reduction of lists of metric values by the names of their keys, as verl's.
+
+A run of scalerl uses `Metric`s instead, each of which says how it is reduced.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from scalerl.metrics import Metric, merge_metrics
 
 
 def reduce_metrics(metrics: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """One number per list: of a key that contains "max" the largest, else with "min" the smallest, else the mean.
+    """Reduces each list to one number: by maximum if its key contains "max", else minimum if "min", else mean.
 
-    A list of `Metric` is reduced as they say, which a name needs that contains one of the words and means something
-    else (minmax_diff, admin).  Returns a new dict.
+    A list of `Metric`s is reduced as they say: use them under a key that contains one of the words by chance
+    (minmax_diff, admin).  Returns a new dict.
     Raises ValueError naming the key for an empty list, and for one that mixes Metric with numbers.
     """
     return {key: _reduce(key, values) for key, values in metrics.items()}

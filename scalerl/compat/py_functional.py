@@ -1,4 +1,4 @@
-"""Lists of values in a dict. A run merges its metrics with `metrics.merge_metrics`."""
+"""Lists of metric values in a dict, as verl's. A run of scalerl merges its metrics with `metrics.merge_metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows of a batch -> columns. A run's columns are `protocol.DataProto`'s, without padding."""
+"""Collation of a batch's rows into columns, as verl's.
+
+A run of scalerl uses the columns of `protocol.DataProto`, which have no padding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 
 def collate_fn(data_list: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Tensors are stacked to [rows, *dims]; everything else becomes an object array [rows].
+    """Collates rows into columns: tensors are stacked to [rows, *dims], all else becomes an object array [rows].
 
     Raises ValueError, naming key and rows, when rows differ in keys, or tensors of a key in shape or dtype.
     """

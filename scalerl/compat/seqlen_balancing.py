@@ -1,4 +1,7 @@
-"""Micro-batches of one rank's padded batch, by token budget. A run is packed by `balance.plan_step`, for all ranks."""
+"""Micro-batches of one rank's padded batch under a token budget, as verl's.
+
+A run of scalerl is packed by `balance.plan_step`, for all ranks at once.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ def rearrange_micro_batches(
     [B, S]; a row's tokens are the sum of its mask.
     dp_group: with same_micro_num_in_dp, all ranks of the group get the largest count of any (collective call).
     num_batches_divided_by: the count is a multiple of it (virtual pipeline size).  min_num_micro_batch: lowest count.
-    use_dynamic_bsz_balance: balance tokens between micro-batches; False: the packing as it was found.
-    Where the count asked for exceeds B, the rest are micro-batches with 0 rows.
-    Returns (micro-batches: TensorDicts of one, dicts of another mapping; row indices of each); `get_reverse_idx` of all
-    indices restores the order.
+    use_dynamic_bsz_balance: balance tokens between micro-batches; False: keep the first packing found.
+    If the count exceeds B, the last micro-batches have 0 rows.
+    Returns (micro-batches, row indices of each). The micro-batches of a TensorDict are TensorDicts, those of another
+    mapping dicts; `get_reverse_idx` of all indices restores the order.
     Raises ValueError naming the row for one over max_token_len; then the other ranks of dp_group raise too.
     """
     mask = batch["attention_mask"]
@@ -64,12 +67,12 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def _fewest_bins(num_tokens: np.ndarray, cap: int) -> Bins:
     if not len(num_tokens):
         return []
-    found, bins, _ = fewest_bins(num_tokens, cap, 1, lambda count: least_loaded(num_tokens, num_tokens, count, cap))
-    return bins if found is None else found
+    balanced, bins, _ = fewest_bins(num_tokens, cap, 1, lambda count: least_loaded(num_tokens, num_tokens, count, cap))
+    return bins if balanced is None else balanced
 
 
 def _spread(bins: Bins, num_tokens: np.ndarray, count: int, cap: int, balance: bool) -> Bins:
-    """`count` bins of the same rows, balanced if asked for and possible; empty ones only where rows run out."""
+    """Spreads the rows over `count` bins, balanced if asked for and possible; a bin is empty only if rows run out."""
     filled = min(count, len(num_tokens))
     balanced = pack(num_tokens, num_tokens, filled, cap) if balance else None
     bins = split_to(bins, num_tokens, filled) if balanced is None else balanced
@@ -97,6 +100,9 @@ def _take(batch: Any, rows: list[int]) -> Any:
 
 
 def _is_tensordict(batch: Any) -> bool:
-    """A TensorDict is a mapping too. Who has one has imported its package, which scalerl does not need."""
+    """True for a TensorDict, which is a mapping too.
+
+    A caller that has one has imported the package tensordict, which scalerl itself does not need.
+    """
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)

@@ -1,6 +1,7 @@
-"""Log-probabilities from whole logits, whitening of padded batches, and a schedule of torch.
+"""Log-probabilities from whole logits, whitening of padded batches, and a learning rate schedule, as verl's.
 
-A run uses `parallel.logprobs` (no whole logits), `algorithms.whiten_selected` and `parallel.optimizer.build_schedule`.
+A run of scalerl uses `parallel.logprobs` (which never has whole logits), `algorithms.whiten_selected` and
+`parallel.optimizer.build_schedule`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ _CHUNK_ELEMENTS = 1 << 26
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
-    """A learning rate that grows linearly from 0 to the optimizer's own in num_warmup_steps steps, and stays there.
+    """A schedule that raises the learning rate linearly from 0 to the optimizer's own, and keeps it there.
 
-    Step s has s / num_warmup_steps of it, so the first step has none.  last_epoch: of the step before, to go on from;
-    -1: the beginning.
+    Step s of the num_warmup_steps steps has s / num_warmup_steps of it, so the first step has 0.  last_epoch: the
+    number of the last step done, to resume after it; -1: start from the beginning.
     """
     return LambdaLR(optimizer, lambda step: min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0, last_epoch)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(values - mean) / sqrt(var + 1e-8) for all values, with mean and unbiased var over the mask.
+    """Whitens all values by statistics of the masked ones: (values - mean) / sqrt(var + 1e-8), unbiased var.
 
-    What is outside the mask is moved and scaled alike, not zeroed.  shift_mean False: the mean is added again after
-    scaling.  mask: bool or 0/1, of the shape of `values`, which is returned.  Raises ValueError for another shape.
+    Values outside the mask are moved and scaled too, not zeroed.  shift_mean False: the mean is added again after
+    scaling.  mask: bool or 0/1, of the shape of `values`.  Returns that shape.  Raises ValueError for another shape.
     """
     mean = masked_mean(values, mask)
     whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + WHITEN_EPS)
@@ -44,12 +45,13 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """log softmax(logits)[label] for every position.
+    """The log-probability of the label at every position: log softmax(logits)[label].
 
     logits: [..., V] float.  labels: [...] int64 in [0, V).  Returns [...] float32 (float64 for float64 logits).
     Works on float32 copies of a few rows at a time: no second [..., V] tensor in the forward pass.
     inplace_backward: where flash-attn is installed the gradient overwrites `logits`, which saves one [..., V] tensor;
-    autograd raises when another operation still needs them. Elsewhere, and for a leaf of the graph, they stay.
+    autograd raises when another operation still needs them. Without flash-attn, and for a leaf of the graph, `logits`
+    are not changed.
     Raises ValueError when the shapes do not match.
     """
     if logits.shape[:-1] != labels.shape:

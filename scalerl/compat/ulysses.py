@@ -1,4 +1,7 @@
-"""Sequence parallelism over padded batches. A run uses `parallel.ulysses`, which splits packed sequences."""
+"""Ulysses sequence parallelism over padded batches, as verl's.
+
+A run of scalerl uses `parallel.ulysses`, which splits packed sequences.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ _group: dist.ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """The group of the functions below where they are called without one. Of this process."""
+    """Sets, for this process, the group that the functions below use when they are called without one."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """As it was set; None before."""
+    """The group that was set for this process; None before."""
     return _group
 
 
@@ -32,13 +35,13 @@ def ulysses_pad_and_slice_inputs(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pads dim 1 to a multiple of sp_size and takes this rank's contiguous part (no zig-zag); nothing if it is 1.
+    """Pads dim 1 to a multiple of sp_size and takes this rank's contiguous part (no zig-zag).
 
-    input_ids_rmpad: [1, T].  position_ids_rmpad: [..., T]; its padding counts on from 0.
-    group: of sp_size ranks; None: that of `set_ulysses_sequence_parallel_group`.
-    skip_position_ids_rmpad: they stay whole and padded.
+    input_ids_rmpad: [1, T].  position_ids_rmpad: [..., T]; its padding counts up from 0.  sp_size 1: nothing changes.
+    group: sp_size ranks; None: the group of `set_ulysses_sequence_parallel_group`.
+    skip_position_ids_rmpad: position ids are padded but not split.
     Returns (ids [1, T' / sp_size], positions or None, tokens of padding).
-    Raises ValueError when there is no group of sp_size ranks: slices by another one would be wrong without a word.
+    Raises ValueError when there is no group of sp_size ranks: a slice by another group would be silently wrong.
     """
     if group is None and sp_size > 1:
         group = _group
@@ -68,7 +71,7 @@ def gather_outputs_and_unpad(
 
     grad_scaler: the backward multiplies this rank's slice by the group's size, for a trainer that averages gradients
     over the group; False for one that sums them.
-    group: None: that of `set_ulysses_sequence_parallel_group`, and without that x unchanged.
+    group: None: the group of `set_ulysses_sequence_parallel_group`; if none is set, x is returned unchanged.
     """
     group = _group if group is None else group
     if group is None:
