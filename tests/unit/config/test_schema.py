@@ -29,7 +29,7 @@ COPIES = {
     ("ignore_eos", "False"): (2, "a judge's server has no such key"),
     ("n", "1"): (2, "samples per prompt in training and in validation, which may differ"),
     ("path", "???"): (2, "of a model and of rows"),
-    ("path", "None"): (4, "a model, a reward function, a loop and a dataset of the user's own"),
+    ("path", "None"): (5, "a model; a reward function, a program, a loop and a dataset of the user's own"),
     ("seed", "42"): (3, "of the order of the data, of the model and of what a server draws"),
     ("tensor_model_parallel_size", "1"): (2, "of the trainer and of a server, which may differ"),
 }
