@@ -1,4 +1,4 @@
-"""Model families as data: architecture from config.json, and one table of names for load, sync and merge."""
+"""Model families as data: the architecture from config.json, and one table of names for load, sync and merge."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and R1: latent attention, shared experts, a sigmoid router with a bias and groups of experts.
+"""The family of DeepSeek-V3 and R1: latent attention, shared experts, a sigmoid router with a bias, expert groups.
 
-The rotary part of queries and keys is stored interleaved (x0, y0, x1, y1, ...), as megatron's latent attention reads
-it: no tensor changes.
+The rotary part of queries and keys is stored interleaved (x0, y0, x1, y1, ...), which is how megatron's latent
+attention reads it, so tensors are loaded unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, dense."""
+"""The family of Llama 2 and 3 (dense)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral, dense, without a sliding window that is shorter than the context (v0.2 and later have none)."""
+"""The family of Mistral (dense), without sliding windows shorter than the context (v0.2 and later have none)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer."""
+"""The family of Mixtral: Mistral with experts in every layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FAMILY = decoder_family(
     mixture=Mixture(experts=("num_local_experts",), expert_ffn="intermediate_size"),
     mixture_rules=(
         router("block_sparse_moe.gate"),
-        # w1 gate, w3 up, w2 down.
+        # w1 is the gate projection, w3 up, w2 down.
         *experts("block_sparse_moe.experts.{e}", parts=("w1", "w3", "w2")),
     ),
 )

@@ -1,4 +1,4 @@
-"""How a config.json describes its mixture of experts."""
+"""The keys by which a family's config.json describes its mixture of experts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Mixture:
-    """Keys of config.json, several for one value where transformers renamed it; and what a family leaves unsaid.
+    """The config.json keys that describe a family's experts, and the facts that its config.json leaves out.
 
-    experts, expert_ffn: number and inner width of the routed experts. shared: number of shared experts ("": none).
-    layers: (config, layer index) -> whether that layer is a mixture.
-    score: of a router logit. normalize: key that says whether the chosen experts' weights sum to 1 ("": they do).
-    bias: the router has a bias that counts for the choice alone. groups, top_groups, scale: keys ("": 1).
-    refused: key -> the only value that is supported.
+    Several keys for one value: transformers renamed it.
+    experts, expert_ffn: keys of the number and inner width of the routed experts. shared: key of the number of shared
+    experts ("": none).
+    layers: called with (config, layer index); True if that layer is a mixture.
+    score: function of the router's logits. normalize: key that says whether the chosen experts' weights sum to 1
+    ("": they do).
+    bias: the router has a bias that affects the choice only. groups, top_groups, scale: keys ("": the value is 1).
+    refused: keys, each with the only value that is supported.
     """
 
     experts: tuple[str, ...]
@@ -32,7 +35,7 @@ class Mixture:
     refused: tuple[tuple[str, Any], ...] = ()
 
     def fields(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Fields of ModelShape, and one sentence for each thing that is wrong."""
+        """The mixture's fields of ModelShape, and one sentence for each problem of the configuration."""
         problems: list[str] = []
 
         def integer(*keys: str) -> int:

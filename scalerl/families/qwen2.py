@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense."""
+"""The family of Qwen2 and Qwen2.5 (dense)."""
 
 from __future__ import annotations
 

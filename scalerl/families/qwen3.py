@@ -1,4 +1,4 @@
-"""Qwen3, dense."""
+"""The family of Qwen3 (dense)."""
 
 from __future__ import annotations
 

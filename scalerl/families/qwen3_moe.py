@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose layers, all or every decoder_sparse_step-th, have experts for an MLP."""
+"""The family of Qwen3-MoE: Qwen3 with experts in place of the MLP, in all or every decoder_sparse_step-th layer."""
 
 from __future__ import annotations
 

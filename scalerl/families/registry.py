@@ -1,4 +1,4 @@
-"""Which families there are."""
+"""The table of all model families by model_type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for modul
 
 
 def family_of(hf_config: Any) -> Family:
-    """Family of a config.json (mapping), a transformers config or a ModelShape (anything with model_type).
+    """The family of a config.json (mapping), a transformers config or a ModelShape (anything with model_type).
 
     Raises ValueError naming the supported model types.
     """

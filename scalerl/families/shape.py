@@ -1,4 +1,4 @@
-"""The numbers that fix a model's architecture, read from a Hugging Face config.json."""
+"""The sizes and options that define a model's architecture, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUIRED_KEYS = {
 }
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-# Rope types with the keys that each must have.
+# Supported rope types, with the keys that each must have.
 ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS}
 LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
@@ -34,22 +34,22 @@ VALUE_ARCHITECTURES = ("ForSequenceClassification", "ForTokenClassification")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Architecture of a decoder: dense, or a mixture of experts in some or all layers.
+    """The architecture of a decoder, dense or with a mixture of experts in some or all layers.
 
     rope_scaling: None, or {"rope_type": "llama3", factor, low_freq_factor, high_freq_factor,
     original_max_position_embeddings}, or with latent attention {"rope_type": "yarn", factor,
     original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim}.
-    dtype: of the stored weights: float32, bfloat16 or float16.
-    eos_token_ids: of config.json and generation_config.json, ascending.
+    dtype: data type of the stored weights: float32, bfloat16 or float16.
+    eos_token_ids: from config.json and generation_config.json, ascending.
     num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
-    shared_expert_ffn_hidden_size: of all shared experts together (0: none).
-    moe_layers: for each layer whether it is a mixture (empty: none is).
-    router_score: of a logit, softmax or sigmoid. router_normalizes: the weights of the chosen experts sum to 1, before
-    router_scale. router_has_bias: a bias that counts for the choice alone.
-    router_groups, router_top_groups: experts are chosen inside the best router_top_groups of router_groups groups.
-    num_prediction_layers: layers after the last that predict further tokens; stored with the model, not used.
+    shared_expert_ffn_hidden_size: width of all shared experts together (0: none).
+    moe_layers: True for each layer that is a mixture (empty: none is).
+    router_score: function of the router's logits, softmax or sigmoid. router_normalizes: the weights of the chosen
+    experts sum to 1, before router_scale. router_has_bias: the router has a bias that affects the choice only.
+    router_groups, router_top_groups: experts are chosen from the best router_top_groups of router_groups groups.
+    num_prediction_layers: extra layers that predict further tokens; they are stored with the model and not used.
     q_lora_rank .. v_head_dim: latent attention (None: grouped-query attention; q_lora_rank None: queries uncompressed).
-    head: lm (a word for every token), or value (a number for every token: critics and reward models; never tied).
+    head: lm (next-token logits), or value (one number per token: critics and reward models; never tied).
     """
 
     model_type: str
@@ -103,17 +103,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
-        """Same, from the parsed files."""
+        """Reads the same from parsed config.json and generation_config.json."""
         family = family_of(config)
         problems = _missing_or_bad(config)
         if problems:
             raise ValueError("; ".join(problems))
         rope_theta, rope_scaling, problems = _rope(config, LATENT_ROPE_TYPES if family.latent else ROPE_TYPES)
         problems += _unsupported(config, family)
-        mixture, found = family.mixture.fields(config) if family.mixture else ({}, [])
-        problems += found
-        latent, found = _latent(config) if family.latent else ({}, [])
-        problems += found
+        mixture, mixture_problems = family.mixture.fields(config) if family.mixture else ({}, [])
+        latent, latent_problems = _latent(config) if family.latent else ({}, [])
+        problems += mixture_problems + latent_problems
         heads = config["num_attention_heads"]
         kv_heads = (None if family.latent else config.get("num_key_value_heads")) or heads
         if heads % kv_heads:
@@ -147,7 +146,7 @@ class ModelShape:
         )
 
     def with_head(self, head: Head) -> ModelShape:
-        """The same model with this head. Raises ValueError when words are wanted of a value model."""
+        """The same model with another head.  Raises ValueError for the lm head of a value model, which has none."""
         if head == self.head:
             return self
         if head == "lm":
@@ -159,7 +158,7 @@ class ModelShape:
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """Parsed config.json. Raises ValueError when the directory or the file is missing or is not JSON."""
+    """Parses a model directory's config.json.  Raises ValueError when either is missing, or the file is not JSON."""
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; give a local Hugging Face model directory")
@@ -167,16 +166,16 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def value_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a language model -> of a value model that starts from it, as transformers reads it."""
+    """The config.json, as transformers reads it, of a value model that starts from a language model's."""
     if _is_value_model(config):
         return dict(config)
     names = config.get("architectures") or []
     return dict(config) | {
         "architectures": [name.removesuffix(LM_ARCHITECTURE) + VALUE_ARCHITECTURES[0] for name in names],
-        # transformers writes num_labels as these two.
+        # transformers stores num_labels=1 as these two.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
-        # A tied language model's embedding has nothing to be tied to.
+        # A value model has no output embedding that could be tied.
         "tie_word_embeddings": False,
     }
 
@@ -217,7 +216,7 @@ def _rope(
     rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     if rope_type not in supported:
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
-    # Latent attention names its rotary part by its size.
+    # Latent attention states the size of its rotary part, so the factor means nothing there.
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     is_partial = partial != 1.0 and "yarn" not in supported
     problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
@@ -230,7 +229,7 @@ def _rope(
 
 
 def _latent(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Sizes of latent attention; head_dim: of queries and keys."""
+    """The sizes of latent attention, and one sentence per problem.  head_dim: that of queries and keys."""
     sizes: dict[str, Any] = {key: config.get(key) for key in LATENT_KEYS}
     bad = [key for key, size in sizes.items() if not isinstance(size, int) or size < 1]
     if bad:
@@ -250,7 +249,7 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     layer_types = {t for t in config.get("layer_types") or () if t != "full_attention"}
     if layer_types:
         problems.append(f"layer_types {', '.join(sorted(layer_types))} is not supported (only full_attention)")
-    # transformers writes two labels as none.
+    # transformers leaves out id2label if there are two labels.
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if _is_value_model(config) and labels != 1:
         problems.append(f"a value model with {labels} labels is not supported (id2label must name one)")

@@ -25,9 +25,9 @@ Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
 StagePart = Literal["first", "layer", "last"]
 Where = Literal["every", "dense", "mixture"]
 
-# Every model tensor of a distributed checkpoint: this and Param.name.
+# A model tensor's key in a distributed checkpoint is this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
-# How the files name what is in layer i.
+# Prefix of the names of layer i's tensors in Hugging Face files.
 _HF_LAYER = "model.layers.{i}."
 
 # Rows of one rank's vocabulary shard are a multiple of this (matmul tiles).
@@ -35,7 +35,7 @@ VOCAB_ROWS_MULTIPLE = 64
 
 
 class LazyTensor(Protocol):
-    """What safetensors' get_slice returns: the shape, and a tensor for what is indexed."""
+    """A tensor in a file, as safetensors' get_slice returns it: it has a shape, and indexing reads a part."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -47,7 +47,7 @@ Read = Callable[[str], LazyTensor]
 
 @dataclass(frozen=True)
 class _InMemory:
-    """A tensor as a LazyTensor."""
+    """A tensor in memory with the interface of LazyTensor."""
 
     tensor: torch.Tensor
 
@@ -59,13 +59,13 @@ class _InMemory:
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Smallest multiple of 64 * tp_size that holds vocab_size rows."""
+    """Vocabulary rows with padding: the smallest multiple of 64 * tp_size that is not below vocab_size."""
     multiple = VOCAB_ROWS_MULTIPLE * tp_size
     return -(-vocab_size // multiple) * multiple
 
 
 def dim_sizes(shape: ModelShape) -> dict[str, int]:
-    """Sizes of the named dimensions that rules are written in."""
+    """Sizes of the named dimensions that rules refer to."""
     sizes = {
         "hidden": shape.hidden_size,
         "ffn": shape.ffn_hidden_size,
@@ -101,9 +101,9 @@ class Param:
     expert. dims: named dimensions of each tensor in `hf` (see dim_sizes).
     layer: global index, None outside the layers.
     stage_part: which pipeline stage owns it: first (embedding), last (final norm, head) or the one with the layer.
-    expert: global index of the expert that it belongs to, else None. An expert's `tp_rank` and `tp_size` below are the
-    ones of expert-tensor parallelism.
-    keeps_float32: stored, kept and exported as float32 whatever the dtype of the model.
+    expert: global index of the expert that it belongs to, else None. For an expert, `tp_rank` and `tp_size` below are
+    those of expert-tensor parallelism.
+    keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
     """
 
     name: str
@@ -116,12 +116,12 @@ class Param:
     keeps_float32: bool = False
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Shape of each Hugging Face tensor."""
+        """The shape of each of its Hugging Face tensors."""
         sizes = dim_sizes(shape)
         return {hf: tuple(sizes[d] for d in dims) for hf, dims in zip(self.hf, self.dims, strict=True)}
 
     def joined_shape(self, shape: ModelShape, vocab_rows: int | None = None) -> tuple[int, ...]:
-        """Shape of the tensor with its tensor-parallel shards joined; vocab_rows: stored rows (None: unpadded)."""
+        """The shape once tensor-parallel shards are joined.  vocab_rows: stored rows (None: unpadded)."""
         hf_shapes = list(self.hf_shapes(shape).values())
         rows = sum(s[0] for s in hf_shapes)
         if self.kind == "vocab" and vocab_rows is not None:
@@ -129,7 +129,7 @@ class Param:
         return (rows, *hf_shapes[0][1:])
 
     def mcore_shape(self, shape: ModelShape, tp_size: int) -> tuple[int, ...]:
-        """Local shape on one tensor-parallel rank. Raises ValueError where tp_size does not divide."""
+        """The local shape on one tensor-parallel rank.  Raises ValueError if tp_size does not divide it."""
         self._check_divides(shape, tp_size)
         full = self.joined_shape(shape, padded_vocab_size(shape.vocab_size, tp_size))
         if self.kind == "replicated":
@@ -141,10 +141,10 @@ class Param:
     def shard(
         self, read: Read, shape: ModelShape, tp_rank: int, tp_size: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Megatron-Core shard of this rank in `out`, in its dtype; None: contiguous, in the stored dtype.
+        """Reads this rank's Megatron-Core shard into `out`, in its dtype; None: a new one in the stored dtype.
 
-        Reads only the slices it needs, one Hugging Face tensor after the other, straight into their places. Raises
-        ValueError naming every Hugging Face tensor whose shape is wrong.
+        Only the slices that the shard needs are read, one Hugging Face tensor after the other, directly into place.
+        Raises ValueError naming every Hugging Face tensor whose shape is wrong.
         """
         self._check_divides(shape, tp_size)
         self._check_sources(read, shape)
@@ -156,7 +156,7 @@ class Param:
     def _fill(
         self, out: torch.Tensor | None, number: int, part: torch.Tensor, shape: ModelShape, tp_size: int
     ) -> torch.Tensor:
-        """Puts this rank's part of the Hugging Face tensor of that number in its place."""
+        """Copies this rank's part of the Hugging Face tensor of that number into the shard."""
         if out is None:
             out = part.new_empty(self.mcore_shape(shape, tp_size))
         self._places(out, shape)[number][: len(part)].copy_(part)
@@ -167,13 +167,13 @@ class Param:
     def write(
         self, shard: torch.Tensor, out: Mapping[str, torch.Tensor], shape: ModelShape, tp_rank: int, tp_size: int
     ) -> None:
-        """The opposite of `shard`: this rank's shard into its places in the whole Hugging Face tensors."""
+        """Writes this rank's shard into its part of the whole Hugging Face tensors: the inverse of `shard`."""
         for number, hf in enumerate(self.hf):
-            place = self._slice(_InMemory(out[hf]), shape, tp_rank, tp_size)
-            place.copy_(self._places(shard, shape)[number][: len(place)])
+            part = self._slice(_InMemory(out[hf]), shape, tp_rank, tp_size)
+            part.copy_(self._places(shard, shape)[number][: len(part)])
 
     def _slice(self, source: LazyTensor, shape: ModelShape, tp_rank: int, tp_size: int) -> torch.Tensor:
-        """What this rank holds of one Hugging Face tensor; of one in memory a view."""
+        """This rank's part of one Hugging Face tensor; a view if the tensor is in memory."""
         if self.kind == "qkv":
             groups = shape.num_kv_heads // tp_size
             return _rows(source, tp_rank, tp_size).unflatten(0, (groups, -1, shape.head_dim))
@@ -187,7 +187,7 @@ class Param:
         return source[:]
 
     def _places(self, out: torch.Tensor, shape: ModelShape) -> Sequence[torch.Tensor]:
-        """Views of the shard, one for each Hugging Face tensor."""
+        """Views of the shard, one for each Hugging Face tensor in it."""
         if self.kind == "qkv":
             heads_per_group = shape.num_attention_heads // shape.num_kv_heads
             return out.unflatten(0, (-1, heads_per_group + 2, shape.head_dim)).split([heads_per_group, 1, 1], dim=1)
@@ -196,7 +196,7 @@ class Param:
         return [out]
 
     def join(self, shards: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
-        """Tensor-parallel shards, in rank order -> the whole tensor as the distributed checkpoint has it.
+        """Joins tensor-parallel shards, in rank order, to the whole tensor as a distributed checkpoint stores it.
 
         Raises ValueError for a shard of the wrong shape.
         """
@@ -214,7 +214,7 @@ class Param:
         return torch.cat(list(shards))
 
     def to_hf(self, full: torch.Tensor, shape: ModelShape) -> dict[str, torch.Tensor]:
-        """Joined tensor -> contiguous Hugging Face tensors, vocabulary padding dropped.
+        """Splits a joined tensor into contiguous Hugging Face tensors, without vocabulary padding.
 
         Raises ValueError when `full` has the wrong shape.
         """
@@ -232,7 +232,7 @@ class Param:
         return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
 
     def check_joined(self, stored: Sequence[int], shape: ModelShape) -> None:
-        """Raises ValueError unless `stored` is the joined shape (vocab: or that with more, padded, rows)."""
+        """Raises ValueError unless `stored` is the joined shape (of a vocab tensor: or has more, padded, rows)."""
         expected = self.joined_shape(shape)
         stored = tuple(stored)
         if stored == expected:
@@ -255,8 +255,8 @@ class Param:
                 raise ValueError(f"{self.name}: {what} {size} is not divisible by {over} {tp_size}")
 
     def _check_sources(self, read: Read, shape: ModelShape) -> None:
-        found = {hf: (tuple(read(hf).get_shape()), expected) for hf, expected in self.hf_shapes(shape).items()}
-        wrong = [f"{hf}: shape {size}, config.json says {want}" for hf, (size, want) in found.items() if size != want]
+        sizes = {hf: (tuple(read(hf).get_shape()), expected) for hf, expected in self.hf_shapes(shape).items()}
+        wrong = [f"{hf}: shape {size}, config.json says {want}" for hf, (size, want) in sizes.items() if size != want]
         if wrong:
             raise ValueError("wrong tensor shapes: " + "; ".join(wrong))
 
@@ -267,19 +267,19 @@ def _rows(source: LazyTensor, rank: int, num_parts: int) -> torch.Tensor:
 
 
 def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int) -> torch.Tensor:
-    """Without padding."""
+    """A rank's vocabulary rows, without padding."""
     rows = padded_vocab_size(vocab_size, tp_size) // tp_size
     start, stop = min(tp_rank * rows, vocab_size), min((tp_rank + 1) * rows, vocab_size)
-    # A rank that holds padding alone: one row tells dtype and width.
+    # A rank that holds only padding gets no row, but the dtype and width of one.
     return source[start:stop] if start < stop else source[:1][:0]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A Param before its indices are filled in: `{i}` in name and hf stands for the layer, `{e}` for the expert.
+    """A Param without its indices: in name and hf `{i}` stands for the layer and `{e}` for the expert.
 
-    where: in every layer, or only in those with a dense MLP, or only in those with a mixture of experts.
-    given, absent: fields of ModelShape of which the first must be set, the second not, for the tensor to exist.
+    where: the layers that have the tensor: every one, those with a dense MLP, or those with a mixture of experts.
+    given, absent: fields of ModelShape; the tensor exists only if `given` is set and `absent` is not.
     """
 
     name: str
@@ -311,11 +311,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family as data: which rules make its parameters, and what its config.json leaves unsaid.
+    """A model family as data: the rules of its parameters, and the facts that its config.json leaves out.
 
     default_head_dim: head_dim when config.json has none (None: hidden_size / num_attention_heads).
     refused: config.json keys that must be absent, null or false.
-    window: config.json key of a sliding window that is in force wherever it is set ("": none).
+    window: config.json key of a sliding window that applies whenever it is set ("": none).
     mixture: how config.json describes the experts (None: dense).
     latent: multi-head latent attention.
     """
@@ -335,14 +335,14 @@ class Family:
 
     @property
     def expert_names(self) -> tuple[str, ...]:
-        """Of an expert's gate, up and down matrix in the files, inside a layer and with `{e}`; () if dense."""
+        """Names, in the files, of an expert's gate, up and down matrix inside a layer, with `{e}`; () if dense."""
         rules = [rule for rule in self.layer if rule.of_expert]
         return tuple(name.removeprefix(_HF_LAYER).removesuffix(".weight") for rule in rules for name in rule.hf)
 
     def params(self, shape: ModelShape) -> list[Param]:
         """All parameters in the static export order: embedding, layers 0.., final norm, head.
 
-        Tied embeddings: no head of its own (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
+        With tied embeddings there is no head (Hugging Face stores none).  shape.head "value": VALUE_HEAD.
         """
         params = [rule.param(None, "first") for rule in self.first]
         for i in range(shape.num_layers):
@@ -363,12 +363,12 @@ class Family:
         return {name: size for param in self.params(shape) for name, size in param.hf_shapes(shape).items()}
 
 
-# Rules that families pick from.
+# Rules that families choose from.
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),))
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
 HEAD = Rule("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
-# Of critics and reward models: transformers' *ForSequenceClassification with one label.
+# Head of critics and reward models: transformers' *ForSequenceClassification with one label.
 VALUE_HEAD = Rule("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
 
@@ -408,7 +408,10 @@ def mlp(
     parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     given: str = "",
 ) -> tuple[Rule, Rule]:
-    """SwiGLU: gate and up in one matrix, then down. name, hf: path inside the layer; parts: gate, up, down."""
+    """Rules of a SwiGLU MLP: gate and up in one matrix, then down.
+
+    name, hf: paths inside the layer.  parts: Hugging Face names of gate, up and down.
+    """
     gate, up, down = (f"{_HF_LAYER}{hf}.{part}.weight" for part in parts)
     path = f"decoder.layers.{{i}}.{name}"
     return (
@@ -421,7 +424,7 @@ DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
 
 
 def router(hf: str) -> Rule:
-    """hf: path inside the layer."""
+    """The rule of a router.  hf: its path inside the layer."""
     return Rule(
         "decoder.layers.{i}.mlp.router.weight",
         (f"{_HF_LAYER}{hf}.weight",),
@@ -432,7 +435,7 @@ def router(hf: str) -> Rule:
 
 
 def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, Rule]:
-    """hf: path inside the layer, with `{e}`."""
+    """The rules of an expert.  hf: its path inside the layer, with `{e}`."""
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
 
 
@@ -448,7 +451,10 @@ def decoder_family(
     mixture_rules: Iterable[Rule] = (),
     attention: Iterable[Rule] | None = None,
 ) -> Family:
-    """A pre-norm decoder with SwiGLU and RMSNorm. attention: rules instead of those of grouped-query attention."""
+    """A family of pre-norm decoders with SwiGLU and RMSNorm.
+
+    attention: rules in place of those of grouped-query attention.
+    """
     latent = attention is not None
     if attention is None:
         attention = [QKV_WEIGHT, *([QKV_BIAS] if qkv_bias else []), *([Q_NORM, K_NORM] if qk_norm else []), PROJ]

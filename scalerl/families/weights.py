@@ -1,4 +1,4 @@
-"""Opening the safetensors of a Hugging Face model directory."""
+"""Reading of the safetensors files of a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from safetensors import SafetensorError, safe_open
 from scalerl.families.shape import ModelShape
 from scalerl.families.table import Family, LazyTensor
 
-# Buffers that old checkpoints carry and no model needs.
+# Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# What a model directory holds beside its weights: configuration, tokenizer, chat template, code.
+# Suffixes of a model directory's other files: configuration, tokenizer, chat template, code.
 _BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
 
 def files_beside_weights(model_dir: str | Path) -> list[Path]:
-    """Files that a copy of the model with other weights needs as they are; the index of the weights is none of them."""
+    """The files that a copy of the model with other weights needs unchanged: all but the weights and their index."""
     files = sorted(Path(model_dir).iterdir())
     return [file for file in files if file.suffix in _BESIDE_WEIGHTS and not file.name.endswith(".index.json")]
 
@@ -32,9 +32,9 @@ def files_beside_weights(model_dir: str | Path) -> list[Path]:
 class HFWeights:
     """The tensors of a model directory: model.safetensors, or the shards that model.safetensors.index.json names.
 
-    Files are mapped, and pages that were read stay resident until they are unmapped. So before tensors that add up to
-    more than the largest one are read, those before are unmapped: `read` leaves no more of the files resident than that
-    one takes, unless the caller keeps what it got.
+    Files are memory-mapped, and pages that were read stay resident until they are unmapped. So the files are unmapped
+    before the tensors read from them exceed the size of the largest tensor: no more than that stays resident, unless
+    the caller keeps the tensors.
 
     Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
     or call close().
@@ -75,8 +75,8 @@ class HFWeights:
                 f".from_pretrained({str(self.dir)!r}).save_pretrained(NEW_DIR)"
             )
         others = sorted(p.name for p in self.dir.glob("*.safetensors"))
-        found = f"; {', '.join(others[:3])} there, but no {INDEX_NAME}" if others else ""
-        return f"{self.dir} has neither {SINGLE_NAME} nor {INDEX_NAME}{found}; give a Hugging Face model directory"
+        present = f"; {', '.join(others[:3])} there, but no {INDEX_NAME}" if others else ""
+        return f"{self.dir} has neither {SINGLE_NAME} nor {INDEX_NAME}{present}; give a Hugging Face model directory"
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
@@ -91,19 +91,19 @@ class HFWeights:
         return sorted(self._file_of)
 
     def read(self, name: str) -> LazyTensor:
-        """Lazy tensor: its shape, and the slices that are asked for. Raises ValueError when there is none."""
+        """The tensor of a name, whose slices are read on access.  Raises ValueError when there is none."""
         source = self._slice(name)
         num_bytes = _num_bytes(source)
         if self._resident_bytes + num_bytes > self.largest_bytes:
             self.close()
             source = self._slice(name)
-        # Whole tensors: a rank's columns lie on all pages of theirs.
+        # The whole tensor counts, because a rank's columns lie on all of its pages.
         self._resident_bytes += num_bytes
         return source
 
     @cached_property
     def largest_bytes(self) -> int:
-        """Size of the largest tensor as stored."""
+        """Bytes of the largest tensor as stored."""
         return max((_num_bytes(self._slice(name)) for name in self.names()), default=0)
 
     def _slice(self, name: str) -> Any:
@@ -116,7 +116,7 @@ class HFWeights:
             raise ValueError(f"{self.dir / file_name}: tensor {name} cannot be read: {error}") from None
 
     def check(self, family: Family, shape: ModelShape) -> None:
-        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors. Reads headers only."""
+        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors; reads headers only."""
         expected = family.hf_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
         unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
@@ -129,9 +129,9 @@ class HFWeights:
         problems += [f"unexpected {n}" for n in extra]
         for name, size in expected.items():
             if name in self._file_of:
-                found = tuple(self._slice(name).get_shape())
-                if found != size:
-                    problems.append(f"{name} has shape {found}, config.json says {size}")
+                stored_size = tuple(self._slice(name).get_shape())
+                if stored_size != size:
+                    problems.append(f"{name} has shape {stored_size}, config.json says {size}")
         if problems:
             raise ValueError(
                 f"{self.dir} does not hold the {family.model_type} model of its config.json "
@@ -151,6 +151,6 @@ class HFWeights:
 
 
 def _num_bytes(source: Any) -> int:
-    """Of a safetensors slice; its dtype is named by its bits (BF16, F8_E4M3), but for BOOL."""
+    """Bytes of a safetensors slice; all its dtypes but BOOL have their bits in the name (BF16, F8_E4M3)."""
     bits = re.search(r"\d+", source.get_dtype())
     return math.prod(source.get_shape()) * int(bits[0] if bits else 8) // 8
