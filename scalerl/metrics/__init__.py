@@ -1,4 +1,4 @@
-"""What is measured and where it is recorded. A metric is a value with its reduction; docs/metrics.md lists the keys."""
+"""Metrics of a run: values with the way in which they are reduced. docs/metrics.md lists the keys."""
 
 from __future__ import annotations
 

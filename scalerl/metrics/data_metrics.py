@@ -1,4 +1,4 @@
-"""Metrics of a step's samples, from their per-sample columns alone. S: samples."""
+"""Metrics of a step's samples that need only their per-sample columns. S: samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def compute_data_metrics(
     max_response_length: int | None = None,
     returns_S: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """critic/{score,rewards,advantages,returns}/*, prompt_length/*, response_length/*, response/*, num_turns/*.
+    """The metrics critic/{score,rewards,advantages,returns}/*, prompt_length/*, response_length/*, response/* and
+    num_turns/*.
 
     samples: [S] columns score, prompt_length, response_length (tokens), finish_reason; optional rewards (score after
     penalties; default score), prompt_length_before (tokens before truncation), num_sampled_tokens (of response_length;
@@ -83,7 +84,7 @@ def _stats(prefix: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _token_stats(prefix: str, values_S: np.ndarray, lengths_S: np.ndarray) -> dict[str, float]:
-    """Over tokens, each with its sample's value; samples without tokens do not count."""
+    """Statistics over tokens, each of which has its sample's value; samples without tokens do not count."""
     has_tokens_S = lengths_S > 0
     if not has_tokens_S.any():
         return {}
@@ -92,7 +93,10 @@ def _token_stats(prefix: str, values_S: np.ndarray, lengths_S: np.ndarray) -> di
 
 
 def _prompt_clip_ratio(samples: Mapping[str, np.ndarray], max_prompt_length: int | None) -> float | None:
-    """Share of truncated prompts; an upper bound, prompts that fill the limit, where the length before is not known."""
+    """Share of truncated prompts; None if neither their lengths before truncation nor the limit are known.
+
+    Without the lengths before truncation it is an upper bound: the share of prompts that fill the limit.
+    """
     lengths_S = np.asarray(samples["prompt_length"])
     if "prompt_length_before" in samples:
         return float(np.mean(np.asarray(samples["prompt_length_before"]) > lengths_S))

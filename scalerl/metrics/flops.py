@@ -1,7 +1,7 @@
-"""Floating-point operations that a transformer needs, and how much of the hardware's peak that is.
+"""Floating-point operations that a transformer needs, and the share of the hardware's peak that they use.
 
-Matrix products alone (a multiply-add is 2), each counted once and only where its result is needed: attention over the
-tokens that a causal mask leaves, the experts that a token goes to, no embedding lookup, no padding, no recomputation.
+Only matrix products count (a multiply-add is 2), each once and only if its result is needed: attention to the tokens
+that a causal mask leaves, the experts that a token is routed to; no embedding lookup, padding or recomputation.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ _warned: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class FlopsShape:
-    """Sizes of a decoder, as far as its matrix products depend on them.
+    """The sizes of a decoder that determine its matrix products.
 
-    ffn_hidden_size: width between the matrices of a dense layer's MLP; gated: three of them, else two (experts too).
-    vocab_size: width of the head; a value head has 1 (`as_critic`).
-    num_moe_layers: layers whose MLP is a mixture: a router over num_experts, num_experts_per_token of them for every
-    token, each moe_ffn_hidden_size wide, and shared experts of shared_expert_ffn_hidden_size together.
+    ffn_hidden_size: inner width of a dense layer's MLP.  gated: an MLP or expert has three matrices, else two.
+    vocab_size: width of the head; 1 for a value head (`as_critic`).
+    num_moe_layers: layers whose MLP is a mixture: a router over num_experts, of which every token uses
+    num_experts_per_token, each moe_ffn_hidden_size wide, and shared experts with a total width of
+    shared_expert_ffn_hidden_size.
     kv_lora_rank set: latent attention (MLA) with its q_lora_rank (None: queries uncompressed), qk_nope_head_dim,
-    qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim do not count then.
+    qk_rope_head_dim and v_head_dim; num_kv_heads and head_dim are ignored then.
     """
 
     num_layers: int
@@ -83,7 +84,7 @@ class FlopsShape:
     v_head_dim: int = 0
 
     def as_critic(self) -> FlopsShape:
-        """The same model with a value head, hidden -> 1, in place of the vocabulary."""
+        """The same model with a value head of width 1 in place of the vocabulary."""
         return replace(self, vocab_size=1)
 
     @property
@@ -113,13 +114,13 @@ class FlopsShape:
 
     @property
     def _flops_per_pair(self) -> int:
-        """Of a (query, key) pair in all layers: a dot product for its score and an axpy for its value, in each head."""
+        """FLOPs of a (query, key) pair in all layers and heads: a dot product for its score, an axpy for its value."""
         mla = self.kv_lora_rank is not None
         qk_dim = self.qk_nope_head_dim + self.qk_rope_head_dim if mla else self.head_dim
         return 2 * self.num_layers * self.num_heads * (qk_dim + (self.v_head_dim if mla else self.head_dim))
 
     def forward_each(self, seq_lens: ArrayLike) -> np.ndarray:
-        """[S] FLOPs of a forward pass over each of the sequences (tokens), logits of every token included."""
+        """[S] FLOPs of a forward pass over each sequence of these lengths (tokens), logits of every token included."""
         lengths = np.asarray(seq_lens, dtype=np.int64)
         # A causal mask leaves s * (s + 1) / 2 pairs.
         return (2 * self.matmul_params * lengths + self._flops_per_pair * (lengths * (lengths + 1) // 2)).astype(float)
@@ -129,16 +130,19 @@ class FlopsShape:
         return float(self.forward_each(list(seq_lens)).sum())
 
     def backward(self, seq_lens: Iterable[int]) -> float:
-        """Two products (gradient of the input, of the weight) for each one of the forward pass."""
+        """FLOPs of the backward pass: two products (gradients of input and weight) for each one of the forward pass."""
         return 2.0 * self.forward(seq_lens)
 
     def train(self, seq_lens: Iterable[int]) -> float:
-        """Forward and backward."""
+        """FLOPs of a forward and backward pass."""
         return 3.0 * self.forward(seq_lens)
 
 
 def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | None:
-    """Dense matmul FLOP/s of a device by its name (torch.cuda.get_device_name); None, and one warning, if unknown."""
+    """Peak FLOP/s of a device's dense matmuls, by its name (torch.cuda.get_device_name).
+
+    Returns None, with one warning, for an unknown device.
+    """
     kind = str(dtype).removeprefix("torch.")
     column = _DTYPES.get(kind)
     for row in _PEAKS if column is not None else ():
@@ -156,7 +160,7 @@ def device_peak_flops(device_name: str, dtype: str | torch.dtype) -> float | Non
 def measured_matmul_peak(
     device: str | torch.device, dtype: str | torch.dtype, size: int | None = None, seconds: float = 0.5
 ) -> float:
-    """FLOP/s of the fastest square matmul seen in about `seconds`, with this process' number of threads.
+    """Measures the FLOP/s of the fastest square matmul within about `seconds`, with this process' number of threads.
 
     size: rows and columns; default 8192 on cuda, 1024 elsewhere.
     """
@@ -173,13 +177,13 @@ def measured_matmul_peak(
         torch.matmul(a, b)
         if on_cuda:
             torch.cuda.synchronize(device)
-        # The first runs pay for threads, workspace and clocks.
+        # The first runs do not count: they start threads, allocate workspace and raise clocks.
         best_s, runs = min(best_s, time.perf_counter() - begin if runs > 1 else best_s), runs + 1
     return 2.0 * size**3 / best_s
 
 
 def mfu(flops: float, seconds: float, num_devices: int, peak: float | None) -> float | None:
-    """Share of num_devices * peak (FLOP/s) that `flops` in `seconds` needs; None when peak is None."""
+    """Model FLOPs utilization: flops / (seconds * num_devices * peak), peak in FLOP/s; None if peak is None."""
     if peak is None:
         return None
     if seconds <= 0 or num_devices < 1 or peak <= 0:

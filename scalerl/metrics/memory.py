@@ -1,4 +1,7 @@
-"""Memory of this process, its device and its node. GiB = 1024^3 bytes; metric keys say gb, as users know them."""
+"""Metrics and logs of the memory of this process, its device and its node.
+
+Values are in GiB (1024^3 bytes); the keys say gb, as users know them from verl.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +23,38 @@ R = TypeVar("R")
 _GIB = 1024**3
 
 
-# Largest (allocated, reserved) since memory_metrics, as far as a phase has reset the counters since; and by phase the
-# largest peak and the latest size at its end. Bytes.
+# Bytes. _peaks: largest (allocated, reserved) since memory_metrics before a phase last reset the counters. _phases: by
+# phase its largest peak, and the size at its latest end.
 _peaks = (0, 0)
 _phases: dict[str, tuple[int, int]] = {}
 
 
 def memory_metrics() -> dict[str, Metric]:
-    """perf/max_memory_allocated_gb, perf/max_memory_reserved_gb, perf/cpu_memory_used_gb, and for each `memory_phase`
-    since the previous call perf/memory_peak_gb/{phase} and perf/memory_current_gb/{phase}; all reduce by max.
+    """Memory metrics since the previous call, all reduced by max.
 
-    With cuda: peaks of this process' allocator. Without: both are the peak resident size of this process. Peaks are
-    since the previous call; where the kernel refuses to reset the resident peak, since the process started.
-    memory_current_gb: at the end of the phase. cpu_memory_used_gb: used on this node, by all processes.
+    perf/max_memory_allocated_gb, perf/max_memory_reserved_gb: with cuda the peaks of this process' allocator; without,
+    both are the peak resident size of this process (since its start if the kernel refuses to reset that peak).
+    perf/cpu_memory_used_gb: used on this node, by all processes.
+    perf/memory_peak_gb/{phase}, perf/memory_current_gb/{phase}: of each `memory_phase`, its peak, and the size at its
+    end.
     """
     global _peaks
     _pop_peaks()
     (allocated, reserved), _peaks = _peaks, (0, 0)
-    found = {
+    num_bytes_by_key = {
         "perf/max_memory_allocated_gb": allocated,
         "perf/max_memory_reserved_gb": reserved,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used,
     }
     for name, (peak, current) in _phases.items():
-        found |= {f"perf/memory_peak_gb/{name}": peak, f"perf/memory_current_gb/{name}": current}
+        num_bytes_by_key |= {f"perf/memory_peak_gb/{name}": peak, f"perf/memory_current_gb/{name}": current}
     _phases.clear()
-    return {key: Metric(num_bytes / _GIB, "max") for key, num_bytes in found.items()}
+    return {key: Metric(num_bytes / _GIB, "max") for key, num_bytes in num_bytes_by_key.items()}
 
 
 @contextlib.contextmanager
 def memory_phase(name: str) -> Iterator[None]:
-    """Measures what runs inside for the next `memory_metrics`: its peak, and what is left at its end.
+    """Measures the block for the next `memory_metrics`: its memory peak, and the size at its end.
 
     With cuda: bytes allocated by this process. Without: its resident size. Phases do not nest.
     """
@@ -63,7 +67,7 @@ def memory_phase(name: str) -> Iterator[None]:
 
 
 def _pop_peaks() -> int:
-    """Peak of the allocated bytes since the previous call; kept for memory_metrics too."""
+    """Peak of the allocated bytes since the previous call; it is also recorded for memory_metrics."""
     global _peaks
     if _has_cuda():
         import torch
@@ -87,7 +91,7 @@ def _current_bytes() -> int:
 def log_gpu_memory_usage(
     head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int | None = 0
 ) -> None:
-    """Logs "head: ..." on the process of that rank (None: on all); without a logger prints to stdout.
+    """Logs the memory in use as "head: ..." on one rank (None: on all); prints it to stdout without a logger.
 
     With cuda: allocated and reserved by this process, used of total on the device by all processes. Without: resident
     size of this process, used of total on the node.
@@ -104,9 +108,9 @@ def log_gpu_memory_usage(
 
 
 class GPUMemoryLogger:
-    """Decorator: logs memory before and after each call, also when it raises. The rank is that of the time of the call.
+    """Decorator that logs the memory in use before and after each call, also when it raises.
 
-    logger: default the one of the function's module.
+    logger: default the logger of the function's module.  The rank is read at the time of the call.
     """
 
     def __init__(
@@ -172,7 +176,10 @@ def _usage() -> str:
 
 
 def _pop_peak_rss_bytes() -> int:
-    """Peak resident size since the previous call (proc_pid_clear_refs(5): writing 5 resets it)."""
+    """Peak resident size of this process since the previous call.
+
+    Writing 5 to clear_refs resets it (proc_pid_clear_refs(5)).
+    """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         peak_kib = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`Metric`: a value that carries how it is reduced, and the reductions of the step."""
+"""`Metric`, a value that states how it is reduced over ranks and micro-batches, and its reductions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 @dataclass(frozen=True)
 class Metric:
-    """One rank's (or micro-batch's) share of a metric.
+    """One rank's or micro-batch's part of a metric.
 
-    weight: how much `value` counts in a weighted mean, e.g. the tokens it is the mean of; other reductions ignore it.
+    weight: weight of `value` in a mean, e.g. the number of tokens it is the mean of; other reductions ignore it.
     Raises ValueError for an unknown reduction and for a weight that is negative or not finite.
     """
 
@@ -31,16 +31,16 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One metric per key, of all the parts that have the key; a part may lack any key.
+    """Merges the parts of each key into one metric; a part may lack any key.
 
-    mean: weighted, the weights add up; a mean of weight 0 counts nothing, and is NaN when all are 0.
+    mean: weighted, and the weights add up; a part of weight 0 does not count, and with no other part the mean is NaN.
     Raises ValueError naming the key for parts that disagree on its reduction.
     """
-    found: dict[str, list[Metric]] = {}
+    parts_by_key: dict[str, list[Metric]] = {}
     for part in parts:
         for key, metric in part.items():
-            found.setdefault(key, []).append(metric)
-    return {key: _merge(key, metrics) for key, metrics in found.items()}
+            parts_by_key.setdefault(key, []).append(metric)
+    return {key: _merge(key, metrics) for key, metrics in parts_by_key.items()}
 
 
 def _merge(key: str, metrics: list[Metric]) -> Metric:
@@ -52,7 +52,7 @@ def _merge(key: str, metrics: list[Metric]) -> Metric:
     values = [float(metric.value) for metric in metrics]
     if reduction == "mean":
         counted = [(float(metric.value), metric.weight) for metric in metrics if metric.weight]
-        # A common finite value stays exactly itself: sum(w * v) / sum(w) may round it away.
+        # Equal values stay exactly as they are: sum(w * v) / sum(w) might round.
         if len({value for value, _ in counted}) == 1:
             return Metric(counted[0][0], reduction, weight)
         return Metric(_total([v * w for v, w in counted]) / weight if counted else math.nan, reduction, weight)
@@ -66,10 +66,10 @@ def _total(values: list[float]) -> float:
     try:
         return math.fsum(values)
     except (ValueError, OverflowError):
-        # fsum raises for opposite infinities and beyond the largest float: NaN and infinity are what they add up to.
+        # fsum raises for opposite infinities and beyond the largest float, where the sums are NaN and infinity.
         return float(sum(values))
 
 
 def to_floats(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
-    """The values alone."""
+    """The values of metrics as plain floats."""
     return {key: float(m.value if isinstance(m, Metric) else m) for key, m in metrics.items()}

@@ -1,4 +1,4 @@
-"""What a person watches while a run goes: one line per step, and on a terminal a live panel below them."""
+"""Progress display of a run: one line per step, and on a terminal a live panel below the lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-# Phases by the name that the line shows, in the order of a step.
+# Phases in the order of a step, with the names that the line shows.
 _PHASES = {
     "gen": "gen",
     "old_log_prob": "logp",
@@ -35,7 +35,7 @@ _COLORS = (
     "cyan", "blue", "magenta", "bright_cyan", "bright_yellow", "yellow", "green", "bright_green", "red", "bright_blue",
     "bright_magenta", "bright_red", "white",
 )  # fmt: skip
-# The first key that is there is shown under the name.
+# Names of numbers in the line, each with its possible keys; the first key that a step has is shown.
 _NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
     ("loss", ("train/loss",), ".4f"),
@@ -45,16 +45,17 @@ _NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 _MFU = ("perf/mfu/actor", "train/mfu")
 _ETA_STEPS = 20
-# What the panel draws the course of: the first that a step has.
+# Values whose course the panel draws: the first that a step has.
 _TRENDS = (("reward", ("critic/score/mean", "critic/rewards/mean")), ("loss", ("train/loss",)))
 _TREND_WIDTH = 40
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Progress:
-    """total_steps: None when unknown.  stream: default standard output.  clock: seconds, monotonic.
+    """Prints one line per logged step, and draws a live panel on a terminal.
 
-    terminal: whether to draw the live panel; default: whether the stream is a terminal that can move its cursor.
+    total_steps: None when unknown.  stream: default standard output.  clock: monotonic seconds.
+    terminal: True draws the live panel; default: if the stream is a terminal that can move its cursor.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._is_stdout = stream is None
         self._clock = clock
-        # Of what is written, in its order. The thread that draws must never wait for it: it holds the panel's own lock
-        # then, for which a writer waits.
+        # Keeps what is written in order. The thread that draws must never wait for it, as that thread holds the panel's
+        # own lock, for which a writer waits.
         self._lock = threading.RLock()
-        # Of what the panel shows; nothing is waited for while it is held.
+        # Guards what the panel shows. Nothing waits while holding it.
         self._state = threading.Lock()
         self._step = 0
         self._last_step_at = clock()
@@ -88,7 +89,7 @@ class Progress:
             self._start_live()
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line for what was logged at this step. A log without training numbers (a validation) is not a step."""
+        """Prints one line for what was logged at a step; a log without training numbers (validation) is no step."""
         with self._lock:
             now = self._clock()
             with self._state:
@@ -100,7 +101,7 @@ class Progress:
             self._print(self.line(step, metrics))
 
     def phase(self, name: str) -> None:
-        """What runs now; shown in the live panel only."""
+        """Sets the phase that runs now, which only the live panel shows."""
         with self._lock:
             now = self._clock()
             with self._state:
@@ -109,12 +110,12 @@ class Progress:
                 self._live.refresh()
 
     def message(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line of text."""
         with self._lock:
             self._print(text)
 
     def close(self) -> None:
-        """Ends the live panel and gives the cursor back. Again: nothing."""
+        """Ends the live panel and restores the cursor; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -126,7 +127,7 @@ class Progress:
             atexit.unregister(self.close)
 
     def line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """`step 12/40  reward 0.630  len 4.1  tok/s 5321  gen 1.2s  update 0.8s  | 3.1s  eta 1m26s`."""
+        """The line of a step: `step 12/40  reward 0.630  tok/s 5321  gen 1.2s  update 0.8s  | 3.1s  eta 1m26s`."""
         parts = [f"step {step}" if self.total_steps is None else f"step {step}/{self.total_steps}"]
         parts += _numbers(metrics)
         parts += [f"{name} {seconds:.1f}s" for name, seconds in phase_seconds(metrics).items() if seconds >= 0.05]
@@ -185,8 +186,8 @@ class Progress:
             head = Text(f"step {self._step}/{total}", style="bold")
             eta = self._eta_s(self._step)
             if eta is not None:
-                left = max(0.0, eta - (now - self._last_step_at))
-                head.append(f"   eta {duration(left)}", style="default")
+                remaining_s = max(0.0, eta - (now - self._last_step_at))
+                head.append(f"   eta {duration(remaining_s)}", style="default")
             if self._phase is not None:
                 name, since = self._phase
                 head.append(f"   now: {name} {duration(now - since)}", style="dim")
@@ -201,7 +202,7 @@ class Progress:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase as shown, in the order of a step; "other" is the rest of timing_s/step."""
+    """Seconds by the shown name of a phase, in the order of a step; "other" is the rest of timing_s/step."""
     phases = {short: metrics[f"timing_s/{name}"] for name, short in _PHASES.items() if f"timing_s/{name}" in metrics}
     if "timing_s/step" in metrics:
         phases["other"] = max(0.0, metrics["timing_s/step"] - sum(phases.values()))
@@ -209,8 +210,11 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def trend(name: str, values: Sequence[float], width: int = _TREND_WIDTH) -> str:
-    """`reward 0.547 ▁▃▄▆█ 0.928`: all values in at most `width` bars, each the mean of as many steps, scaled from the
-    lowest to the highest of them; before and after the bars the first and the last one's value."""
+    """The course of a value as bars, between the values of the first and the last bar: `reward 0.547 ▁▃▄▆█ 0.928`.
+
+    All values are shown in at most `width` bars. Each is the mean of an equal number of steps; they are scaled from the
+    lowest to the highest bar.
+    """
     num_bars = min(width, len(values))
     ends = [round(len(values) * bar / num_bars) for bar in range(num_bars + 1)]
     means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(ends)]
@@ -221,7 +225,7 @@ def trend(name: str, values: Sequence[float], width: int = _TREND_WIDTH) -> str:
 
 
 def duration(seconds: float) -> str:
-    """4s, 1m26s, 2h05m, 3d04h."""
+    """A time as short text: 4s, 1m26s, 2h05m, 3d04h."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"
@@ -237,23 +241,23 @@ def _is_step(metrics: Mapping[str, float]) -> bool:
 
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
-    found = []
+    texts = []
     for name, keys, spec in _NUMBERS:
         value = next((metrics[key] for key in keys if key in metrics), None)
         if value is not None:
-            found.append(f"{name} {value:{spec}}")
+            texts.append(f"{name} {value:{spec}}")
     share = next((metrics[key] for key in _MFU if key in metrics), None)
     if share is not None:
-        found.append(f"mfu {share:.1%}")
+        texts.append(f"mfu {share:.1%}")
     validation = {key: value for key, value in metrics.items() if key.startswith("val-core/") and "/mean@" in key}
     for key, value in validation.items():
         source = key.removeprefix("val-core/").partition("/reward/")[0]
-        found.append(f"val {value:.3f}" if len(validation) == 1 else f"val[{source}] {value:.3f}")
-    return found
+        texts.append(f"val {value:.3f}" if len(validation) == 1 else f"val[{source}] {value:.3f}")
+    return texts
 
 
 def _bar(phases: Mapping[str, float], width: int) -> RenderableType:
-    """Blocks in proportion to the seconds, and a legend in the same colours."""
+    """A bar with blocks in proportion to the phases' seconds, and a legend in the same colours."""
     from rich.text import Text
 
     bar, legend = Text(), Text()
@@ -261,7 +265,7 @@ def _bar(phases: Mapping[str, float], width: int) -> RenderableType:
     position, seen = 0, 0.0
     for (name, seconds), color in zip(phases.items(), _COLORS, strict=False):
         seen += seconds
-        # Rounded at the ends, not per block, so that the blocks fill the width exactly.
+        # Rounds the ends, not each block, so that the blocks fill the width exactly.
         end = round(width * seen / total) if total else 0
         bar.append("█" * (end - position), style=color)
         position = end

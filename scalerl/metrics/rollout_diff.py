@@ -1,6 +1,7 @@
-"""How far the trainer's log-probs are from the sampler's, exactly, over any split of the tokens. T: tokens.
+"""Metrics of the difference between the trainer's and the sampler's probabilities, for any split of the tokens.
 
-`rollout_diff_sums` on each data-parallel rank -> `merge_metrics` -> `rollout_diff_metrics` once.
+`rollout_diff_sums` is called on each data-parallel rank, `merge_metrics` merges, and `rollout_diff_metrics` is called
+once on the result.  T: tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _MIN_VARIANCE = 1e-12
 
 
 def rollout_diff_sums(rollout_logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
-    """Partial sums over one rank's sampled tokens, float64. Input [T]; mask_T true on sampled tokens.
+    """Partial sums over one rank's sampled tokens, in float64.
 
-    Both log-probs must be of the same distribution: the sampler's temperature, without top-p or top-k renormalization.
+    All arguments [T]; mask_T is true on sampled tokens. Both log-probs must be of the same distribution: the sampler's
+    temperature, without top-p or top-k renormalization.
     """
     keep_T = mask_T.bool()
     rollout = rollout_logprobs_T[keep_T].double().exp()
@@ -45,11 +47,11 @@ def rollout_diff_sums(rollout_logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T
 
 
 def rollout_diff_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Metric | float]:
-    """`metrics` with the merged partial sums replaced by the metrics they stand for; others pass through.
+    """Replaces the merged partial sums in `metrics` by the metrics they stand for; all others are kept as they are.
 
-    training/rollout_probs_diff_{mean,max,std}: of |p_rollout - p_old| over sampled tokens (std: population).
-    training/rollout_probs_diff_valid: 1 if there were tokens, else 0 and the others are absent.
-    training/rollout_actor_probs_pearson_corr: of p_rollout and p_old; absent when either does not vary.
+    training/rollout_probs_diff_{mean,max,std}: statistics of |p_rollout - p_old| over sampled tokens (std: population).
+    training/rollout_probs_diff_valid: 1 if there were tokens; else 0, and the others are absent.
+    training/rollout_actor_probs_pearson_corr: correlation of p_rollout and p_old; absent when either does not vary.
     """
     parts = {key.removeprefix(_PARTIAL): metric for key, metric in metrics.items() if key.startswith(_PARTIAL)}
     rest = {key: metric for key, metric in metrics.items() if not key.startswith(_PARTIAL)}
@@ -60,7 +62,7 @@ def rollout_diff_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Met
     if n == 0:
         return rest | {f"{_DIFF}_valid": 0.0}
     mean = sums["diff"] / n
-    found = {
+    diff_metrics = {
         f"{_DIFF}_valid": 1.0,
         f"{_DIFF}_mean": mean,
         f"{_DIFF}_max": sums["max"],
@@ -71,8 +73,8 @@ def rollout_diff_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Met
     var_x, var_y = sums["xx"] / n - x**2, sums["yy"] / n - y**2
     if var_x > _MIN_VARIANCE and var_y > _MIN_VARIANCE:
         correlation = (sums["xy"] / n - x * y) / math.sqrt(var_x * var_y)
-        found["training/rollout_actor_probs_pearson_corr"] = max(-1.0, min(1.0, correlation))
-    return rest | found
+        diff_metrics["training/rollout_actor_probs_pearson_corr"] = max(-1.0, min(1.0, correlation))
+    return rest | diff_metrics
 
 
 def _not_below_zero(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and what it yields per token and per device."""
+"""Times of a step's parts, and metrics of time per token and throughput per device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ALL_TOKEN_PHASES = ("old_log_prob", "ref", "values", "adv", "update_critic", "up
 
 
 class Timers:
-    """`with timers("gen"):` adds to a part's seconds, until `pop`. For one thread.
+    """Timers of a step's parts: `with timers("gen"):` adds to the seconds of gen. For one thread.
 
-    Inside `timers("step")` a part keeps its name; inside another part it is outer/name, and its time is in outer's too.
-    clock: seconds, monotonic.  on_enter: called with the name of every part that is in no other part, when it begins.
+    Inside `timers("step")` a part keeps its name; inside another part it is named outer/name, and its time also counts
+    for outer.  clock: monotonic seconds.  on_enter: called with the name of each part that is in no other part, when it
+    begins.
     """
 
     def __init__(
@@ -28,13 +29,16 @@ class Timers:
         self._on_enter = on_enter
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
-        # Of the parts that ran outside `timers("step")`.
+        # Seconds of the parts that ran outside `timers("step")`.
         self._outside_s = 0.0
         self._popped_at = clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Raises ValueError for a name that is empty, `untimed` or has "/", and for `step` inside a part."""
+        """Times the block as a part.
+
+        Raises ValueError for a name that is empty, `untimed` or has "/", and for `step` inside a part.
+        """
         if not name or name == UNTIMED or "/" in name:
             raise ValueError(f"timer name {name!r}: use a name without '/' that is not {UNTIMED!r}")
         if name == STEP and self._open:
@@ -55,7 +59,7 @@ class Timers:
                 self._outside_s += seconds
 
     def pop(self) -> dict[str, float]:
-        """Seconds by name since the last pop. The parts without "/" plus `untimed` add up to `step`.
+        """Returns the seconds by name since the last pop; the parts without "/" and `untimed` add up to `step`.
 
         step: the time in `timers("step")` plus the parts outside it; without that timer, from the last pop to this one.
         Raises RuntimeError while a timer runs.
@@ -76,10 +80,10 @@ def compute_timing_metrics(
     num_response_tokens: int,
     num_sampled_tokens: int | None = None,
 ) -> dict[str, float]:
-    """timing_s/{name} of every entry, and timing_per_token_ms/{name} of the phases that are proportional to tokens.
+    """The metrics timing_s/{name}, and timing_per_token_ms/{name} of phases whose time is proportional to tokens.
 
-    Wall milliseconds of the phase over the tokens of the whole step, on all devices together: sampled tokens (None: all
-    of the responses) for gen, prompt + response tokens for the others. Absent when there are no such tokens.
+    timing_per_token_ms: wall milliseconds of the phase over the tokens of the whole step on all devices: sampled tokens
+    (None: all of the responses) for gen, prompt + response tokens for the others. Absent when there are no such tokens.
     """
     metrics = {f"timing_s/{name}": float(seconds) for name, seconds in timing_s.items()}
     num_tokens = num_prompt_tokens + num_response_tokens
@@ -92,9 +96,9 @@ def compute_timing_metrics(
 
 
 def compute_throughput_metrics(num_tokens: int, time_per_step_s: float, num_devices: int) -> dict[str, float]:
-    """perf/total_num_tokens, perf/time_per_step (s), perf/throughput (tokens/s per device), perf/cpu_memory_used_gb.
+    """The metrics perf/total_num_tokens, time_per_step (s), throughput (tokens/s per device) and cpu_memory_used_gb.
 
-    num_tokens: prompt + response, of all samples of the step.  cpu_memory_used_gb: GiB used on this node.
+    num_tokens: prompt + response tokens of all samples of the step.  cpu_memory_used_gb: GiB used on this node.
     """
     if time_per_step_s <= 0 or num_devices < 1:
         raise ValueError(f"throughput over {time_per_step_s} s on {num_devices} devices: both must be positive")

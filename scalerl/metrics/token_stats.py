@@ -1,7 +1,7 @@
-"""Statistics over the tokens of a mask, exactly, over any split of the tokens. T: tokens.
+"""Statistics over the tokens of a mask, the same for any split of the tokens over ranks.
 
-On each data-parallel rank `token_stat_sums` and `explained_variance_sums` -> `merge_metrics` ->
-`explained_variance_metrics` once.
+Each data-parallel rank calls `token_stat_sums` and `explained_variance_sums`, `merge_metrics` merges, and
+`explained_variance_metrics` is called once on the result.  T: tokens.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MIN_VARIANCE_FRAC = 1e-14
 
 
 def token_stat_sums(name: str, values_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
-    """{name}/mean (weight: tokens), {name}/max, {name}/min over the tokens of the mask; nothing without any.
+    """The metrics {name}/mean (weighted by tokens), max and min over the tokens of the mask; none without tokens.
 
-    values_T: [T] float.  mask_T: [T] bool or 0/1. What `merge_metrics` makes of the parts is final.
+    values_T: [T] float.  mask_T: [T] bool or 0/1. The result of `merge_metrics` is final.
     """
     values = values_T.detach()[mask_T.bool()].double()
     if len(values) == 0:
@@ -38,7 +38,10 @@ def token_stat_sums(name: str, values_T: Tensor, mask_T: Tensor) -> dict[str, Me
 
 
 def explained_variance_sums(values_T: Tensor, returns_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
-    """Partial sums over one rank's tokens of the mask, float64. values_T, returns_T: [T]; mask_T: [T] bool or 0/1."""
+    """Partial sums over one rank's tokens of the mask, in float64.
+
+    values_T, returns_T: [T].  mask_T: [T] bool or 0/1.
+    """
     keep_T = mask_T.bool()
     returns = returns_T.detach()[keep_T].double()
     errors = returns - values_T.detach()[keep_T].double()
@@ -53,11 +56,11 @@ def explained_variance_sums(values_T: Tensor, returns_T: Tensor, mask_T: Tensor)
 
 
 def explained_variance_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """`metrics` with the merged partial sums replaced by the metric they stand for; others pass through.
+    """Replaces the merged partial sums in `metrics` by the metric they stand for; all others are kept as they are.
 
-    critic/vf_explained_var: 1 - var(returns - values) / (var(returns) + 1e-5), variances unbiased. 1: the values are
-    right but for a constant; 0: no better than a constant. Absent with fewer than two tokens; NaN where a return or
-    value was not finite.
+    critic/vf_explained_var: 1 - var(returns - values) / (var(returns) + 1e-5), with unbiased variances. 1: the values
+    are right up to a constant; 0: they are no better than a constant. Absent with fewer than two tokens; NaN if a
+    return or value was not finite.
     """
     parts = {key.removeprefix(_PARTIAL): metric for key, metric in metrics.items() if key.startswith(_PARTIAL)}
     rest = {key: metric for key, metric in metrics.items() if not key.startswith(_PARTIAL)}

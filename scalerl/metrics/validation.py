@@ -1,4 +1,4 @@
-"""Metrics of several responses to each prompt, per data source: of a validation pass and of `scalerl eval`."""
+"""Metrics, per data source, of several responses to each prompt: for validation and for `scalerl eval`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 REWARD = "reward"
-# Names that a reward function gives to other values: correct or not, and the answer that it found.
+# Keys under which a reward function returns if the answer is correct, and the answer that it read.
 CORRECT, PREDICTION = "acc", "pred"
-# Of a majority vote, which has no closed form.
+# Draws that estimate a majority vote, which has no closed form.
 NUM_RESAMPLES = 1000
 SEED = 42
 
-# Metric -> value, e.g. best@4/mean.
+# Values by metric, e.g. best@4/mean.
 Values = dict[str, float]
 
 
@@ -27,7 +27,7 @@ def validation_metrics(
     scores: Sequence[float] | np.ndarray,
     extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
 ) -> dict[str, float]:
-    """{val-core|val-aux}/{data_source}/{variable}/{metric}: `source_metrics` under their names in the trackers.
+    """The values of `source_metrics` as {val-core|val-aux}/{data_source}/{variable}/{metric}, for the trackers.
 
     In val-core: mean@N, best@N/mean, maj@N/mean and pass@N of the reward and of `acc`, N being the largest number of
     responses to a prompt of the data source. Arguments and errors as those of `source_metrics`.
@@ -49,11 +49,11 @@ def source_metrics(
     scores: Sequence[float] | np.ndarray,
     extras: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
 ) -> dict[str, dict[str, Values]]:
-    """-> data source -> variable -> metric -> value.
+    """Metrics of several responses to each prompt, by data source, variable and metric.
 
-    All arguments [S], one entry per response; responses to one prompt share (data_source, uid). extras: what the reward
-    function returned beside the score. Variables: `reward` (the score), and each extra that is a finite number in every
-    response of the data source.
+    All arguments [S], one entry per response; responses to one prompt share (data_source, uid). extras: the other
+    values that the reward function returned. Variables: `reward` (the score), and each extra that is a finite number
+    in every response of the data source.
 
     N is the largest number of responses to a prompt; n and k are 2, 4, 8, ... below N, and N. Each value is a mean over
     prompts, every prompt counting once, of
@@ -84,7 +84,7 @@ def source_metrics(
 
 @dataclass
 class _Source:
-    """The responses of one data source. rows: uid -> places of the prompt's responses in the other two."""
+    """The responses of one data source.  rows: indices into scores and extras of each prompt's responses, by uid."""
 
     rows: dict[object, list[int]] = field(default_factory=dict)
     scores: list[float] = field(default_factory=list)
@@ -103,16 +103,16 @@ class _Source:
         }
 
     def _variables(self) -> dict[str, np.ndarray]:
-        """Name -> [responses] float64."""
-        found = {REWARD: np.array(self.scores)}
+        """The variables by name, each as [responses] float64."""
+        variables = {REWARD: np.array(self.scores)}
         for name in dict.fromkeys(key for extra in self.extras for key in extra):
             values = [extra.get(name) for extra in self.extras]
-            if name not in found and all(map(_is_finite_number, values)):
-                found[name] = np.array(values, dtype=np.float64)
-        return found
+            if name not in variables and all(map(_is_finite_number, values)):
+                variables[name] = np.array(values, dtype=np.float64)
+        return variables
 
     def _votes(self) -> list[np.ndarray] | None:
-        """Per prompt, which responses gave the same prediction; None where one has none."""
+        """Per prompt, a number of each response's prediction, equal for equal ones; None if a response has none."""
         if not all(extra.get(PREDICTION) is not None for extra in self.extras):
             return None
         numbers_of: dict[str, int] = {}
@@ -125,7 +125,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:
-    """values, votes: per prompt, [its responses]."""
+    """The metrics of one variable, as means over prompts.  values, votes: per prompt, [its responses]."""
     largest = max(map(len, values))
     metrics = {f"mean@{largest}": _mean([x.mean() for x in values])}
     if largest == 1:
@@ -145,14 +145,14 @@ def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> V
 
 
 def _sizes(largest: int) -> list[int]:
-    """2, 4, 8, ... below it, and itself."""
+    """The sizes n: 2, 4, 8, ... below the largest, and the largest."""
     return [2**power for power in range(1, (largest - 1).bit_length())] + [largest]
 
 
 def best_of(values: np.ndarray, n: int) -> tuple[float, float]:
-    """Mean and standard deviation of the largest of n values, drawn with replacement. values: [N]."""
+    """Mean and standard deviation of the largest of n values drawn with replacement from values [N]."""
     share = np.arange(len(values) + 1) / len(values)
-    # The largest is at most the i-th smallest where all n draws are.
+    # The largest draw is at most the i-th smallest value exactly if all n draws are.
     chance = np.diff(share**n)
     ordered = np.sort(values)
     mean = float(chance @ ordered)
@@ -165,11 +165,11 @@ def _worst_of(values: np.ndarray, n: int) -> tuple[float, float]:
 
 
 def majority_of(values: np.ndarray, votes: np.ndarray, n: int, seed: Sequence[int]) -> tuple[float, float]:
-    """Mean and standard deviation of the mean value of those that voted with the most. values, votes: [N]."""
+    """Mean and standard deviation of the majority's mean value among n draws.  values, votes: [N]."""
     drawn_RN = np.random.default_rng(seed).integers(0, len(values), (NUM_RESAMPLES, n))
     candidates, numbered = np.unique(votes, return_inverse=True)
     votes_RN = numbered[drawn_RN]
-    # Candidates of different draws are different bins.
+    # The candidates of each draw have their own bins.
     bins_RN = votes_RN + len(candidates) * np.arange(NUM_RESAMPLES)[:, None]
     counts_RN = np.bincount(bins_RN.ravel(), minlength=NUM_RESAMPLES * len(candidates))[bins_RN]
     won_RN = votes_RN == np.take_along_axis(votes_RN, counts_RN.argmax(axis=1)[:, None], axis=1)
@@ -178,7 +178,7 @@ def majority_of(values: np.ndarray, votes: np.ndarray, n: int, seed: Sequence[in
 
 
 def pass_at(num_responses: int, num_correct: int, k: int) -> float:
-    """Chance that k of them, all different, have a correct one among them."""
+    """Probability that at least one of k different responses is correct."""
     return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
 
 
