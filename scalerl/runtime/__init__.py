@@ -1,1 +1,1 @@
-"""What every command needs around its work: devices, signals, one run per directory, all problems in one message."""
+"""Services that every command needs: devices, signals, a lock per directory, problems collected in one message."""

@@ -1,4 +1,4 @@
-"""trainer.device -> cuda or cpu."""
+"""Resolution of trainer.device to cuda or cpu."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from scalerl.errors import UserError
 
 
 class DeviceError(UserError):
-    """What trainer.device asks for is not there, or torch does not see what is."""
+    """Raised when the device that trainer.device asks for is missing, or torch does not see it."""
 
 
 def resolve_device(name: str) -> str:
-    """auto: cuda when torch sees a GPU, else cpu. With cpu the GPUs of this machine are hidden from all of the run.
+    """Resolves trainer.device (auto, cuda or cpu) to cuda or cpu.
 
-    Raises DeviceError where torch sees none and should.
+    auto: cuda if torch sees a GPU, else cpu. cpu hides the GPUs of this machine from all processes of the run.
+    Raises DeviceError if torch should see a GPU and does not.
     """
     if name == "cpu":
         nvidia.hide()
@@ -32,19 +33,22 @@ def resolve_device(name: str) -> str:
 
 
 def device_of(name: str, *, torch_sees_one: bool, torch_build: str, hidden: bool, root: Path = Path("/")) -> str:
-    """name: auto | cuda.  root: of the file system that shows devices."""
+    """The device for name (auto or cuda), from what torch sees.
+
+    root: root of the file system in which devices are looked for.  Raises DeviceError as `resolve_device`.
+    """
     if torch_sees_one:
         return "cuda"
-    found = None if hidden else nvidia.find_nvidia_device(root)
-    if name == "auto" and found is None:
+    nvidia_device = None if hidden else nvidia.find_nvidia_device(root)
+    if name == "auto" and nvidia_device is None:
         return "cpu"
     if hidden:
         seen = f"{nvidia.VISIBLE_DEVICES} hides the GPUs of this process"
-    elif found is None:
+    elif nvidia_device is None:
         seen = "nothing on this machine shows an NVIDIA device"
     else:
-        driver = "of a version that the system does not tell" if found.driver is None else found.driver
-        seen = f"this machine has an NVIDIA device, driver {driver} (seen: {', '.join(found.signs)})"
+        driver = "of a version that the system does not tell" if nvidia_device.driver is None else nvidia_device.driver
+        seen = f"this machine has an NVIDIA device, driver {driver} (seen: {', '.join(nvidia_device.signs)})"
     raise DeviceError(
         f"trainer.device = {name}: {seen}, and {torch_build}, sees no GPU; install a torch whose CUDA this driver "
         "supports, give the process access to the device, or set trainer.device=cpu"

@@ -1,4 +1,4 @@
-"""One process at a time writes a directory: a job that was submitted twice mixes no files with the first."""
+"""A lock per directory, so that a job that was submitted twice does not mix its files with those of the first."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from scalerl.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCK = "lock"
-# How long a network file system may keep the lock of a machine that is gone.
+# A network file system may keep the lock of a lost machine for this long.
 REMOTE_GRACE_S = 120.0
 POLL_S = 1.0
 
 
 class DirectoryInUseError(UserError, RuntimeError):
-    """Another process writes there."""
+    """Raised when another process holds the directory."""
 
 
 @contextmanager
 def directory_lock(directory: Path, setting: str, *, grace_s: float = REMOTE_GRACE_S) -> Iterator[None]:
-    """Holds the directory for this process; the kernel gives it back when the process ends, in whatever way.
+    """Locks a directory for this process; the kernel releases it when the process ends, however it ends.
 
-    Where the file system has no locks, this is a warning and nothing more.
+    If the file system has no locks, this only logs a warning.
 
     Args:
         setting: `key = value` that led to the directory, for the error.
-        grace_s: how long to wait for a holder on another machine, which may be gone already.
-    Raises: DirectoryInUseError, with who has it and since when.
+        grace_s: seconds to wait for a holder on another machine, which may be lost.
+    Raises: DirectoryInUseError, naming the holder and since when it holds the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -76,12 +76,12 @@ def _myself() -> dict[str, str]:
 
 
 def _holder(descriptor: int) -> dict[str, str]:
-    """As it wrote it; empty in the moment before it does."""
+    """What the holder has written about itself; empty in the moment before it writes."""
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _show(holder: dict[str, str]) -> str:

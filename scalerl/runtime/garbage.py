@@ -1,4 +1,4 @@
-"""What a process has imported is kept out of Python's garbage collections."""
+"""Garbage collection that leaves out imported modules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _frozen = False
 
 
 def collect_garbage() -> None:
-    """Frees what an earlier run left; at the first call also freezes what is there.
+    """Frees what an earlier run left; the first call also freezes all objects that exist then.
 
-    That are the modules, which live as long as the process: else every full collection, in the midst of a step as well,
-    goes through their half a million objects, which takes a quarter of a second.
+    Those are mostly the imported modules, which live as long as the process. Otherwise every full collection, also
+    within a step, would go through their half a million objects, which takes a quarter of a second.
     """
     global _frozen
     gc.collect()

@@ -1,4 +1,4 @@
-"""How a run is asked to end: SIGUSR1 (a scheduler's notice) ends it after the step, SIGTERM at once."""
+"""Signals that end a run: SIGUSR1 (a scheduler's notice) after the current step, SIGTERM at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What the Slurm launcher takes as "put me back in the queue".
+# Exit code that makes the Slurm launcher requeue the job.
 EXIT_REQUEUE = 75
-# As a shell reports a process that SIGTERM ended.
+# Exit code by which a shell reports a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
 TERMINATED = (
     "Terminated (SIGTERM): all that the run had started has ended. The same command goes on from what was saved."
@@ -18,10 +18,10 @@ TERMINATED = (
 
 
 class StopRequest:
-    """`requested` turns true at SIGUSR1: the step in progress ends, a checkpoint is written, the run exits 75.
+    """Handlers of SIGUSR1 and SIGTERM, and what they have asked for.
 
-    SIGTERM interrupts whatever runs, as Ctrl-C does; what is inside `listening` ends on the way out, and the exit code
-    is 143.
+    SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
+    SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """The handlers are installed inside the block; from another thread than the main one nothing happens."""
+        """Installs the handlers for the block; does nothing in a thread other than the main one."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -39,7 +39,7 @@ class StopRequest:
         try:
             yield
         except BaseException:
-            # Whatever it is, the interrupt made it: a call that it cut short may fail in its own way.
+            # Any exception here comes from the interrupt, as an interrupted call may fail in its own way.
             if not self.terminated:
                 raise
         finally:
@@ -53,12 +53,12 @@ class StopRequest:
         self.requested = True
 
     def _now(self, *_: object) -> None:
-        # Ray's own handler below Python's, where it is installed for a moment, gives the process three seconds.
+        # Ray's handler, if installed at this moment below Python's, sets an alarm that ends the process in 3 seconds.
         signal.alarm(0)
         if self.terminated:
-            # A second one must not cut short what the first began.
+            # A second signal must not interrupt the ending that the first one began.
             return
-        # Where the exception gets lost, as in a destructor, the run ends after the step.
+        # If the exception is lost, as in a destructor, the run ends after the step.
         self.terminated = self.requested = True
-        # Not SystemExit: of the two only this one comes out of Ray's waits as it went in.
+        # Not SystemExit, which Ray's waits do not pass on unchanged.
         raise KeyboardInterrupt

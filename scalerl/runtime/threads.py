@@ -1,4 +1,4 @@
-"""A call in a thread that nothing waits for at the end of the process."""
+"""Calls in daemon threads, for which the end of the process does not wait."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ T = TypeVar("T")
 
 
 def in_daemon(call: Callable[[], T], name: str) -> Future[T]:
-    """What the call gives or raises. Whoever is interrupted while they wait for it goes, and the call ends with the
-    process: the threads of an executor would hold it."""
+    """Runs a call in a daemon thread; the future holds its result or exception.
+
+    A caller that is interrupted while it waits for the future can leave, and the call ends with the process. The
+    threads of an executor would keep the process alive.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
