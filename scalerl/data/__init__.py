@@ -1,4 +1,4 @@
-"""Files -> token ids: prompts for RL, conversations for SFT, and the order in which they are used."""
+"""Data sets: prompts for RL and conversations for SFT, tokenized from files, and the order in which they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer and chat template: a local directory in, token ids out."""
+"""Loading of a tokenizer from a local directory, and its use: chat template and encoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 
 def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local directory. Never reaches the network.
+    """Loads the tokenizer of a local directory; never reaches the network.
 
     Raises DataError when the directory or its tokenizer files are missing, or the tokenizer does not load.
     """
@@ -60,7 +60,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Rendered texts -> token ids. The template has written the special tokens already."""
+    """Encodes rendered texts, into which the chat template has written the special tokens already."""
     if not texts:
         return []
     return tokenizer(

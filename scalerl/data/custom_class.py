@@ -1,4 +1,4 @@
-"""A dataset class of the user's own: found in its file, read once, and held like any other data set."""
+"""Data sets of a class that the user wrote: loaded from its file, read once, and held like any other data set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def create_rl_dataset(
     config: DataConfig,
     max_samples: int = -1,
 ) -> RLHFDataset | PromptTable:
-    """The data set that `config` asks for: an RLHFDataset, or the rows of config.custom_cls.
+    """Creates the data set that `config` asks for: an RLHFDataset, or the rows of config.custom_cls.
 
     Raises DataError for wrong data, or a class that cannot be used.
     """
@@ -53,9 +53,9 @@ def create_rl_dataset(
 
 
 def load_dataset_class(config: CustomClassConfig) -> type:
-    """The class config.name of the file config.path.
+    """Loads the class config.name from the file config.path.
 
-    Raises DataError when one of the two is not set, the file does not exist or import, or what it defines is no class
+    Raises DataError when one of the two is not set, the file does not exist or import, or the name stands for no class
     with __len__ and __getitem__ that takes the arguments of RLHFDataset.
     """
     if config.path is None or config.name is None:
@@ -68,13 +68,13 @@ def load_dataset_class(config: CustomClassConfig) -> type:
         raise DataError([str(error)]) from error
     cls = getattr(module, config.name, None)
     if not isinstance(cls, type):
-        found = f"defines '{config.name}' as {type_name(cls)}, not a class" if cls is not None else (
+        fault = f"defines '{config.name}' as {type_name(cls)}, not a class" if cls is not None else (
             f"does not define the class '{config.name}'"
         )  # fmt: skip
         own = [name for name, value in defined_in(module).items() if isinstance(value, type)]
         near = difflib.get_close_matches(config.name, own, n=1)
         advice = f"set data.custom_cls.name={near[0]}" if near else "set data.custom_cls.name to a class of it"
-        raise DataError([f"data.custom_cls.path={path} {found} (its classes: {', '.join(own) or 'none'}); {advice}"])
+        raise DataError([f"data.custom_cls.path={path} {fault} (its classes: {', '.join(own) or 'none'}); {advice}"])
     missing = [method for method in _METHODS if not callable(getattr(cls, method, None))]
     if missing:
         raise DataError(
@@ -96,10 +96,10 @@ def load_dataset_class(config: CustomClassConfig) -> type:
 
 
 class PromptTable:
-    """Rows that were read from a data set of any class: they go to other processes without it.
+    """Rows read from a data set of any class, which can be sent to other processes without that class.
 
-    A row's uid becomes its position. Raises DataError, naming row and field, for anything that is not what PromptRow
-    says, for a prompt over data.max_prompt_length, and for values that need the class's own file to be read again.
+    A row's uid becomes its position. Raises DataError, naming row and field, for a field that is not as PromptRow
+    documents it, for a prompt over data.max_prompt_length, and for values whose class is defined in the user's file.
     """
 
     def __init__(
@@ -113,12 +113,13 @@ class PromptTable:
         self.files = [label]
         if not rows:
             raise DataError([f"{label}: no rows; its __len__ must be at least 1"])
-        found: dict[str, list[int]] = {}
+        rows_of_problem: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
             for problem in _row_problems(row, len(tokenizer), config.max_prompt_length, module_name):
-                found.setdefault(problem, []).append(i)
-        if found:
-            raise DataError([f"{label}: {_rows(at)}: {problem}" for problem, at in list(found.items())[:20]])
+                rows_of_problem.setdefault(problem, []).append(i)
+        if rows_of_problem:
+            shown = list(rows_of_problem.items())[:20]
+            raise DataError([f"{label}: {_rows(numbers)}: {problem}" for problem, numbers in shown])
         self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
         self._others = PackedObjects(_others(row) for row in rows)
 
@@ -136,12 +137,12 @@ def _others(row: PromptRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in names}
 
 
-def _rows(at: list[int]) -> str:
-    more = f" and {len(at) - _MAX_ROWS_SHOWN} more" if len(at) > _MAX_ROWS_SHOWN else ""
-    return f"row{'s' if len(at) > 1 else ''} {', '.join(map(str, at[:_MAX_ROWS_SHOWN]))}{more}"
+def _rows(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - _MAX_ROWS_SHOWN} more" if len(numbers) > _MAX_ROWS_SHOWN else ""
+    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MAX_ROWS_SHOWN]))}{more}"
 
 
-# Field -> type, what it must be. ground_truth may be anything.
+# Type of each field, and the description that errors give of it. ground_truth may be anything.
 _TYPES = {
     "prompt_length_before": (int, "the number of tokens before truncation"),
     "data_source": (str, "the name of its source"),

@@ -1,4 +1,4 @@
-"""Rows of parquet, json and jsonl files as Python objects, in order, with errors that name the place."""
+"""Reading of parquet, json and jsonl files, row by row, with errors that name file, row and column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Chunk = list[tuple[int, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class DataFile:
-    """name: as the user gave it, for messages.  path: of a local file."""
+    """A data file.  name: as the user gave it, for messages.  path: its local path."""
 
     name: str
     path: str
@@ -33,23 +33,24 @@ class DataFile:
 def resolve_files(
     data_files: str | os.PathLike | Sequence[str | os.PathLike], cache_dir: str | os.PathLike | None = None
 ) -> list[DataFile]:
-    """One path or URL or a list of them -> local files, in the order given. URLs are copied to cache_dir.
+    """Resolves one path or URL, or a list of them, to local files in the order given; URLs are copied to cache_dir.
 
-    Raises DataError that names every path that is not there or has an unknown suffix, or every URL that is not copied.
+    Raises DataError that names every path that does not exist or has an unknown suffix, or every URL that could not be
+    copied.
     """
     paths = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files or [])
     problems = [] if paths else ["no data file is given; set data.train_files / data.val_files to one path or a list"]
     names = []
-    for given in paths:
-        if not isinstance(given, str | os.PathLike):
-            problems.append(f"data file {given!r} is {type(given).__name__}; give a path")
+    for data_file in paths:
+        if not isinstance(data_file, str | os.PathLike):
+            problems.append(f"data file {data_file!r} is {type(data_file).__name__}; give a path")
             continue
-        if is_remote(given):
-            names.append(given)
-            if PurePosixPath(remote_name(str(given))).suffix not in SUFFIXES:
-                problems.append(f"data file {given} must end in one of {', '.join(SUFFIXES)}; name the file itself")
+        if is_remote(data_file):
+            names.append(data_file)
+            if PurePosixPath(remote_name(str(data_file))).suffix not in SUFFIXES:
+                problems.append(f"data file {data_file} must end in one of {', '.join(SUFFIXES)}; name the file itself")
             continue
-        path = Path(given).expanduser()
+        path = Path(data_file).expanduser()
         names.append(str(path))
         if path.is_dir():
             problems.append(f"data file {path} is a directory; name its files ({', '.join(SUFFIXES)}) in a list")
@@ -58,7 +59,7 @@ def resolve_files(
         elif path.suffix not in SUFFIXES:
             problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(SUFFIXES)}")
     if problems:
-        # Before anything is copied.
+        # Raised before anything is copied.
         raise DataError(problems)
     files = []
     for name in names:
@@ -74,10 +75,10 @@ def resolve_files(
 def read_chunks(
     path: str, columns: Sequence[str], problems: FileProblems, *, optional: Sequence[str] = ()
 ) -> Iterator[Chunk]:
-    """(row number, {column: value}) in chunks of CHUNK_ROWS; row numbers start at 0.
+    """Yields chunks of CHUNK_ROWS rows, each row as (row number, {column: value}); row numbers start at 0.
 
-    Columns that are not asked for are not read; those of `optional` are there where the file has them. A row that
-    cannot be read is added to `problems` and left out.
+    Other columns are not read; those of `optional` are included if the file has them. A row that cannot be read is
+    added to `problems` and left out.
     """
     rows = _parquet_chunks if Path(path).suffix == ".parquet" else _json_chunks
     yield from rows(path, columns, problems, optional)
@@ -93,7 +94,7 @@ def _parquet_chunks(
                 if present.count(column) != 1:
                     add_bad_column(problems, column, present)
             wanted = [column for column in dict.fromkeys([*columns, *optional]) if present.count(column) == 1]
-            # With no column at all Arrow still yields the row counts.
+            # Even without any column Arrow yields the row counts.
             row = 0
             for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted):
                 yield [(row + i, values) for i, values in python_rows(batch, row, problems)]
@@ -115,7 +116,7 @@ def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -
     try:
         return list(enumerate(batch.to_pylist()))
     except UnicodeDecodeError:
-        pass  # Some row holds bytes that are no text: find it.
+        pass  # Some row holds bytes that are not text: look for it value by value.
     good = []
     for i in range(batch.num_rows):
         values = {}
@@ -147,7 +148,7 @@ def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, opti
 
 
 def _is_one_object(path: str) -> bool:
-    """True for a json file that is one object over several lines: its first line alone is no JSON, the whole is."""
+    """True for a .json file that holds one object over several lines: only the whole file is valid JSON."""
     if Path(path).suffix != ".json":
         return False
     with open(path, "rb") as file:
@@ -164,7 +165,10 @@ def _is_one_object(path: str) -> bool:
 
 
 def json_records(path: str, problems: FileProblems) -> Iterator[tuple[int, Any]]:
-    """One JSON array, one object per line, or (.json) one object; blank lines are no rows."""
+    """Yields (row number, record) of a file: a JSON array, one object per line, or (.json) one object.
+
+    Blank lines do not count as rows.
+    """
     with open(path, "rb") as file:
         head = file.read(3)
         while head and not head.strip(b"\xef\xbb\xbf \t\r\n"):

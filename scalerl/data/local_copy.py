@@ -1,4 +1,4 @@
-"""Files at a URL -> whole, checked copies in a local cache, shared by the processes of a machine."""
+"""Local copies of the files at a URL: complete and checked, in a cache that the processes of a machine share."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-# Seconds before the second attempt; doubles with each.
+# Seconds before the second attempt; they double with each further attempt.
 FIRST_PAUSE_S = 1.0
-# For which the process that copies may stand still until those that wait for it give up.
+# If the process that copies makes no progress for this long, those that wait for it give up.
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 8 * 2**20
@@ -40,7 +40,7 @@ _CONTENT = "content"
 _UNFINISHED = "unfinished-"
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+(?:://|::)", re.IGNORECASE)
 _CHECKSUM = re.compile(r"#sha256=([0-9a-fA-F]{64})$")
-# What the stores of fsspec call the identity of a file's content: a copy is of date while these stay as they were.
+# Names by which fsspec's stores report the identity of a file's content. While these are unchanged, a copy is current.
 _IDENTITY = (
     "ETag", "etag", "md5Hash", "generation", "checksum", "Content-MD5", "Digest", "mtime", "modified", "created",
     "LastModified", "Last-Modified", "last_modified", "modificationTime", "modification_time", "updated",
@@ -62,13 +62,12 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Path of a local copy of the file or directory at a URL; anything that is no URL is returned as it is.
+    """Path of a local copy of the file or directory at a URL; anything but a URL is returned as it is.
 
-    The copy is cache_dir/<hash of the URL>/<name>. It appears there at once when all bytes are there: they are counted
-    and their SHA-256 is kept, so that a damaged copy is made again, and so is one whose source has changed (size, ETag,
-    time). A source that does not answer is not asked: its whole copy is used, with a warning. src may end in
-    #sha256=<64 hex digits>, which the bytes must then have. One process copies, the others wait as long as it copies; a
-    lock ends with its process.
+    The copy is cache_dir/<hash of the URL>/<name>, and appears there in one step once it is complete. Its size and
+    SHA-256 are kept: a damaged copy is made again, and so is one whose source has changed (size, ETag, time). If the
+    source does not answer, a complete copy is used, with a warning. src may end in #sha256=<64 hex digits>, which the
+    bytes must then have. One process copies while the others wait; its lock ends with the process.
 
     cache_dir: null: scalerl-<user> in the system's temporary directory.  filelock: name of the lock file.
     use_shm: the cache is in /dev/shm, and local files are copied too.
@@ -82,7 +81,7 @@ def copy_to_local(
     with _of_cache(source):
         root = _cache_root(cache_dir, use_shm)
         entry = root / hashlib.sha256(source.url.encode()).hexdigest()[:32]
-        # The copy has a folder of its own: its name may be any.
+        # The copy has its own folder, so that it may have any name.
         (entry / _CONTENT).mkdir(parents=True, exist_ok=True)
         with _locked(entry / filelock, source):
             try:
@@ -93,18 +92,18 @@ def copy_to_local(
 
 @dataclass(frozen=True)
 class _Source:
-    # sha256: what the user says that the content must have.
+    # sha256: the checksum that the user demands, or None.
     url: str
     sha256: str | None
 
     @staticmethod
     def parse(src: str) -> _Source:
-        found = _CHECKSUM.search(src)
-        url = src[: found.start()] if found else src
-        return _Source(url.rstrip("/"), found.group(1).lower() if found else None)
+        checksum = _CHECKSUM.search(src)
+        url = src[: checksum.start()] if checksum else src
+        return _Source(url.rstrip("/"), checksum.group(1).lower() if checksum else None)
 
     def __str__(self) -> str:
-        """The URL without passwords and signatures: for messages and files."""
+        """The URL without passwords and signatures, for messages and files."""
         return _without_secrets(self.url)
 
     @property
@@ -136,7 +135,7 @@ def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
     if not parent.is_dir():
         raise DataError([f"{parent} does not exist, so there is no shared memory to copy to; set use_shm=False"])
     root = parent / f"scalerl-{os.getuid()}"
-    # The name is known to everybody: another user must not be able to put files there.
+    # Every user can guess the name, so make sure that no other user could put files there.
     root.mkdir(mode=0o700, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise DataError([f"cache directory {root} belongs to another user; set data.cache_dir to one of your own"])
@@ -145,9 +144,9 @@ def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
 
 @contextmanager
 def _locked(path: Path, source: _Source) -> Iterator[None]:
-    """The kernel's lock: it ends with the process that holds it, however that ends.
+    """Holds the kernel's lock on a file; the lock ends with its process, however that ends.
 
-    Raises DataError, naming the holder, when neither it nor the bytes of its copy change for LOCK_TIMEOUT_S.
+    Raises DataError, naming the holder, when neither the holder nor the size of its copy changes for LOCK_TIMEOUT_S.
     """
     with open(path, "a+") as file:
         waiting, seen = 0.0, None
@@ -183,7 +182,7 @@ def _holder(path: Path) -> str:
 
 
 def _num_bytes(entry: Path) -> int:
-    """Of all files in it; some may go while they are counted."""
+    """Bytes of all files in a directory; files that vanish while they are counted are left out."""
     total = 0
     for directory, _, names in os.walk(entry):
         for name in names:
@@ -193,7 +192,7 @@ def _num_bytes(entry: Path) -> int:
 
 
 def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) -> Path:
-    """The copy in `entry`, made if it is not there, not whole or of an older state of the source."""
+    """Path of the copy in `entry`, which is made if it is missing, damaged or older than the source."""
     _remove_unfinished(entry)
     target = entry / _CONTENT / source.name
     manifest = None if always_recopy else _whole_copy(entry, target)
@@ -212,26 +211,26 @@ def _copied(source: _Source, entry: Path, verbose: bool, always_recopy: bool) ->
     if verbose:
         total_bytes = sum(file["size"] or 0 for file in state.values())
         log.warning("copying %s (%.1f MiB) to %s", source, total_bytes / 2**20, target)
-    files, made = _attempt(lambda: _copy(fs, path, state, entry, source), source)
+    files, copied = _attempt(lambda: _copy(fs, path, state, entry, source), source)
     if _attempt(lambda: _state(fs, path), source) != state:
         raise DataError([f"{source}: changed while it was copied; start again when its writer is done"])
     # From here to the new manifest a crash leaves no manifest, so the copy is made again.
     (entry / _MANIFEST).unlink(missing_ok=True)
-    if made.is_dir() or target.is_dir():
+    if copied.is_dir() or target.is_dir():
         _remove(target)
-    os.replace(made, target)
+    os.replace(copied, target)
     copied_at = time.strftime("%Y-%m-%d %H:%M:%S")
     _write_manifest(entry, {"source": str(source), "copied_at": copied_at, "state": state, "files": files})
     return target
 
 
 class _Unreachable(DataError):
-    """The source did not answer: it may be as it was."""
+    """Raised when a source does not answer, so that its content may be unchanged."""
 
 
 @contextmanager
 def _of_cache(source: _Source) -> Iterator[None]:
-    """Errors of the block are those of the cache directory: the source's are DataErrors by then."""
+    """Turns the block's OSErrors into DataErrors of the cache directory; the source's errors are DataErrors already."""
     try:
         yield
     except OSError as error:
@@ -256,27 +255,30 @@ def _open_source(source: _Source) -> tuple[AbstractFileSystem, str]:
 
     with _of_source(source):
         fs, path = fsspec.core.url_to_fs(source.url)
-        # Listings that this process has seen before may be old.
+        # fsspec caches listings, which may be old.
         fs.invalidate_cache()
         return fs, path
 
 
 def _attempt(action: Callable[[], Result], source: _Source) -> Result:
-    """The action's result. Raises DataError after ATTEMPTS attempts, or after one that another would not mend."""
+    """Returns the action's result, after up to ATTEMPTS attempts.
+
+    Raises DataError after the last one, or at once when another attempt could not help.
+    """
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return action()
         except Exception as error:  # drivers of stores raise what they like
-            found = error if isinstance(error, DataError) else _error(source, error)
-            if attempt == ATTEMPTS or not isinstance(found, _Unreachable):
-                raise found from error
-            log.warning("%s; attempt %d of %d", found, attempt + 1, ATTEMPTS)
+            data_error = error if isinstance(error, DataError) else _error(source, error)
+            if attempt == ATTEMPTS or not isinstance(data_error, _Unreachable):
+                raise data_error from error
+            log.warning("%s; attempt %d of %d", data_error, attempt + 1, ATTEMPTS)
             time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
     raise AssertionError("unreachable")
 
 
 def _error(source: _Source, error: Exception) -> DataError:
-    # fsspec's web driver says "not found" whatever happened; the answer's status is in the cause.
+    # fsspec's web driver says "not found" whatever happened; the real status is in the cause.
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     scheme, status = source.url.partition(":")[0], getattr(error, "status", None)
@@ -297,13 +299,13 @@ def _error(source: _Source, error: Exception) -> DataError:
 
 
 def _state(fs: AbstractFileSystem, path: str) -> dict[str, dict[str, Any]]:
-    """File -> size and identity, by its name below `path` ("" for a single file). Plain JSON values."""
+    """Size and identity of each file at `path`, by its name below it ("" for a single file), as plain JSON values."""
     info = fs.info(path)
     if info.get("type") != "directory":
         return {"": _identity(info)}
     base = str(fs._strip_protocol(path)).rstrip("/") + "/"
-    found = fs.find(path, detail=True)
-    state = {name.removeprefix(base): _identity(found[name]) for name in sorted(found)}
+    file_infos = fs.find(path, detail=True)
+    state = {name.removeprefix(base): _identity(file_infos[name]) for name in sorted(file_infos)}
     if not state:
         raise FileNotFoundError("a directory without files")
     unsafe = [name for name in state if Path(name).is_absolute() or ".." in Path(name).parts]
@@ -319,19 +321,22 @@ def _identity(info: dict[str, Any]) -> dict[str, Any]:
 def _copy(
     fs: AbstractFileSystem, path: str, state: dict[str, dict[str, Any]], entry: Path, source: _Source
 ) -> tuple[dict[str, dict[str, Any]], Path]:
-    """Copies into `entry`, beside the target: ({name: size, sha256, md5}, path of the file or directory)."""
-    made = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=entry)) / "copy"
+    """Copies the source into `entry`, beside the target.
+
+    Returns ({name: size, sha256, md5}, path of the copied file or directory).
+    """
+    copied = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=entry)) / "copy"
     files = {}
     for name in state:
-        local = made / name if name else made
+        local = copied / name if name else copied
         remote = f"{path.rstrip('/')}/{name}" if name else path
         files[name] = _copy_file(fs, remote, local, source)
     _check_content(source, files, state)
-    return files, made
+    return files, copied
 
 
 def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) -> dict[str, Any]:
-    # One request for the whole: not every web server knows ranges.
+    # One request for the whole file, as not every web server supports ranges.
     options = {"block_size": 0} if "http" in fs.protocol else {}
     size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
     with _of_cache(source), ExitStack() as stack:
@@ -355,11 +360,11 @@ def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) 
 
 def _check_content(source: _Source, files: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
     for name, file in files.items():
-        said = state[name]
+        expected = state[name]
         place = f"{source}/{name}" if name else str(source)
-        if said["size"] is not None and said["size"] != file["size"]:
-            raise _Unreachable([f"{place}: {file['size']} of {said['size']} bytes came; start again"])
-        md5 = said.get("md5Hash", said.get("Content-MD5"))
+        if expected["size"] is not None and expected["size"] != file["size"]:
+            raise _Unreachable([f"{place}: {file['size']} of {expected['size']} bytes arrived; start again"])
+        md5 = expected.get("md5Hash", expected.get("Content-MD5"))
         if md5 is not None and md5 != file["md5"]:
             raise _Unreachable([f"{place}: its MD5 is {file['md5']}, the store says {md5}; start again"])
     if source.sha256 is not None and _content_hash(files) != source.sha256:
@@ -378,14 +383,14 @@ def _content_hash(files: dict[str, dict[str, Any]]) -> str | None:
 
 
 def _whole_copy(entry: Path, target: Path) -> dict[str, Any] | None:
-    """The manifest, if the copy has every byte that it had when it was made."""
+    """The manifest of a copy whose bytes are still those that were copied; None if there is none or it is damaged."""
     try:
         manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
         files = manifest["files"]
         if all(_has(target / name if name else target, file) for name, file in files.items()):
             return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # No copy yet, or what a crash left of it: copy again.
+        pass  # No copy yet, or an incomplete one after a crash: copy again.
     return None
 
 
@@ -397,9 +402,9 @@ def _has(path: Path, file: dict[str, Any]) -> bool:
 
 
 def _write_manifest(entry: Path, manifest: dict[str, Any]) -> None:
-    made = entry / f"{_UNFINISHED}{_MANIFEST}"
-    made.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    os.replace(made, entry / _MANIFEST)
+    unfinished = entry / f"{_UNFINISHED}{_MANIFEST}"
+    unfinished.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    os.replace(unfinished, entry / _MANIFEST)
 
 
 def _remove_unfinished(entry: Path) -> None:

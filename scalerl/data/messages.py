@@ -1,4 +1,4 @@
-"""What a column of messages must look like. One message: {"role": str, "content": str}."""
+"""Checks of a column of messages, each of which is {"role": str, "content": str}."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ _SHAPE = 'write it as [{"role": "user", "content": "..."}]'
 
 
 def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
-    """The messages without keys that are null (Arrow fills them in), or None with the reason added to `problems`."""
+    """Checks one row's messages and drops their null keys, which Arrow fills in.
+
+    Returns the messages, or None with the reason added to `problems`.
+    """
     if not isinstance(value, list):
-        found = f"{type_name(value)}, not a list of messages"
-        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(value))
+        problem = f"{type_name(value)}, not a list of messages"
+        problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(value))
         return None
     if not value:
         problems.add("an empty list", "remove the row or give it a message", row=row, column=column)
@@ -26,22 +29,22 @@ def check_messages(value: Any, row: int, column: str, problems: FileProblems) ->
 
 def _check_message(message: Any, i: int, row: int, column: str, problems: FileProblems) -> dict[str, Any] | None:
     if not isinstance(message, dict):
-        found = f"{type_name(message)} as message {i}"
-        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(message))
+        problem = f"{type_name(message)} as message {i}"
+        problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(message))
         return None
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
-        # Chat templates drop messages of roles that they do not know, without a word.
-        found = (
+        # Chat templates silently drop messages of roles that they do not know.
+        problem = (
             f"no known role in message {i}" if isinstance(role, str) else f"{type_name(role)} as role of message {i}"
         )
-        problems.add(found, f"use one of {', '.join(ROLES)}", row=row, column=column, value=excerpt(role))
+        problems.add(problem, f"use one of {', '.join(ROLES)}", row=row, column=column, value=excerpt(role))
         return None
     if content is None and message.get("tool_calls"):
         return {key: item for key, item in message.items() if item is not None}
     if not isinstance(content, str):
-        found = f"{type_name(content)} as content of message {i}, not text"
-        problems.add(found, _SHAPE, row=row, column=column, value=excerpt(content))
+        problem = f"{type_name(content)} as content of message {i}, not text"
+        problems.add(problem, _SHAPE, row=row, column=column, value=excerpt(content))
         return None
     if not content.strip() and not message.get("tool_calls"):
         problems.add(f"empty content in message {i}", "remove the message or give it text", row=row, column=column)

@@ -1,4 +1,4 @@
-"""What is wrong with an input file: collected row by row, shown at once."""
+"""Problems of an input file, which are collected row by row and shown together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _MAX_VALUE_CHARS = 80
 
 
 class DataError(UserError):
-    """Input data that cannot be used. `problems`: a line each with file, row (from 0), column, found and what to do."""
+    """Raised for input data that cannot be used.
+
+    problems: one line each, with file, row (from 0), column, what was found and what to do.
+    """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        # One positional argument that rebuilds the error: it crosses process borders by pickle.
+        # One positional argument, from which pickle can rebuild the error in another process.
         super().__init__(tuple(problems))
         self.problems = tuple(problems)
 
@@ -28,11 +31,11 @@ class DataError(UserError):
 
 
 class FileProblems:
-    """The problems of one file. Rows that share a problem share a line."""
+    """The problems of one file; rows with the same problem share a line."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # (column, found, advice) -> (value in the first row, rows)
+        # By (column, problem, advice): (value in the first row, rows).
         self._groups: dict[tuple[str | None, str, str], tuple[str, list[int]]] = {}
 
     def __bool__(self) -> bool:
@@ -44,10 +47,13 @@ class FileProblems:
         return len(self._groups) >= MAX_PROBLEMS_PER_FILE
 
     def add(
-        self, found: str, advice: str, *, row: int | None = None, column: str | None = None, value: str = ""
+        self, problem: str, advice: str, *, row: int | None = None, column: str | None = None, value: str = ""
     ) -> None:
-        """found: what is there, the same text for every row with this problem.  value: this row's example of it."""
-        key = (column, found, advice)
+        """Adds a problem.
+
+        problem: what was found; the same text for every row with this problem.  value: the example in this row.
+        """
+        key = (column, problem, advice)
         if key not in self._groups and self.full:
             return
         _, rows = self._groups.setdefault(key, (value, []))
@@ -59,8 +65,8 @@ class FileProblems:
         if not self._groups:
             return
         lines = [
-            f"{self.path}: {_place(rows, column)}found {found}{f' ({value})' if value else ''}; {advice}"
-            for (column, found, advice), (value, rows) in self._groups.items()
+            f"{self.path}: {_place(rows, column)}found {problem}{f' ({value})' if value else ''}; {advice}"
+            for (column, problem, advice), (value, rows) in self._groups.items()
         ]
         if self.full:
             lines.append(f"{self.path}: reading stopped at {MAX_PROBLEMS_PER_FILE} problems; there may be more")
@@ -83,7 +89,7 @@ def type_name(value: Any) -> str:
 
 
 def excerpt(value: Any) -> str:
-    """A short, one-line picture of a value; "" for null."""
+    """A value as one short line of text; "" for null."""
     if value is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The order in which prompts are used, and the place in it."""
+"""The order in which prompts are used, and how far a run has come in it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PromptCursor:
         return rows
 
     def _order(self, epoch: int) -> np.ndarray:
-        """[num_rows] int64."""
+        """[num_rows] int64: the rows in the order of an epoch."""
         if self._cached is None or self._cached[0] != epoch:
             if self._shuffle:
                 words = np.random.Philox(np.random.SeedSequence([self._seed, epoch])).random_raw(self._num_rows)
@@ -63,12 +63,15 @@ class PromptCursor:
         return self._cached[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """epoch, position (rows of the epoch already taken), seed, num_rows, shuffle; plain JSON values."""
+        """The cursor's state in plain JSON values: epoch, position (rows taken of it), seed, num_rows, shuffle."""
         epoch, position = divmod(self._num_taken, self._num_rows)
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved. Raises ValueError when it is of another order of rows, or damaged."""
+        """Continues where `state` was saved.
+
+        Raises ValueError when the state belongs to another order of rows, or is damaged.
+        """
         identity = self._identity()
         missing = [key for key in ("epoch", "position", *identity) if key not in state]
         if missing:

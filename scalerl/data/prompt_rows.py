@@ -1,4 +1,4 @@
-"""What a row of prompts must look like: the five columns, and images where a file has them."""
+"""Checks of a row of prompts: the five columns, and images if a file has them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scalerl.data.messages import check_messages
 from scalerl.data.problems import FileProblems, excerpt, type_name
 
 _REWARD_SHAPE = 'write it as {"style": "rule", "ground_truth": "..."}'
-# Stands for the value of a column that the file does not have.
+# Takes the place of a value whose column the file does not have.
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class PromptColumns:
-    """Names of the columns. sees_images: without it a row with images is a problem."""
+    """Names of the columns of prompts.  sees_images: False makes a row with images a problem."""
 
     data_source: str = "data_source"
     prompt: str = "prompt"
@@ -38,7 +38,10 @@ class PromptFields(NamedTuple):
 
 
 def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProblems) -> list[tuple[int, PromptFields]]:
-    """The rows of a chunk; what is wrong is added to `problems`, and from then on rows are only checked."""
+    """Checks the rows of a chunk and returns those that can be used.
+
+    Problems are added to `problems`; once there is one, rows are only checked and none is returned.
+    """
     rows = []
     for row, values in chunk:
         if not values.keys() >= set(columns.names):
@@ -79,34 +82,34 @@ def _check_text(value: Any, row: int, column: str, problems: FileProblems, *, ma
 def _check_reward_model(value: Any, row: int, problems: FileProblems) -> None:
     if value is _ABSENT:
         return
-    place: dict[str, Any] = {"row": row, "column": "reward_model"}
+    where: dict[str, Any] = {"row": row, "column": "reward_model"}
     if not isinstance(value, dict):
-        problems.add(f"{type_name(value)}, not a dict", _REWARD_SHAPE, **place, value=excerpt(value))
+        problems.add(f"{type_name(value)}, not a dict", _REWARD_SHAPE, **where, value=excerpt(value))
         return
     for key in ("style", "ground_truth"):
         if key not in value:
-            problems.add(f"no key '{key}' (it has: {', '.join(map(str, value)) or 'none'})", _REWARD_SHAPE, **place)
+            problems.add(f"no key '{key}' (it has: {', '.join(map(str, value)) or 'none'})", _REWARD_SHAPE, **where)
     style = value.get("style", "rule")
     if not isinstance(style, str) or not style:
-        problems.add(f"{type_name(style)} as style, not a name", _REWARD_SHAPE, **place, value=excerpt(style))
+        problems.add(f"{type_name(style)} as style, not a name", _REWARD_SHAPE, **where, value=excerpt(style))
     if style == "rule" and "ground_truth" in value and value["ground_truth"] is None:
-        problems.add("null as ground_truth", "give the answer that the rule compares with", **place)
+        problems.add("null as ground_truth", "give the answer that the rule compares with", **where)
 
 
 def _check_extra_info(value: Any, row: int, problems: FileProblems) -> None:
     if value is not _ABSENT and value is not None and not isinstance(value, dict):
-        found = f"{type_name(value)}, not a dict"
-        problems.add(found, "write a dict, or null", row=row, column="extra_info", value=excerpt(value))
+        problem = f"{type_name(value)}, not a dict"
+        problems.add(problem, "write a dict, or null", row=row, column="extra_info", value=excerpt(value))
 
 
 def _check_images(value: Any, row: int, columns: PromptColumns, problems: FileProblems) -> None:
-    place: dict[str, Any] = {"row": row, "column": columns.images}
+    where: dict[str, Any] = {"row": row, "column": columns.images}
     if value is not None and not isinstance(value, list):
-        problems.add(f"{type_name(value)}, not a list of images", "write a list, or null", **place)
+        problems.add(f"{type_name(value)}, not a list of images", "write a list, or null", **where)
     elif value and not columns.sees_images:
-        found = "images, for a model without a vision part"
+        problem = "images, for a model without a vision part"
         advice = (
             "no model family of scalerl has one: remove the images or the rows, or name another column with "
             "data.image_key if these are no images"
         )
-        problems.add(found, advice, **place, value=f"{len(value)} of them")
+        problems.add(problem, advice, **where, value=f"{len(value)} of them")

@@ -1,4 +1,4 @@
-"""Messages -> token ids, in this process or in several, in the order of the rows."""
+"""Tokenization of prompts, in this process or in several, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, Any]]
-# Token ids, int32; or why the chat template refuses the messages.
+# Token ids, int32, or the reason why the chat template refuses the messages.
 Tokens = np.ndarray | str
 Rows = TypeVar("Rows")
 
-# Chunks that each process has before it or behind it, waiting: bounds the memory.
+# Chunks that may wait per process, to be tokenized or to be read; bounds the memory.
 _CHUNKS_PER_WORKER = 2
 
 
 class PromptTokenizer:
-    """Tokenizes chunk by chunk. workers: processes that do it from the second chunk on; 1: this process alone.
+    """Tokenizes prompts chunk by chunk.
 
-    A context manager: the processes end with the block.
+    workers: number of processes that tokenize from the second chunk on; 1: this process does it all.
+    Use as a context manager: the processes end with the block.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, workers: int) -> None:
@@ -46,7 +47,7 @@ class PromptTokenizer:
             self._pool.shutdown(cancel_futures=True)
 
     def each(self, chunks: Iterable[tuple[Rows, Sequence[Messages]]]) -> Iterator[tuple[Rows, list[Tokens]]]:
-        """(rows, messages) -> (rows, tokens), in order. Raises DataError when a process is lost."""
+        """Yields (rows, tokens) for each (rows, messages), in order.  Raises DataError when a process is lost."""
         if self._workers == 1:
             for rows, messages in chunks:
                 yield rows, tokenize(self._tokenizer, messages)
@@ -55,7 +56,7 @@ class PromptTokenizer:
         try:
             for number, (rows, messages) in enumerate(chunks):
                 if number == 0:
-                    # Most files have one chunk: it is done before a process would have started.
+                    # Most files have one chunk, which is done before a process would have started.
                     yield rows, tokenize(self._tokenizer, messages)
                     continue
                 waiting.append((rows, self._start().submit(_tokenize_in_worker, messages)))
@@ -84,7 +85,7 @@ class PromptTokenizer:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages]) -> list[Tokens]:
-    """The tokens of each prompt, generation prompt included, or the complaint of the chat template."""
+    """The tokens of each prompt with the generation prompt, or the chat template's error as a text."""
     results: list[Tokens] = []
     texts = []
     for prompt in messages:
@@ -94,7 +95,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages]) -
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
             results.append(f"{type(error).__name__}: {error}")
     tokens = iter(encode(tokenizer, texts))
-    # An array: a list of Python integers is ten times larger while the other rows are read.
+    # Arrays, because lists of Python integers would take ten times the memory while other rows are read.
     return [result or np.asarray(next(tokens), np.int32) for result in results]
 
 
@@ -108,7 +109,7 @@ _worker_tokenizer: PreTrainedTokenizerBase | None = None
 
 def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     global _worker_tokenizer
-    # The processes are the parallelism.
+    # The processes are parallel already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = tokenizer
 

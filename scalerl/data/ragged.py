@@ -1,4 +1,4 @@
-"""Many variable-length rows as one flat numpy array: small to pickle, quick to send to another process."""
+"""Rows of variable length in one flat numpy array, which is small to pickle and quick to send to other processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class RaggedArray:
-    """values: [T], the rows end to end.  cu_seqlens: [rows + 1] int64, first 0."""
+    """Rows of variable length.  values: [T], the rows end to end.  cu_seqlens: [rows + 1] int64, first 0."""
 
     def __init__(self, rows: Sequence[Any], dtype: np.dtype | type) -> None:
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
@@ -27,7 +27,7 @@ class RaggedArray:
 
 
 class PackedObjects:
-    """Python objects as one byte array; each is unpacked when it is asked for, so every caller gets its own copy."""
+    """Python objects in one byte array; each is unpacked on access, so every caller gets its own copy."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         packed = [pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL) for item in objects]

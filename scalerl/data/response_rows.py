@@ -1,4 +1,4 @@
-"""Responses to prompts, from any tool's files: what a row of `scalerl eval` must look like."""
+"""Rows of responses to prompts that `scalerl eval` reads, from files of any tool, and their checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scalerl.data.tables import FileTable
 
 @dataclass(frozen=True)
 class ResponseColumns:
-    """Names of the columns. prompt and extra_info may be missing."""
+    """Names of the columns of responses; a file may lack prompt and extra_info."""
 
     responses: str = "responses"
     data_source: str = "data_source"
@@ -23,7 +23,7 @@ class ResponseColumns:
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """One prompt and its responses. row: number over all files.  name: file and row, for messages."""
+    """One prompt and its responses.  row: its number over all files.  name: file and row, for messages."""
 
     row: int
     name: str
@@ -35,15 +35,18 @@ class ResponseRow:
 
 
 def response_rows(tables: Sequence[FileTable], columns: ResponseColumns) -> Iterator[ResponseRow]:
-    """Every row, in order. Raises DataError with the problems of the first file that has any, when it is read."""
+    """Yields every row, in order.
+
+    Raises DataError with the problems of the first file that has any, once that file is read.
+    """
     for file in tables:
         problems = FileProblems(file.name)
         needed = [columns.responses, columns.data_source, columns.reward_model]
         for chunk in file.chunks(needed, problems, optional=[columns.prompt, columns.extra_info]):
             for row, values in chunk:
-                found = _row_of(file, row, values, columns, problems)
-                if found is not None:
-                    yield found
+                response_row = _row_of(file, row, values, columns, problems)
+                if response_row is not None:
+                    yield response_row
             if problems.full:
                 break
         problems.raise_if_any()
@@ -55,13 +58,13 @@ def _row_of(
     responses = _responses(values[columns.responses], row, columns.responses, problems)
     source, reward = values[columns.data_source], values[columns.reward_model]
     if not isinstance(source, str) or not source:
-        found = f"{type_name(source)}, not the name of a source" if not isinstance(source, str) else "empty text"
-        problems.add(found, "write its name", row=row, column=columns.data_source, value=excerpt(source))
+        problem = f"{type_name(source)}, not the name of a source" if not isinstance(source, str) else "empty text"
+        problems.add(problem, "write its name", row=row, column=columns.data_source, value=excerpt(source))
     _check_reward_model(reward, row, columns.reward_model, problems)
     extra_info = values.get(columns.extra_info)
     if extra_info is not None and not isinstance(extra_info, dict):
-        found = f"{type_name(extra_info)}, not a dict"
-        problems.add(found, "write a dict, or null", row=row, column=columns.extra_info, value=excerpt(extra_info))
+        problem = f"{type_name(extra_info)}, not a dict"
+        problems.add(problem, "write a dict, or null", row=row, column=columns.extra_info, value=excerpt(extra_info))
     if problems or responses is None:
         return None
     return ResponseRow(
@@ -78,27 +81,27 @@ def _row_of(
 def _responses(value: Any, row: int, column: str, problems: FileProblems) -> list[str] | None:
     responses = [value] if isinstance(value, str) else value
     if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
-        found = "an empty list" if responses == [] else f"{type_name(value)} that is no list of texts"
+        problem = "an empty list" if responses == [] else f"{type_name(value)} that is no list of texts"
         advice = "write the responses as a list of texts, or name their column with data.response_key"
-        problems.add(found, advice, row=row, column=column, value=excerpt(value))
+        problems.add(problem, advice, row=row, column=column, value=excerpt(value))
         return None
     return responses
 
 
 def _check_reward_model(value: Any, row: int, column: str, problems: FileProblems) -> None:
-    place = {"row": row, "column": column}
+    where = {"row": row, "column": column}
     shape = 'write it as {"style": "rule", "ground_truth": "..."}'
     if not isinstance(value, dict):
-        problems.add(f"{type_name(value)}, not a dict", shape, **place, value=excerpt(value))
+        problems.add(f"{type_name(value)}, not a dict", shape, **where, value=excerpt(value))
     elif "ground_truth" not in value:
-        problems.add(f"no key 'ground_truth' (it has: {', '.join(value) or 'none'})", shape, **place)
+        problems.add(f"no key 'ground_truth' (it has: {', '.join(value) or 'none'})", shape, **where)
     elif value.get("style") == "model":
         advice = "a reward function scores here, no model: leave such rows out, or give them an answer and style rule"
-        problems.add("style 'model'", advice, **place)
+        problems.add("style 'model'", advice, **where)
 
 
 def _last_text(prompt: Any) -> str:
-    """Of its last message; "" where there is none."""
+    """The text of a prompt's last message; "" if there is none."""
     if isinstance(prompt, str):
         return prompt
     last = prompt[-1] if isinstance(prompt, list) and prompt else None

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: files with the five columns in, token ids and what the reward needs out."""
+"""Prompts for reinforcement learning: their token ids and what rewards need, from files with the five columns."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt. uid: its position in the data set.  prompt_length_before: tokens before truncation.
+    """One prompt of a data set.  uid: its position.  prompt_length_before: tokens before truncation.
 
     reward_style: rule (a reward function scores it), model or judge (a reward model or a judge, where the run has
         one), or another name.
-    images: as the file has them; empty but for a data set with a processor.
+    images: as the file has them; always empty in a data set without a processor.
     """
 
     uid: int
@@ -66,8 +66,8 @@ class RLHFDataset:
     A prompt over config.max_prompt_length tokens is dropped and counted in `num_filtered` if
     config.filter_overlong_prompts, else config.truncation decides: error | left | right | middle.
     config.filter_overlong_prompts_workers processes tokenize; the rows do not depend on their number.
-    `max_samples`: keep the first so many rows (after filtering); -1 keeps all.
-    `processor`: that of a model that sees images; it is not called, the images are carried in the rows.
+    `max_samples`: number of rows to keep, the first ones after filtering; -1 keeps all.
+    `processor`: the processor of a model that takes images; it is not called, it only allows images in the rows.
 
     Raises DataError, naming file, row and column of all problems of the first file that has any.
     """
@@ -113,7 +113,7 @@ class RLHFDataset:
         return len(self._tokens)
 
     def __getitem__(self, uid: int) -> PromptRow:
-        # Not len(self): a derived class may have another length.
+        # Not len(self), which a derived class may change.
         if not 0 <= uid < len(self._tokens):
             raise IndexError(f"uid {uid} is not in 0..{len(self._tokens) - 1}")
         return PromptRow(int(uid), self._tokens[uid].tolist(), *self._others[uid])
@@ -126,7 +126,7 @@ class RLHFDataset:
         config: DataConfig,
         room: int | None,
     ) -> list[_KeptRow]:
-        """The kept rows of one file, `room` at most; every row is checked, also those beyond."""
+        """The kept rows of one file, at most `room`; the rows beyond are checked too."""
         problems = FileProblems(file.name)
         kept: list[_KeptRow] = []
         overlong: dict[int, int] = {}
@@ -179,8 +179,8 @@ def _kept_of(
 ) -> Iterator[tuple[int, PromptFields, np.ndarray]]:
     for (row, fields), tokens in zip(rows, token_lists, strict=True):
         if isinstance(tokens, str):
-            found = f"messages that the chat template refuses ({tokens})"
-            problems.add(found, "correct the messages, or use another template", row=row, column=column)
+            problem = f"messages that the chat template refuses ({tokens})"
+            problems.add(problem, "correct the messages, or use another template", row=row, column=column)
         elif len(tokens):
             yield row, fields, tokens
         else:
@@ -190,10 +190,10 @@ def _kept_of(
 def _add_overlong(overlong: dict[int, int], column: str, max_prompt_length: int, problems: FileProblems) -> None:
     if not overlong:
         return
-    found = f"a prompt longer than data.max_prompt_length={max_prompt_length} tokens"
+    problem = f"a prompt longer than data.max_prompt_length={max_prompt_length} tokens"
     advice = (
         f"set data.max_prompt_length={max(overlong.values())} (the longest), data.truncation=left|right|middle, "
         "or data.filter_overlong_prompts=true"
     )
     for row, num_tokens in overlong.items():
-        problems.add(found, advice, row=row, column=column, value=f"{num_tokens} tokens")
+        problems.add(problem, advice, row=row, column=column, value=f"{num_tokens} tokens")

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: messages in, token ids and the mask of what is learned out."""
+"""Conversations for supervised fine-tuning: token ids, and the mask of the tokens to learn, from messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRUNCATIONS = ("error", "left", "right")
 
 @dataclass(frozen=True, slots=True)
 class SFTRow:
-    """loss_mask: 1 where the token is learned, one entry per token of input_ids."""
+    """One tokenized conversation.  loss_mask: 1 where the token is learned, one entry per token of input_ids."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -34,10 +34,10 @@ class SFTRow:
 class SFTDataset:
     """Conversations of one or many parquet, json or jsonl files, in the order of files and rows.
 
-    loss_mask is 1 on what the assistant says: from the end of the generation prompt to the end-of-turn token, in every
-    assistant turn. The turn is found by rendering the conversation up to the turn with the generation prompt, and up to
-    and with the turn without it; the tokens of both must start the tokens of the whole conversation, else the template
-    rewrites earlier turns and the row is an error.
+    loss_mask is 1 on the assistant's words: in every assistant turn from the end of the generation prompt to the
+    end-of-turn token. A turn's bounds are found by rendering the conversation before it with the generation prompt,
+    and through it without. The tokens of both must be prefixes of the whole conversation's tokens; otherwise the
+    template rewrites earlier turns, and the row is an error.
 
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A conversation over config.max_length tokens: config.truncation error | left | right.
@@ -97,17 +97,17 @@ def _read_file(
                 continue
             tokens, mask = (truncate(part, config.max_length, config.truncation) for part in (tokens, mask))
             if not any(mask):
-                found = (
+                problem = (
                     f"no assistant token in the {config.max_length} tokens kept by data.truncation={config.truncation}"
                 )
                 advice = "raise data.max_length, change data.truncation, or remove the row"
-                problems.add(found, advice, row=row, column=column)
+                problems.add(problem, advice, row=row, column=column)
                 continue
             rows.append((np.asarray(tokens, np.int32), np.asarray(mask, np.int8)))
     for row, num_tokens in overlong.items():
-        found = f"a conversation longer than data.max_length={config.max_length} tokens"
+        problem = f"a conversation longer than data.max_length={config.max_length} tokens"
         advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"
-        problems.add(found, advice, row=row, column=column, value=f"{num_tokens} tokens")
+        problems.add(problem, advice, row=row, column=column, value=f"{num_tokens} tokens")
     problems.raise_if_any()
     return rows
 
@@ -117,8 +117,8 @@ def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems
     if "assistant" not in roles:
         problems.add("no assistant message", "remove the row: it has nothing to learn", row=row, column=column)
     elif roles[0] == "assistant":
-        found = "an assistant message before any other"
-        problems.add(found, "start the conversation with a system or user message", row=row, column=column)
+        problem = "an assistant message before any other"
+        problems.add(problem, "start the conversation with a system or user message", row=row, column=column)
     else:
         return True
     return False
@@ -127,7 +127,7 @@ def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems
 def _tokenize(
     messages: list[dict[str, Any]], row: int, tokenizer: PreTrainedTokenizerBase, column: str, problems: FileProblems
 ) -> tuple[list[int], list[int]] | None:
-    """(tokens, loss mask) of the conversation, or None with the reason added to `problems`."""
+    """Tokens and loss mask of a conversation, or None with the reason added to `problems`."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         texts = [render(tokenizer, messages, add_generation_prompt=False)]
@@ -135,20 +135,20 @@ def _tokenize(
             texts.append(render(tokenizer, messages[:turn], add_generation_prompt=True))
             texts.append(render(tokenizer, messages[: turn + 1], add_generation_prompt=False))
     except Exception as error:  # a chat template is a program of the model's author: it raises anything
-        found = f"messages that the chat template refuses ({type(error).__name__}: {error})"
-        problems.add(found, "correct the messages, or use another template", row=row, column=column)
+        problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+        problems.add(problem, "correct the messages, or use another template", row=row, column=column)
         return None
     whole, *prefixes = encode(tokenizer, texts)
     mask = [0] * len(whole)
     for turn, before, through in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
         for prefix, what in ((before, "before"), (through, "through")):
             if whole[: len(prefix)] != prefix:
-                found = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
+                problem = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
                 advice = (
                     "the chat template rewrites earlier turns, so no mask of the assistant's tokens exists; "
                     "use a template that only appends, or split the row into conversations with one assistant message"
                 )
-                problems.add(found, advice, row=row, column=column)
+                problems.add(problem, advice, row=row, column=column)
                 return None
         end = _end_of_turn(through, len(before), tokenizer)
         mask[len(before) : end] = [1] * (end - len(before))
@@ -156,7 +156,7 @@ def _tokenize(
 
 
 def _end_of_turn(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """End of the assistant turn tokens[start:]: after its last eos if only whitespace follows, which nobody samples."""
+    """End of the assistant turn tokens[start:]: after its last eos if only whitespace follows, which is not sampled."""
     eos = tokenizer.eos_token_id
     if eos is None or eos not in tokens[start:]:
         return len(tokens)

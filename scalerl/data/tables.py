@@ -1,4 +1,4 @@
-"""Whole files as Arrow tables, all columns kept, and tables as files that are whole or not there."""
+"""Reading of whole files as Arrow tables with all columns, and atomic writing of tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scalerl.data.problems import DataError, FileProblems
 
 @dataclass(frozen=True)
 class FileTable:
-    """The rows of one file. name: as the user gave it.  first: number of its first row over all files."""
+    """The rows of one file.  name: as the user gave it.  first: number of its first row over all files."""
 
     name: str
     table: pa.Table
@@ -27,9 +27,9 @@ class FileTable:
     def chunks(
         self, columns: Sequence[str], problems: FileProblems, *, optional: Sequence[str] = ()
     ) -> Iterator[list[tuple[int, dict[str, Any]]]]:
-        """(row number in the file, {column: value}), of `columns` and of those of `optional` that there are.
+        """Yields chunks of (row number in the file, {column: value}), of `columns` and the existing ones of `optional`.
 
-        A column that is not there, or is there twice, is added to `problems`; then nothing comes.
+        A column that is missing or occurs twice is added to `problems`; then nothing is yielded.
         """
         present = self.table.column_names
         for column in columns:
@@ -46,7 +46,7 @@ class FileTable:
 
 
 def read_tables(files: Sequence[DataFile], max_rows: int = -1) -> list[FileTable]:
-    """The first max_rows rows of all files together; -1: all.
+    """Reads the first max_rows rows of all files together; -1: all rows.
 
     Raises DataError for a file that cannot be read, and when there is no row.
     """
@@ -77,14 +77,14 @@ def _read(file: DataFile) -> pa.Table:
         names = dict.fromkeys(name for _, record in records for name in record)
         return pa.table({name: [record.get(name) for _, record in records] for name in names})
     except (pa.ArrowException, OSError) as error:
-        found = f"a file that does not read as a table ({error})"
-        problems.add(found, f"write it again as one of {', '.join(SUFFIXES)}, each column of one type")
+        problem = f"a file that does not read as a table ({error})"
+        problems.add(problem, f"write it again as one of {', '.join(SUFFIXES)}, each column of one type")
     problems.raise_if_any()
     raise AssertionError("unreachable")
 
 
 def joined(tables: Sequence[FileTable]) -> pa.Table:
-    """All rows. Raises DataError where a column is of two types that do not go together."""
+    """Joins the rows of all tables into one.  Raises DataError if a column has two incompatible types."""
     try:
         return pa.concat_tables([file.table for file in tables], promote_options="permissive")
     except pa.ArrowException as error:
@@ -93,7 +93,7 @@ def joined(tables: Sequence[FileTable]) -> pa.Table:
 
 
 def with_columns(table: pa.Table, columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pa.Table:
-    """The table and more columns, none of which it has."""
+    """The table with further columns, none of which it has yet."""
     for name, column in columns.items():
         assert name not in table.column_names, name
         table = table.append_column(name, column)
@@ -101,7 +101,7 @@ def with_columns(table: pa.Table, columns: Mapping[str, pa.Array | pa.ChunkedArr
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """As parquet, on the disk when this returns; a file that was there is replaced. Raises OSError."""
+    """Writes a table as parquet; it is on the disk when this returns, an existing file is replaced.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
     try:
@@ -118,7 +118,7 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Else the new name may be lost with the power."""
+    """Syncs a directory to the disk: otherwise a power failure may lose the new name."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,7 +127,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def output_problems(key: str, path: str, inputs: Sequence[DataFile]) -> list[str]:
-    """What keeps a file from being written there: it is an input, or its directory is none."""
+    """The reasons why a file cannot be written: it is an input or a directory, or its directory cannot be used."""
     output = Path(path).expanduser().resolve()
     problems = [
         f"{key} = {path}: is the input {file.name}, which would be lost; give another file"

@@ -1,4 +1,4 @@
-"""Cutting a token sequence to a limit."""
+"""Truncation of token sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 def truncate(tokens: Sequence[T], max_length: int, side: str) -> Sequence[T]:
-    """At most max_length of the tokens. side: where the cut is: left | right | middle (the end keeps the odd token)."""
+    """Cuts a sequence to at most max_length tokens.
+
+    side: where tokens are cut: left | right | middle (the end keeps the odd token).
+    """
     if len(tokens) <= max_length:
         return tokens
     if side == "right":

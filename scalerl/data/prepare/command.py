@@ -1,4 +1,7 @@
-"""`scalerl data NAME ... --out DIR`: original files or a generated task in, train.parquet and val.parquet out."""
+"""The command `scalerl data NAME ... --out DIR`: writes train.parquet and val.parquet of a known data set.
+
+The rows come from the data set's original files, or are generated from a task.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from scalerl.data.problems import DataError, FileProblems
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Raises DataError for files that cannot be used."""
+    """Runs the command.  Raises DataError for files that cannot be used."""
     arguments = _parser().parse_args(argv)
     split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
     _report(split, write_all({TRAIN: split.train, VAL: split.val}, arguments.out, overwrite=arguments.overwrite))
@@ -40,12 +43,12 @@ def _convert(arguments: argparse.Namespace) -> Split:
 def _generate(arguments: argparse.Namespace) -> Split:
     options = reasoning_gym_rows.parse_options(arguments.option)
     sizes = {TRAIN: arguments.size, VAL: arguments.val_size}
-    made = reasoning_gym_rows.generate(arguments.task, sizes, arguments.seed, options, arguments.instruction)
+    generated = reasoning_gym_rows.generate(arguments.task, sizes, arguments.seed, options, arguments.instruction)
     for name, size in sizes.items():
-        if len(made.rows[name]) < size:
-            print(f"task {arguments.task} gave {len(made.rows[name])} different rows of {name}, not {size}")
-    split = split_rows(made.rows[TRAIN], made.rows[VAL], None, arguments.seed)
-    return Split(split.train, split.val, made.dropped | split.dropped)
+        if len(generated.rows[name]) < size:
+            print(f"task {arguments.task} gave {len(generated.rows[name])} different rows of {name}, not {size}")
+    split = split_rows(generated.rows[TRAIN], generated.rows[VAL], None, arguments.seed)
+    return Split(split.train, split.val, generated.dropped | split.dropped)
 
 
 _MAX_FILES_SHOWN = 20
@@ -104,10 +107,10 @@ def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 
-def _files(given: Sequence[str], split: str | None, cache_dir: str) -> list[tuple[DataFile, str]]:
-    """Files in folders are taken in the order of their names."""
+def _files(local_paths: Sequence[str], split: str | None, cache_dir: str) -> list[tuple[DataFile, str]]:
+    """The files at the given paths, with the split of each; files in folders are sorted by name."""
     paths: list[str] = []
-    for path in given:
+    for path in local_paths:
         if is_remote(path) or not Path(path).expanduser().is_dir():
             paths.append(path)
             continue

@@ -1,4 +1,4 @@
-"""The process that runs a task of reasoning-gym: `python -P reasoning_gym_process.py`, JSON in, JSON out."""
+"""Program that generates rows of a reasoning-gym task: `python -P reasoning_gym_process.py`, JSON in, JSON out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports]  # an optional package
 
-# Sizes and seeds come from the command line; a mixture is made of files, one for each task.
+# Size and seed have options of the command; a mixture (composite) is a list of files, one per task.
 _NOT_OPTIONS = ("seed", "size")
 _NOT_TASKS = ("composite",)
 
 
 class TaskError(Exception):
-    """What the user can mend: the message is shown."""
+    """An error that the user can correct; its message is shown."""
 
 
 def main() -> None:
@@ -28,15 +28,18 @@ def main() -> None:
     os.dup2(2, 1)  # what a task prints is not part of the reply
     request = json.load(sys.stdin)
     try:
-        made = generate(request["task"], request["options"], request["splits"])
+        reply_body = generate(request["task"], request["options"], request["splits"])
     except TaskError as error:
-        made = {"error": str(error)}
+        reply_body = {"error": str(error)}
     with reply:
-        json.dump(made, reply)
+        json.dump(reply_body, reply)
 
 
 def generate(task: str, options: dict[str, Any], splits: list[dict[str, Any]]) -> dict[str, Any]:
-    """Raises TaskError for a task that does not exist, options that it does not take, and what fails in it."""
+    """Generates the rows of all splits, and counts the dropped ones by reason.
+
+    Raises TaskError for a task that does not exist, options that it does not take, and a task that fails.
+    """
     _check(task, options)
     rows: list[dict[str, str]] = []
     dropped: dict[str, int] = {}
@@ -116,7 +119,10 @@ def _is_right(dataset: Any, answer: str, entry: dict[str, Any]) -> bool:
 
 
 def _texts(entry: dict[str, Any], task: str, index: int) -> dict[str, str]:
-    """entry: as a Python literal, because rules tell tuples from lists, and numbers as keys from text."""
+    """Question, answer and entry of a row as texts.
+
+    entry is a Python literal, because scoring rules distinguish tuples from lists, and number keys from text keys.
+    """
     plain = _plain(entry)
     text = repr(plain)
     try:
@@ -130,7 +136,7 @@ def _texts(entry: dict[str, Any], task: str, index: int) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Subclasses of text and numbers (enumerations, numpy) become what they are derived from."""
+    """Converts subclasses of text and numbers (enumerations, numpy) to the plain types they are derived from."""
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, generated here -> rows with the five columns."""
+"""Rows with the five columns that are generated from a task of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from scalerl.data.problems import DataError
 NAME = "reasoning_gym"
 ABOUT = "tasks of the package reasoning-gym, generated on this machine by --seed: no files needed"
 INSTRUCTION = "Think step by step, then write the final answer alone between <answer> and </answer>."
-# A data set of so many rows is made again, by another seed, as long as rows are missing.
+# While rows are missing, up to this many data sets are generated, each from another seed.
 MAX_ROUNDS = 4
-# By its file, and without the file's folder on the path (-P): it needs nothing of scalerl, whose import takes seconds.
+# Run by its file name, so that scalerl is not imported (it takes seconds); -P keeps the file's folder off the path.
 _PROGRAM = ("-P", str(Path(__file__).with_name("reasoning_gym_process.py")))
 
 
 @dataclass(frozen=True)
 class Generated:
-    """dropped: reason -> number of rows."""
+    """Generated rows by split.  dropped: number of dropped rows by reason."""
 
     rows: dict[str, Rows]
     dropped: dict[str, int] = field(default_factory=dict)
 
 
-def parse_options(given: list[str]) -> dict[str, Any]:
-    """["min_terms=2", ...] -> {"min_terms": 2, ...}; values in YAML. Raises DataError."""
+def parse_options(texts: list[str]) -> dict[str, Any]:
+    """Parses options such as "min_terms=2", whose values are YAML, into a dict.  Raises DataError."""
     options: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name or name in options:
             what = "is given twice" if name in options else "is not NAME=VALUE"
@@ -53,16 +53,17 @@ def parse_options(given: list[str]) -> dict[str, Any]:
 def generate(
     task: str, sizes: dict[str, int], seed: int, options: dict[str, Any], instruction: str = INSTRUCTION
 ) -> Generated:
-    """sizes: split -> rows. No problem comes twice, or in both splits; there are fewer rows where a task has no more.
+    """Generates the rows of a task, without repeating a problem within a split or across splits.
 
-    The rows follow from the arguments and the version of the package alone. Raises DataError.
+    sizes: rows by split; a task that has fewer different problems gives fewer rows.
+    The rows depend only on the arguments and the version of the package. Raises DataError.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(["reasoning_gym needs the package reasoning-gym: pip install 'scalerl[reasoning-gym]'"])
     for name, size in sizes.items():
         if size < 1:
             raise DataError([f"{size} rows of {name}: give at least 1"])
-    # Validation first: what it takes, training does not have.
+    # Validation first, so that training leaves out its problems.
     splits = [
         {"name": name, "size": sizes[name], "seeds": [_derive(task, seed, name, i) for i in range(MAX_ROUNDS)]}
         for name in (VAL, TRAIN)
@@ -72,8 +73,8 @@ def generate(
     rows: dict[str, Rows] = {TRAIN: [], VAL: []}
     for row in reply["rows"]:
         rows[row["split"]].append(_row(task, reply["category"], row, options_text, instruction))
-    for name, made in rows.items():
-        if not made:
+    for name, rows_of_split in rows.items():
+        if not rows_of_split:
             raise DataError(
                 [f"task {task} has no rows left for {name}; ask for fewer (--val-size), or for more variety (--option)"]
             )
@@ -81,12 +82,15 @@ def generate(
 
 
 def _derive(task: str, seed: int, split: str, number: int) -> int:
-    """31 bits. Row i of a task comes from its seed + i: neighbouring seeds would share all rows but one."""
+    """A seed of 31 bits for one data set.
+
+    Row i of a task is drawn from its seed + i, so data sets of neighbouring seeds would share all rows but one.
+    """
     return int.from_bytes(hashlib.sha256(f"{task} {seed} {split} {number}".encode()).digest()[:4], "big") >> 1
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: some tasks follow the order of sets, which Python fixes at its start alone."""
+    """Runs the program in a process: some tasks depend on the order of sets, which Python can fix only at its start."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "0"}
     done = subprocess.run(
         [sys.executable, *_PROGRAM], input=json.dumps(request).encode(), stdout=subprocess.PIPE, env=env
@@ -101,12 +105,12 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
-def _row(task: str, category: str, made: dict[str, str], options: str, instruction: str) -> dict[str, Any]:
-    content = f"{made['question']}\n\n{instruction}" if instruction else made["question"]
+def _row(task: str, category: str, generated: dict[str, str], options: str, instruction: str) -> dict[str, Any]:
+    content = f"{generated['question']}\n\n{instruction}" if instruction else generated["question"]
     return {
         "data_source": f"{NAME}/{task}",
         "prompt": [{"role": "user", "content": content}],
         "ability": category,
-        "reward_model": {"style": "rule", "ground_truth": made["answer"]},
-        "extra_info": {"task": task, "options": options, "entry": made["entry"]},
+        "reward_model": {"style": "rule", "ground_truth": generated["answer"]},
+        "extra_info": {"task": task, "options": options, "entry": generated["entry"]},
     }

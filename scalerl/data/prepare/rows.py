@@ -1,4 +1,4 @@
-"""Original records of each known data set -> rows with the five columns."""
+"""Conversion of the original records of each known data set to rows with the five columns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 from scalerl.data.problems import FileProblems, excerpt, type_name
 from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 
-# (row number, record, instruction, problems) -> a row, or None with the reason added to `problems`.
+# Takes (row number, record, instruction, problems); returns a row, or None with the reason added to `problems`.
 Convert = Callable[[int, dict[str, Any], str, FileProblems], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set whose files hold `columns`, and maybe `optional`. instruction: text after each problem; "": none."""
+    """A known data set.  columns, optional: the columns that its files have, or may have.
+
+    instruction: text to add after each problem; "": none.
+    """
 
     name: str
     about: str
@@ -29,8 +32,8 @@ def _text(record: dict[str, Any], row: int, column: str, problems: FileProblems)
     value = record[column]
     if isinstance(value, str) and value.strip():
         return value.strip()
-    found = "empty text" if isinstance(value, str) else f"{type_name(value)}, not text"
-    problems.add(found, "restore the original file", row=row, column=column, value=excerpt(value))
+    problem = "empty text" if isinstance(value, str) else f"{type_name(value)}, not text"
+    problems.add(problem, "restore the original file", row=row, column=column, value=excerpt(value))
     return None
 
 
@@ -83,7 +86,7 @@ def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProb
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} or \fbox{...} of a solution holds, or the word after a \boxed without braces."""
+    r"""The content of a solution's last \boxed{...} or \fbox{...}, or the word after a \boxed without braces."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
         return None
@@ -93,7 +96,7 @@ def last_boxed(text: str) -> str | None:
     depth = position = 0
     while position < len(rest):
         if rest[position] == "\\":
-            position += 1  # An escaped brace is none.
+            position += 1  # An escaped brace does not count.
         else:
             depth += {"{": 1, "}": -1}.get(rest[position], 0)
         if depth == 0:
@@ -103,14 +106,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def _dapo(row: int, record: dict[str, Any], instruction: str, problems: FileProblems) -> dict[str, Any] | None:
-    # The original has the five columns; only the style is another.
+    # The original has the five columns; only its style differs.
     checked = check_prompt_rows([(row, record)], PromptColumns(), problems)
     if not checked:
         return None
     (_, fields), = checked  # fmt: skip
     if not isinstance(fields.ground_truth, str):
-        found = f"{type_name(fields.ground_truth)} as ground_truth, not text"
-        problems.add(found, "restore the original file", row=row, column="reward_model")
+        problem = f"{type_name(fields.ground_truth)} as ground_truth, not text"
+        problems.add(problem, "restore the original file", row=row, column="reward_model")
         return None
     messages = [{"role": message["role"], "content": message["content"]} for message in fields.messages]
     return {

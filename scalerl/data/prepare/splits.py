@@ -1,4 +1,4 @@
-"""Which rows train and which validate, without a problem twice or on both sides."""
+"""Division of rows into training and validation, so that no problem occurs twice or on both sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Split:
-    """dropped: reason -> number of rows."""
+    """Rows of training and of validation.  dropped: number of dropped rows by reason."""
 
     train: Rows
     val: Rows
@@ -27,9 +27,9 @@ class Split:
 
 
 def split_of(name: str) -> str:
-    """By a word of the file's name, else by a whole folder name, the nearest first.
+    """The split of a file: by a word of its name, else by the whole name of a folder, the nearest first.
 
-    test, val, valid, validation and eval validate, everything else trains.
+    test, val, valid, validation and eval mean validation, everything else training.
     """
     path = PurePath(name)
     for word in (*re.split(r"[-_.]", path.name.lower()), *(parent.name.lower() for parent in path.parents)):
@@ -41,9 +41,10 @@ def split_of(name: str) -> str:
 
 
 def split_rows(train: Rows, val: Rows, val_size: int | None, seed: int) -> Split:
-    """Each prompt once, and not in both; val_size: take so many validation rows out of `train`.
+    """Splits rows so that each prompt occurs once and on one side only.
 
-    Which rows are taken depends on their text and the seed alone. Raises DataError when either side would be empty.
+    val_size: number of validation rows to take out of `train`; which ones depends only on their text and the seed.
+    Raises DataError when either side would be empty.
     """
     dropped: dict[str, int] = {}
     val = _first_of_each(val, set(), dropped)

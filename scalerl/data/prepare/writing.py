@@ -1,4 +1,4 @@
-"""Rows -> parquet files that are checked before they have their names."""
+"""Writing of parquet files, which are checked before they get their final names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 
 
 def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
-    """The five columns; extra_info has the keys of the first row, text or whole numbers."""
+    """The schema of the five columns; extra_info has the keys of the first row, each text or a whole number."""
     text = pa.string()
     extra = rows[0]["extra_info"]
     return pa.schema(
@@ -34,25 +34,25 @@ def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
 
 
 def write_all(tables: dict[str, list[dict[str, Any]]], out: Path, *, overwrite: bool) -> dict[str, Path]:
-    """name -> out/name.parquet, all of them read back and compared before the first is renamed to it.
+    """Writes each table to out/<name>.parquet; all are read back and compared before the first gets its name.
 
     Raises DataError when one exists already and overwrite is False.
     """
     paths = {name: out / f"{name}.parquet" for name in tables}
-    there = [str(path) for path in paths.values() if path.exists()]
-    if there and not overwrite:
-        raise DataError([f"{', '.join(there)}: exists already; give another --out, or --overwrite"])
+    existing = [str(path) for path in paths.values() if path.exists()]
+    if existing and not overwrite:
+        raise DataError([f"{', '.join(existing)}: exists already; give another --out, or --overwrite"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as unfinished:
-            made = {name: Path(unfinished) / f"{name}.parquet" for name in tables}
+            unfinished_paths = {name: Path(unfinished) / f"{name}.parquet" for name in tables}
             for name, rows in tables.items():
-                pq.write_table(pa.Table.from_pylist(rows, schema_of(rows)), made[name])
-                _check(made[name], rows)
-                with open(made[name], "rb") as file:
+                pq.write_table(pa.Table.from_pylist(rows, schema_of(rows)), unfinished_paths[name])
+                _check(unfinished_paths[name], rows)
+                with open(unfinished_paths[name], "rb") as file:
                     os.fsync(file.fileno())
             for name, path in paths.items():
-                os.replace(made[name], path)
+                os.replace(unfinished_paths[name], path)
     except OSError as error:
         raise DataError(
             [f"--out {out}: cannot be written ({error}); give a directory that you can write to"]
@@ -61,7 +61,7 @@ def write_all(tables: dict[str, list[dict[str, Any]]], out: Path, *, overwrite: 
 
 
 def _check(path: Path, rows: list[dict[str, Any]]) -> None:
-    """What a training run would check, and that nothing was lost on the way."""
+    """Makes the checks of a training run, and compares the file with the rows that were written."""
     problems, columns = FileProblems(str(path)), PromptColumns()
     read = []
     for chunk in read_chunks(str(path), columns.names, problems):

@@ -187,7 +187,7 @@ def test_fewer_bytes_than_announced_never_become_a_copy(store, tmp_path, monkeyp
     store.pipe("/a/x.json", b"12345")
     state = local_copy._state
     monkeypatch.setattr(local_copy, "_state", lambda fs, path: {"": {"size": 9}})
-    assert "memory://a/x.json: 5 of 9 bytes came; start again" in error_of("memory://a/x.json", tmp_path)
+    assert "memory://a/x.json: 5 of 9 bytes arrived; start again" in error_of("memory://a/x.json", tmp_path)
     assert not list(tmp_path.rglob("x.json"))
     monkeypatch.setattr(local_copy, "_state", lambda fs, path: state(fs, path) | {"": {"size": 5, "md5Hash": "AA=="}})
     assert "the store says AA==" in error_of("memory://a/x.json", tmp_path)
