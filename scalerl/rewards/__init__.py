@@ -1,4 +1,4 @@
-"""Scoring of responses: rules by data source, functions from the user's file, and the managers that call them."""
+"""Scoring of responses: rules by data source, functions from a user's file, and the managers that call them."""
 
 from __future__ import annotations
 

@@ -16,19 +16,20 @@ from scalerl.rewards.manager import (
 )
 from scalerl.rewards.reward_function import BATCH_ARGUMENTS, RewardFunction
 
-# Samples of one call.
+# Largest number of samples in one call.
 MAX_BATCH = 256
-# How long the first sample waits for others, unless a call is under way.
+# Seconds that the first sample waits for others, unless a call is running.
 COLLECT_S = 0.05
 
 
 @register_reward_manager("batch")
 class BatchRewardManager(NaiveRewardManager):
-    """function(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) -> a number or dict for each.
+    """Scores batches of samples by one call of the reward function for each batch.
 
-    One call at a time; the samples that finish while it runs are the next batch, MAX_BATCH at most. config.timeout_s is
-    for one call. A call that raises, is late, or returns another number of values has failed for all of its samples; a
-    bad value in the list has failed for its own.
+    The function is called with (data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs) and returns
+    a number or dict for each sample. One call runs at a time; the samples that finish meanwhile are the next batch, at
+    most MAX_BATCH. config.timeout_s is for one call. A call that raises, is late, or returns another number of values
+    fails for all of its samples; a bad value in the list fails for its sample only.
     """
 
     arguments = BATCH_ARGUMENTS
@@ -41,7 +42,7 @@ class BatchRewardManager(NaiveRewardManager):
     async def score(self, request: ScoreRequest) -> ScoreResult:
         loop = asyncio.get_running_loop()
         if self._calls is None or self._calls.done() or self._calls.get_loop() is not loop:
-            self._waiting = []  # what another loop left behind nobody waits for
+            self._waiting = []  # nobody waits for samples of another loop
             self._calls = loop.create_task(self._call_until_none_waits())
         outcome: asyncio.Future[Outcome] = loop.create_future()
         self._waiting.append((request, outcome))
@@ -50,14 +51,14 @@ class BatchRewardManager(NaiveRewardManager):
     async def _call_until_none_waits(self) -> None:
         await asyncio.sleep(COLLECT_S)
         while self._waiting:
-            # One whose score() was cancelled is not asked for any more.
+            # A sample whose score() was cancelled is not scored.
             waiting = [pair for pair in self._waiting if not pair[1].done()]
             batch, self._waiting = waiting[:MAX_BATCH], waiting[MAX_BATCH:]
             if not batch:
                 return
             try:
                 outcomes = await self._call([request for request, _ in batch])
-            except Exception as error:  # too many hung calls: each of these samples tells
+            except Exception as error:  # too many hung calls: each of these samples reports it
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)

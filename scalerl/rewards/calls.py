@@ -1,4 +1,4 @@
-"""Calling a reward function beside the event loop, with a deadline for each call."""
+"""Calls of a reward function outside the event loop, with a deadline for each call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scalerl.rewards.reward_function import RewardFunction
 
 NUM_THREADS = 8
 MAX_CONCURRENT_ASYNC = 256
-# Calls past their deadline that still run: a thread cannot be stopped from outside, so each keeps one.
+# Largest number of calls that still run past their deadline: each keeps a thread, which cannot be stopped from outside.
 MAX_HUNG = 64
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call came to: a value, or the exception it raised, or a deadline that passed."""
+    """The outcome of one call: a value, the exception that it raised, or a missed deadline."""
 
     value: Any = None
     error: BaseException | None = None
@@ -29,12 +29,12 @@ class Outcome:
 
 
 class RewardCaller:
-    """Runs a sync function in NUM_THREADS daemon threads, an async one on an event loop of its own.
+    """Calls a sync function in up to NUM_THREADS daemon threads, an async one on a separate event loop.
 
-    So neither a slow nor a blocking function stops generation. The deadline counts from the start of the call, not from
-    the wait for a free thread. A call past its deadline is left behind; with MAX_HUNG of them the next one raises
-    RewardError. Limit: a call that never releases the GIL (a regular expression that backtracks for ever) stops the
-    process, deadline or not.
+    So neither a slow nor a blocking function stops generation. The deadline counts from the start of the call, without
+    the wait for a free thread. A call past its deadline is abandoned; with MAX_HUNG of them the next one raises
+    RewardError. Limit: a call that never releases the GIL (a regular expression that backtracks forever) blocks the
+    process in spite of its deadline.
     """
 
     def __init__(self, function: RewardFunction, timeout_s: float) -> None:
@@ -62,14 +62,14 @@ class RewardCaller:
                     # A call that cancels itself has failed; it must not look as if the caller were cancelled.
                     return Outcome(error=asyncio.CancelledError()) if waiting.cancelled() else waiting.result()
             finally:
-                # Cancels an async call; a thread runs on, and nobody waits for it.
+                # Cancels an async call; a thread keeps running, and nobody waits for it.
                 waiting.cancel()
             if not future.done():
                 self._hung.add(future)
             return Outcome(timed_out=True)
 
     def close(self) -> None:
-        """Stops the event loop of an async function. Calls that still run are left behind."""
+        """Stops the event loop of an async function; calls that still run are abandoned."""
         with self._async_loop_lock:
             if self._async_loop is not None:
                 self._async_loop.call_soon_threadsafe(self._async_loop.stop)
@@ -84,7 +84,7 @@ class RewardCaller:
 
     def _start_thread(self, arguments: dict[str, Any]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # From here on nobody can cancel it, so set_result always holds.
+        future.set_running_or_notify_cancel()  # Nobody can cancel it from here on, so set_result always works.
 
         def run() -> None:
             try:
@@ -92,10 +92,10 @@ class RewardCaller:
                 if inspect.isawaitable(value):
                     value = asyncio.run_coroutine_threadsafe(_awaited(value), self._loop()).result()
                 future.set_result(Outcome(value))
-            except BaseException as error:  # also SystemExit: it would end this thread only, and the caller would wait
+            except BaseException as error:  # SystemExit too: it would end only this thread, and the caller would wait
                 future.set_result(Outcome(error=error))
 
-        # A thread per call, not a pool: a hung call costs no later call its thread, and a daemon does not hold up exit.
+        # A thread per call, not a pool: a hung call takes no thread from later ones, and a daemon does not delay exit.
         threading.Thread(target=run, name=f"reward:{self._function.name}", daemon=True).start()
         return future
 
@@ -111,7 +111,7 @@ class RewardCaller:
         return asyncio.run_coroutine_threadsafe(run(), self._loop())
 
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of all async calls: clients that a reward function keeps between calls are bound to one loop."""
+        """The event loop of all async calls; clients that a reward function keeps between calls are bound to it."""
         with self._async_loop_lock:
             if self._async_loop is None:
                 self._async_loop = asyncio.new_event_loop()

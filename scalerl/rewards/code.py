@@ -1,4 +1,4 @@
-"""Reward rule of programming tasks: the last Python block of the response passes the tests, in a sandbox."""
+"""Reward rule of programming tasks: runs the last Python block of the response against tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.sandbox import SandboxLimits, check_sandbox, run_python
 
-# Of all tests of a sample: within reward_model.timeout_s.
+# Seconds for all tests of a sample; must be within reward_model.timeout_s.
 TOTAL_TIME_S = 40.0
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-# Reads the tests after the program has run, and tells their end with a word that the program was not given.
+# Reads the tests after the program has run, and reports their end by a word that the program did not know.
 _ASSERTS = """
 
 import json as _json, sys as _sys
@@ -27,25 +27,31 @@ print(_word, flush=True)
 
 
 def extract_program(solution_str: str) -> str | None:
-    """The last closed ``` block marked python, py or python3, else the last without a mark; None if there is none."""
+    """The program in a response; None if there is none.
+
+    It is the last closed ``` block marked python, py or python3, else the last one without a mark.
+    """
     blocks = _BLOCK.findall(solution_str)
     marked = [body for mark, body in blocks if mark.lower() in ("python", "py", "python3")]
     plain = [body for mark, body in blocks if not mark]
-    found = marked or plain
-    return found[-1] if found else None
+    candidates = marked or plain
+    return candidates[-1] if candidates else None
 
 
 def compute_score(solution_str: str, ground_truth: Any, limits: SandboxLimits | None = None) -> dict[str, Any]:
-    """score 1.0 if every test passes, else 0.0. acc: the same as a bool. failure: "" or why the first test failed.
+    """Scores a program by its tests.
+
+    Returns score: 1.0 if every test passes, else 0.0; acc: the same as a bool; failure: "", or why the first test
+    failed.
 
     ground_truth: a dict, or its JSON:
       {"inputs": [str, ...], "outputs": [str, ...]}: one run for each; stdout equals, line by line, without white space
         at the end of lines and of the text.
-      {"asserts": [str, ...]}: Python statements, run after the program in its process. A program that sets out to cheat
-        can pass them (it can redefine what they call): prefer inputs and outputs where you can.
-    Limits: each run SandboxLimits, all of them TOTAL_TIME_S.
+      {"asserts": [str, ...]}: Python statements, run after the program in its process. A program that tries to cheat
+        can pass them (by redefining what they call): prefer inputs and outputs if you can.
+    Limits: SandboxLimits for each run, TOTAL_TIME_S for all of them.
 
-    Raises RewardError for another ground_truth, and where there is no sandbox (see run_python).
+    Raises RewardError for another ground_truth, and if no sandbox is possible (see run_python).
     """
     tests = _tests_of(ground_truth)
     check_sandbox()
@@ -59,11 +65,11 @@ def _first_failure(program: str, tests: dict[str, list[str]], limits: SandboxLim
     if "asserts" in tests:
         return _run_asserts(program, tests["asserts"], limits)
     deadline = time.monotonic() + TOTAL_TIME_S
-    for number, (given, wanted) in enumerate(zip(tests["inputs"], tests["outputs"], strict=True), start=1):
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+    for number, (stdin, wanted) in enumerate(zip(tests["inputs"], tests["outputs"], strict=True), start=1):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             return f"test {number}: time: more than {TOTAL_TIME_S:g} s for all tests"
-        result = run_python(program, given, replace(limits, wall_s=min(limits.wall_s, left_s)))
+        result = run_python(program, stdin, replace(limits, wall_s=min(limits.wall_s, remaining_s)))
         if result.failure:
             return f"test {number}: {result.failure}{_last_line(result.stderr)}"
         if _lines(result.stdout) != _lines(wanted):
@@ -85,7 +91,7 @@ def _tests_of(ground_truth: Any) -> dict[str, list[str]]:
     except json.JSONDecodeError as error:
         raise RewardError(f"code: ground truth {ground_truth!r:.200} is no JSON: {error}") from None
     if isinstance(tests, dict):
-        # Parquet gives numpy arrays, and every column of a dict to every row: None where there is none.
+        # Parquet gives numpy arrays, and gives every row all keys of a dict column, with None for missing values.
         lists = {key: list(map(str, tests[key])) for key in ("inputs", "outputs", "asserts") if _given(tests.get(key))}
         if lists.keys() == {"asserts"}:
             return lists

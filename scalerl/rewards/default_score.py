@@ -1,4 +1,4 @@
-"""Reward rules by data source: what scores a sample when no custom function is configured."""
+"""Reward rules by data source, which score samples if no custom function is configured."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scalerl.rewards import code, gsm8k, math_answer, math_dapo, multiple_choice
 from scalerl.rewards.errors import RewardError
 from scalerl.user_code import is_same_definition, on_forget, place_of
 
-# (solution_str, ground_truth, extra_info) -> score, or a dict with "score".
+# Called with (solution_str, ground_truth, extra_info); returns a score, or a dict with "score".
 RewardRule = Callable[[str, Any, dict[str, Any] | None], float | dict[str, Any]]
 
 _RULES: dict[str, RewardRule] = {}
 
 
 def register_reward(data_source: str) -> Callable[[RewardRule], RewardRule]:
-    """Decorator: fn(solution_str, ground_truth, extra_info) scores the rows of `data_source`.
+    """Decorator of fn(solution_str, ground_truth, extra_info), which scores the rows of `data_source`.
 
-    "aime*" means all that begin so; a rule for the exact name goes before patterns.
+    "aime*" means all names that begin so; a rule for the exact name takes precedence over patterns.
 
     Raises ValueError when the data source has another rule already.
     """
@@ -38,7 +38,7 @@ def register_reward(data_source: str) -> Callable[[RewardRule], RewardRule]:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, Any]:
-    """The score by the rule registered for data_source. Raises RewardError when there is none."""
+    """Scores a sample by the rule registered for data_source.  Raises RewardError when there is none."""
     rule = _rule_of(data_source)
     if rule is None:
         raise RewardError(
@@ -55,7 +55,7 @@ def default_compute_scores(
     ground_truths: list[Any],
     extra_infos: list[dict[str, Any] | None],
 ) -> list[float | dict[str, Any]]:
-    """default_compute_score of each sample. Raises as it does, for the first that fails."""
+    """Scores each sample by `default_compute_score`, and raises as it does for the first that fails."""
     samples = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     return [default_compute_score(*sample) for sample in samples]
 

@@ -1,4 +1,4 @@
-"""The one exception of this package."""
+"""The exception that this package raises."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from scalerl.errors import UserError
 
 
 class RewardError(UserError):
-    """A reward function that cannot be loaded or called, or a sample that it cannot score."""
+    """Raised for a reward function that cannot be loaded or called, or a sample that cannot be scored."""

@@ -6,22 +6,22 @@ import re
 from decimal import Decimal
 from typing import Literal
 
-# Commas only between groups of three digits: "3,4" is two numbers.
+# Commas count only between groups of three digits: "3,4" is two numbers.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _MARKED_ANSWER = re.compile(rf"####\s*(-?\$?{_DIGITS})")
-# A sign counts only where no digit or letter stands before it: "10-3" holds 10 and 3.
+# A sign counts only if no digit or letter is before it: "10-3" holds 10 and 3.
 _ANY_NUMBER = re.compile(rf"(?:(?<!\w)-)?\$?{_DIGITS}")
 
 
 def extract_answer(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The number after the last "####" (strict), or the last one anywhere (flexible); None if there is none.
+    """The final number of a response: after the last "####" (strict), or the last one anywhere (flexible).
 
-    Without "$" and ",". Raises ValueError for another method.
+    It is returned without "$" and ","; None if there is none. Raises ValueError for another method.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"gsm8k: method={method!r}: use strict or flexible")
-    found = (_MARKED_ANSWER if method == "strict" else _ANY_NUMBER).findall(solution_str)
-    return found[-1].replace(",", "").replace("$", "") if found else None
+    numbers = (_MARKED_ANSWER if method == "strict" else _ANY_NUMBER).findall(solution_str)
+    return numbers[-1].replace(",", "").replace("$", "") if numbers else None
 
 
 def compute_score(
@@ -31,7 +31,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right answer as a number (1,000 = 1000.0), `format_score` for another one, 0 for none.
+    """Scores a response: `score` for the right number (1,000 = 1000.0), `format_score` for another, 0 for none.
 
     Raises ValueError when ground_truth holds no number. A reference solution ending in "#### 72" counts as 72.
     """

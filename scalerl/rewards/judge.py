@@ -1,4 +1,4 @@
-"""A generative judge: the question about a sample, and the number in what a language model answers."""
+"""The generative judge's question about a sample, and the reading of the score from its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scalerl.config.schema import JudgeConfig
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.manager import ScoreRequest
 
-# reward_model.style of the prompts that it scores.
+# reward_model.style of the prompts that the judge scores.
 STYLE = "judge"
 QUESTION = """\
 Judge a response to a task.
@@ -32,7 +32,10 @@ _MAX_CHARS = 500
 
 
 def load_question(path: str | None) -> str:
-    """The text of the file, QUESTION without one. Raises RewardError when it cannot be read or asks of no response."""
+    """Loads the judge's question from a file; None: QUESTION.
+
+    Raises RewardError when the file cannot be read or has no place for the response.
+    """
     if path is None:
         return QUESTION
     try:
@@ -50,7 +53,7 @@ def load_question(path: str | None) -> str:
 
 
 def fill(question: str, request: ScoreRequest) -> str:
-    """The question about this sample. Braces in the sample's own text stay as they are."""
+    """Fills in the question for a sample; braces in the sample's own text stay as they are."""
     truth = request.ground_truth
     values = {
         "prompt": str(request.prompt_str),
@@ -61,9 +64,9 @@ def fill(question: str, request: ScoreRequest) -> str:
 
 
 def read_number(text: str, config: JudgeConfig, *, is_cut: bool) -> float:
-    """The judge's number. is_cut: the text ended at max_response_length.
+    """Reads the score from the judge's text.  is_cut: the text ended at max_response_length.
 
-    Raises RewardError where the text has none, one that is cut off, or one outside min_score and max_score.
+    Raises RewardError if the text has no number, one that is cut off, or one outside min_score and max_score.
     """
     matches = list(re.finditer(config.pattern, text))
     ended = f" (it ended at reward_model.judge.max_response_length={config.max_response_length})" if is_cut else ""
@@ -85,7 +88,7 @@ def read_number(text: str, config: JudgeConfig, *, is_cut: bool) -> float:
 
 
 def describe_failure(request: ScoreRequest, cause: str, text: str | None) -> str:
-    """The error that ends a run. text: the judge's, where it wrote one."""
+    """The message of the error that ends a run.  text: the judge's answer, if it gave one."""
     lines = [
         f"the judge gave no score for sample {request.sample_name}",
         f"cause: {cause}",
@@ -93,7 +96,7 @@ def describe_failure(request: ScoreRequest, cause: str, text: str | None) -> str
         f"response{_cut(request.solution_str, _MAX_CHARS)}: {request.solution_str[:_MAX_CHARS]!r}",
     ]
     if text is not None:
-        # Its number is at the end.
+        # The number is at the end.
         lines.append(f"judge's text{_cut(text, -_MAX_CHARS)}: {text[-_MAX_CHARS:]!r}")
     lines.append(
         "Correct reward_model.judge.prompt_path, pattern or max_response_length, or set reward_model.on_error=zero to "

@@ -1,4 +1,4 @@
-"""Reward managers: a sample in, its score out, whatever the reward function does."""
+"""Reward managers, which score samples and handle whatever the reward function does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_RESPONSE_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One sample. sample_name: what to call it in an error.  prompt_str, solution_str: decoded text."""
+    """A sample to score.  sample_name: its name in errors.  prompt_str, solution_str: decoded text."""
 
     sample_name: str
     data_source: str
@@ -35,13 +35,16 @@ class ScoreRequest:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
-    # Tokens behind the prompt, None where only text is at hand.
+    # Number of tokens behind the prompt; None if only the text is known.
     response_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """score: finite.  extra: other values of the function's dict.  error: why the score is a substitute 0, or None."""
+    """The score of a sample, a finite number.
+
+    extra: other values of the function's dict.  error: why the score is a substitute 0; None if it is not.
+    """
 
     score: float
     extra: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +52,10 @@ class ScoreResult:
 
 
 class RewardManager(ABC):
-    """Scores samples one by one, many at a time. arguments: what its reward function is called with, by keyword."""
+    """Base of reward managers, which score many samples concurrently.
+
+    arguments: names of the keyword arguments that its reward function is called with.
+    """
 
     arguments: ClassVar[tuple[str, ...]] = ARGUMENTS
 
@@ -58,11 +64,17 @@ class RewardManager(ABC):
 
     @abstractmethod
     async def score(self, request: ScoreRequest) -> ScoreResult:
-        """Raises RewardError, showing the sample, when it cannot be scored and config.on_error is "stop"."""
+        """Scores a sample.
+
+        Raises RewardError, showing the sample, when it cannot be scored and config.on_error is "stop".
+        """
 
     async def scored(self, request: ScoreRequest) -> ScoreResult:
-        """`score`, whoever wrote it. Raises RewardError, with sample and line, for what a manager of the user's raises,
-        or returns in place of a ScoreResult with a finite score."""
+        """Calls `score`, and checks what a manager of the user's does.
+
+        Raises RewardError, with sample and line, if it raises or returns anything but a ScoreResult with a finite
+        score.
+        """
         try:
             result = await self.score(request)
         except RewardError:
@@ -81,7 +93,7 @@ class RewardManager(ABC):
         return f"reward manager {place_of(type(self))} {what}, on sample {request.sample_name}"
 
     def close(self) -> None:  # noqa: B027 - most managers hold nothing
-        """Frees threads and loops. No score() afterwards."""
+        """Frees threads and loops; score() must not be called afterwards."""
 
 
 _MANAGERS: dict[str, type[RewardManager]] = {}
@@ -96,7 +108,7 @@ Manager = TypeVar("Manager", bound=RewardManager)
 
 
 def register_reward_manager(name: str) -> Callable[[type[Manager]], type[Manager]]:
-    """Class decorator: the manager for reward_model.reward_manager=name.
+    """Class decorator that registers the manager for reward_model.reward_manager=name.
 
     Raises ValueError when the name is taken, or for anything but a subclass of RewardManager that defines `score`.
     """
@@ -119,24 +131,27 @@ def register_reward_manager(name: str) -> Callable[[type[Manager]], type[Manager
 
 
 def get_reward_manager(name: str) -> type[RewardManager]:
-    """Raises ValueError, listing the known names, for an unknown one."""
+    """The manager registered as `name`.  Raises ValueError, listing the known names, for an unknown one."""
     if name not in _MANAGERS:
         raise ValueError(REWARD_MANAGERS.unknown(name))
     return _MANAGERS[name]
 
 
 def build_reward_manager(config: RewardModelConfig, custom: CustomRewardFunctionConfig) -> RewardManager:
-    """The configured manager around the configured function. Raises as get_reward_manager and load_reward_function."""
+    """Builds the configured manager with the configured function.
+
+    Raises as get_reward_manager and load_reward_function.
+    """
     manager = get_reward_manager(config.reward_manager)
     return manager(load_reward_function(custom, manager.arguments), config)
 
 
 @register_reward_manager("naive")
 class NaiveRewardManager(RewardManager):
-    """Each sample by one call of the reward function, sync or async, with config.timeout_s seconds for it.
+    """Scores each sample by one call of the reward function, sync or async, within config.timeout_s seconds.
 
-    A function that raises, takes longer, or returns anything but a finite number (or a dict with one as "score") has
-    failed: config.on_error "stop" raises RewardError, "zero" scores 0 with ScoreResult.error set.
+    A call fails if it raises, takes longer, or returns anything but a finite number (or a dict with one as "score").
+    Then config.on_error "stop" raises RewardError, and "zero" scores 0 with ScoreResult.error set.
     """
 
     def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:
@@ -164,7 +179,7 @@ class NaiveRewardManager(RewardManager):
         self._caller.close()
 
     def _result(self, request: ScoreRequest, outcome: Outcome) -> ScoreResult:
-        """Raises RewardError, or scores 0, for what failed, as config.on_error says."""
+        """The result of a call; one that failed raises RewardError or scores 0, as config.on_error says."""
         cause = self._why_failed(outcome)
         if cause is None:
             try:
@@ -200,12 +215,12 @@ class NaiveRewardManager(RewardManager):
 
 
 def copy_of_extra_info(request: ScoreRequest) -> dict[str, Any] | None:
-    """The samples of a prompt share the dict, and are scored at the same time."""
+    """A copy of the sample's extra_info: samples of a prompt share the dict, and are scored at the same time."""
     return None if request.extra_info is None else dict(request.extra_info)
 
 
 def parse_result(value: Any) -> ScoreResult:
-    """What a reward function returned -> its score. Raises RewardError when that is no finite number."""
+    """Reads the score from what a reward function returned.  Raises RewardError unless it is a finite number."""
     if not isinstance(value, dict):
         return ScoreResult(_finite(value, "it returned"))
     if "score" not in value:
@@ -215,7 +230,7 @@ def parse_result(value: Any) -> ScoreResult:
 
 
 def _finite(value: Any, what: str) -> float:
-    # np.bool_ is no numbers.Real, the other numpy scalars are.
+    # np.bool_ is not a numbers.Real; the other numpy scalars are.
     if not isinstance(value, numbers.Real | np.bool_):
         raise RewardError(f"{what} {type(value).__name__} {value!r:.80}, not a number; return a float")
     try:

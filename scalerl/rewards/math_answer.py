@@ -1,4 +1,4 @@
-"""Reward rule of MATH: what the last \\boxed{} of the response holds equals the reference answer as mathematics."""
+"""Reward rule of MATH: compares the content of the response's last \\boxed{} with the reference, as mathematics."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.processes import CallFailed, CallTimeout, ProcessPool
 
-# Both must fit into reward_model.timeout_s, or the deadline of the sample passes first.
+# Must be below reward_model.timeout_s, or the deadline of the sample passes first.
 TIMEOUT_S = 10.0
-# Of an answer: the longest in MATH has 159. Longer ones cost the parser its time.
+# The longest answer of MATH has 159 characters; longer ones would take the parser too much time.
 MAX_ANSWER_CHARS = 1000
 MEMORY_BYTES = 2 * 1024**3
 # "42$", "3 + x\\)", "42 and so on".
@@ -20,10 +20,10 @@ _BARE = re.compile(r"(?![A-Za-z]{2})(?:(?P<formula>[^$\n]+?)(?:\$|\\\)|\\\])|(?P
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{...} or \\fbox{...} with balanced braces holds, or what follows one without; else None.
+    """The content of the last \\boxed{...} or \\fbox{...} with balanced braces, or the text after one without.
 
-    Without braces: up to the end of the formula, where one ends on the line, else one word. It must not begin with two
-    letters, which is prose about a box.
+    Without braces: the text up to the end of the formula if one ends on the line, else one word. It must not begin with
+    two letters, which would be prose about a box.  None if there is no box.
     """
     for command in sorted(_ends_of(text, "\\boxed") + _ends_of(text, "\\fbox"), reverse=True):
         start = command
@@ -32,21 +32,22 @@ def last_boxed(text: str) -> str | None:
         if text[start : start + 1] == "{":
             if (end := _closing_brace(text, start)) is not None:
                 return text[start + 1 : end].strip()
-        elif start > command and (found := _BARE.match(text, start)):
-            return (found["formula"] or found["word"]).strip().rstrip(".,")
+        elif start > command and (bare := _BARE.match(text, start)):
+            return (bare["formula"] or bare["word"]).strip().rstrip(".,")
     return None
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """score 1.0 if the last box equals ground_truth, else 0.0 (no box, another answer, LaTeX that cannot be read).
+    """Scores a response by its last box.
 
-    acc: the same as a bool. pred: what the box holds, "" without one.
+    Returns score: 1.0 if the box equals ground_truth, else 0.0 (no box, another answer, unreadable LaTeX); acc: the
+    same as a bool; pred: the content of the box, "" without one.
     ground_truth: an answer in LaTeX, or a solution whose last box holds it (as in the files of MATH).
     Equal: the same text, or equal by math-verify 0.9.0 (sets, intervals, fractions, decimals to 6 digits, units
     and a percent sign at the end dropped).
     Source: Hendrycks et al. 2021, arXiv:2103.03874 (boxed answers); https://github.com/huggingface/Math-Verify
 
-    Raises RewardError after TIMEOUT_S or with more than MEMORY_BYTES: reward_model.on_error decides then.
+    Raises RewardError after TIMEOUT_S or over MEMORY_BYTES; reward_model.on_error decides then.
     """
     reference = str(ground_truth).strip()
     reference = last_boxed(reference) or reference
@@ -58,7 +59,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def is_equal(answer: str, reference: str) -> bool:
-    """Both in LaTeX without $. Raises RewardError as compute_score does."""
+    """True if two answers, in LaTeX without $, are equal as mathematics.  Raises RewardError as compute_score."""
     answer, reference = (text.removesuffix("%").removesuffix("\\").rstrip() for text in (answer, reference))
     if answer == reference:
         return True

@@ -1,4 +1,4 @@
-"""Reward rule of DAPO's mathematics: what follows the last "Answer:" is the reference answer."""
+"""Reward rule of DAPO's mathematics: compares the text after the last "Answer:" with the reference answer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.math_answer import last_boxed
 
-# An answer stands at the end: what is further from it is reasoning. A box without "Answer:" must stand nearer yet.
+# An answer must be this near to the end, since text before is reasoning; a box without "Answer:" even nearer.
 TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
 _ANSWER = re.compile(r"answer[\s*_]*:\s*([^\n]+)", re.IGNORECASE)
 _INLINE_MATH = re.compile(r"\$\$?(.+?)\$")
-# Words that say of what a number is; from Minerva (arXiv 2206.14858), appendix D.1. Taken out wherever they stand.
+# Units and counted things, from Minerva (arXiv 2206.14858), appendix D.1; removed wherever they are.
 _UNITS = re.compile(
     "childrentickets|students|multiples|integers|dollars|minutes|degrees|squares?|inches|points|pounds|meters|digits|"
     "edges|meals|hours|units|cents|feet|ways|mph|sue|km|cm|gm"
@@ -33,21 +33,23 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """The rest of the line after the last "Answer:", wherever it stands, in the last TAIL_CHARS characters; without one
-    what the last \\boxed{} in the last BOX_TAIL_CHARS holds; None without either.
+    """The answer of a response; None if there is none.
 
-    "Answer" in any case; an answer may begin on a later line than the colon. Markdown signs around it do not count.
+    It is the rest of the line after the last "Answer:" in the last TAIL_CHARS characters, else the content of the last
+    \\boxed{} in the last BOX_TAIL_CHARS. "Answer" may have any case, and the answer may begin on a later line than the
+    colon. Markdown signs around it do not count.
     """
-    found = _ANSWER.findall(solution_str[-TAIL_CHARS:])
-    return found[-1].strip("*_ \t") if found else last_boxed(solution_str[-BOX_TAIL_CHARS:])
+    answers = _ANSWER.findall(solution_str[-TAIL_CHARS:])
+    return answers[-1].strip("*_ \t") if answers else last_boxed(solution_str[-BOX_TAIL_CHARS:])
 
 
 def normalized(answer: str) -> str:
-    """The answer as one text for all its spellings.
+    """Normalizes an answer, so that its different spellings give the same text.
 
-    Of a box what it holds; of an equation what follows the last "="; of inline math what is between the first two $.
-    Without units, articles, %, degrees, spaces, a stop at the end; \\frac for its kinds, with braces; a number without
-    commas and in its shortest form (3.0 is 3). A text command leaves what it holds, or nothing after a number (a unit).
+    A box is replaced by its content, an equation by the part after the last "=", inline math by the part between the
+    first two $. Units, articles, %, degrees, spaces and a final stop are removed; \\dfrac and \\tfrac become \\frac,
+    with braces; a number loses commas and takes its shortest form (3.0 is 3). A text command is replaced by its
+    content, or removed after a number (a unit).
     """
     boxed = last_boxed(answer)
     text = (answer if boxed is None else boxed).split("=")[-1].strip().replace(r"\$", "")
@@ -73,10 +75,11 @@ def _shortest(number: str) -> str:
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """score 1.0 if the answer is ground_truth, else -1.0 (no answer counts as wrong).
+    """Scores a response by its answer.
 
-    acc: whether it is right. pred: the normalized answer, "" without one.
-    Right: the same text after `normalized`. No algebra: the answers of DAPO-Math-17k are integers.
+    Returns score: 1.0 for the right answer, else -1.0 (no answer counts as wrong); acc: True if it is right; pred: the
+    normalized answer, "" without one.
+    Right means the same text after `normalized`; there is no algebra, as the answers of DAPO-Math-17k are integers.
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, section 2.4 (rule-based reward, 1 and -1).
 
     Raises RewardError when ground_truth is empty.

@@ -1,4 +1,4 @@
-"""Reward rule of multiple choice: the letter that the response ends on is the right one."""
+"""Reward rule of multiple choice: compares the letter that the response ends with to the right one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ _ALONE = re.compile(rf"\s*(?:(?i:option|choice)\s+)?{_LETTER}\s*[.:)]?\s*")
 
 
 def extract_choice(solution_str: str) -> str | None:
-    """The capital letter A to Z chosen last: in a \\boxed{}, after "answer", "answer:" or "answer is", or as all of the
-    last line. None when there is none, or the last box holds anything else."""
+    """The capital letter A to Z that a response chose last; None if there is none.
+
+    It is in the last \\boxed{}, or after "answer", "answer:" or "answer is", or is the whole last line. None too if the
+    last box holds anything else.
+    """
     boxed = last_boxed(solution_str)
     if boxed is not None:
-        found = _IN_BOX.fullmatch(boxed)
-        return found[1] if found else None
+        boxed_letter = _IN_BOX.fullmatch(boxed)
+        return boxed_letter[1] if boxed_letter else None
     named = _NAMED.findall(solution_str)
     if named:
         return named[-1]
@@ -31,7 +34,9 @@ def extract_choice(solution_str: str) -> str | None:
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """score 1.0 for the right letter, else 0.0. acc: the same as a bool. pred: the letter, "" without one.
+    """Scores a response by its letter.
+
+    Returns score: 1.0 for the right letter, else 0.0; acc: the same as a bool; pred: the letter, "" without one.
 
     ground_truth: one capital letter, bare or in brackets. Raises RewardError for another one.
     """

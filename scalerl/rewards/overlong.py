@@ -1,4 +1,4 @@
-"""The dapo manager: the naive one, and a penalty for responses that come near the limit of their length."""
+"""The dapo manager: the naive one with a penalty for responses near their length limit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from scalerl.rewards.reward_function import RewardFunction
 
 
 def overlong_penalty(response_length: int, buffer: OverlongBufferConfig) -> float:
-    """0 up to max_resp_len - len tokens, then falling linearly to -penalty_factor at max_resp_len, and on beyond it.
+    """Penalty of a response's length: 0 up to max_resp_len - len tokens, then falling linearly.
 
+    It is -penalty_factor at max_resp_len, and falls further beyond it.
     Source: Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13 (soft overlong punishment).
     """
     over = response_length - (buffer.max_resp_len - buffer.len)
@@ -18,10 +19,10 @@ def overlong_penalty(response_length: int, buffer: OverlongBufferConfig) -> floa
 
 @register_reward_manager("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """score + overlong_penalty with reward_model.overlong_buffer.enable; without it the same as naive.
+    """Adds overlong_penalty to the naive manager's score, with reward_model.overlong_buffer.enable.
 
-    A score of 0 that stands for a failure is left at 0. With overlong_buffer.log, extra has overlong and
-    overlong_reward, which tells the two parts apart.
+    A score of 0 that stands for a failure stays 0. With overlong_buffer.log, extra has overlong (1 if penalized) and
+    overlong_reward (the penalty).
     """
 
     def __init__(self, function: RewardFunction, config: RewardModelConfig) -> None:

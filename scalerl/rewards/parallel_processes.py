@@ -1,4 +1,4 @@
-"""The prime manager: the function in processes beside this one, so that pure Python runs in parallel."""
+"""The prime manager: runs the reward function in other processes, so that pure Python code runs in parallel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from scalerl.user_code import imported_files
 
 @register_reward_manager("prime")
 class PrimeRewardManager(NaiveRewardManager):
-    """The naive manager with up to 8 processes (one per CPU) in place of threads, each of at most 4 GiB.
+    """The naive manager with up to 8 processes (one per CPU, at most 4 GiB each) in place of threads.
 
-    A call past its deadline is killed, also one that never releases the GIL, and one that crashes its process fails
-    alone. Each process imports the function's file: what it keeps between calls it keeps per process. Arguments, values
-    and reward_kwargs are pickled.
+    A call past its deadline is killed, even if it never releases the GIL, and a call that crashes its process affects
+    no other. Each process imports the function's file, so state between calls is per process. Arguments, values and
+    reward_kwargs are pickled.
     """
 
     def _new_caller(self) -> RewardCaller:
         target = f"{self._function.path or 'scalerl.rewards.default_score'}:{self._function.name}"
         self._pool = ProcessPool(target, min(NUM_THREADS, os.cpu_count() or 1), user_files=imported_files())
         called = RewardFunction(self._call, self._function.name, self._function.path)
-        # The pool keeps the deadline; a thread also waits for a process to be free and to start.
+        # The pool enforces the deadline. A thread also waits until a process is free and has started.
         return RewardCaller(called, NUM_THREADS * (self._config.timeout_s + START_TIMEOUT_S))
 
     def _call(self, **arguments: Any) -> Any:

@@ -1,5 +1,8 @@
-"""One process of a ProcessPool, pickles in and out: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES
-[FILE ...]`; the files register what the target uses."""
+"""Program of one process of a ProcessPool, which reads calls and writes their results as pickles.
+
+Usage: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES [FILE ...]`. The files are imported first; they
+register what the target uses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def main() -> None:
     target, memory_bytes = sys.argv[1], int(sys.argv[2])
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
-    # What the function prints or reads is not part of the protocol.
+    # Keeps what the function prints or reads out of the protocol.
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
@@ -28,13 +31,13 @@ def main() -> None:
     except BaseException as error:
         _reply(replies, "broken", _cause(error, None))
         return
-    # After the imports: those of a large library need more than the call.
+    # Set after the imports, since importing a large library needs more than the call.
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     loop = asyncio.new_event_loop()
     _reply(replies, "value", None)
     while header := requests.read(8):
         timeout_s, arguments = pickle.loads(requests.read(int.from_bytes(header, "little")))
-        # Ends this process, whatever it does, also when the one that asked is gone.
+        # Ends this process, whatever it does, even if its caller is gone.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + 5.0)
         kind, value = _call(function, path, arguments, loop)
@@ -47,12 +50,12 @@ def _load(target: str, user_files: list[str]) -> tuple[Callable[..., Any], str |
         from scalerl.user_code import import_files
 
         import_files(user_files)
-    place, _, name = target.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name), None
+    source, _, name = target.rpartition(":")
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name), None
     from scalerl.user_code import import_file
 
-    return getattr(import_file(Path(place), "custom_reward_function.path"), name), place
+    return getattr(import_file(Path(source), "custom_reward_function.path"), name), source
 
 
 def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, Any], loop: Any) -> tuple[str, Any]:

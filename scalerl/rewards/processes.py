@@ -1,4 +1,4 @@
-"""Calls in processes that can be killed: for functions that hang, hold the GIL, use signals or eat memory."""
+"""Calls in processes that can be killed, for functions that hang, hold the GIL, use signals or take much memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DEFAULT_MEMORY_BYTES = 4 * 1024**3
 
 
 class CallFailed(Exception):
-    """The call raised, or its process ended; the message says which."""
+    """Raised when a call raised, or its process ended; the message says which."""
 
 
 class CallTimeout(CallFailed):
-    """The call was past its deadline; its process has been killed."""
+    """Raised when a call missed its deadline; its process has been killed."""
 
 
 class ProcessPool:
-    """Calls of one function in up to num_processes processes, kept between calls; safe to use from many threads.
+    """Calls one function in up to num_processes processes, which are kept between calls; thread-safe.
 
     target: `module:name`, or `file.py:name`. memory_bytes: address space of one process. user_files: imported first.
     """
@@ -49,10 +49,10 @@ class ProcessPool:
         self._closed = False
 
     def call(self, timeout_s: float, arguments: dict[str, Any]) -> Any:
-        """The function's value. The deadline counts from the start of the call, not from the wait for a process.
+        """Calls the function and returns its value; the deadline counts from the start of the call.
 
-        Raises CallTimeout (the process is killed, the next call gets a new one), CallFailed with type, message and
-        place of what the function raised, or why the process ended.
+        The wait for a free process does not count. Raises CallTimeout (the process is killed, the next call gets a new
+        one), or CallFailed with type, message and place of what the function raised, or why the process ended.
         """
         worker = self._free.get()
         try:
@@ -66,14 +66,14 @@ class ProcessPool:
             raise lost.failure from None
         except BaseException as error:
             if worker is not None and not isinstance(error, CallFailed):
-                self._discard(worker)  # what it would answer belongs to nobody
+                self._discard(worker)  # nobody would read its answer
                 worker = None
             raise
         finally:
             self._free.put(worker)
 
     def close(self) -> None:
-        """Kills the processes; calls that still run fail."""
+        """Kills the processes, so that running calls fail."""
         with self._lock:
             self._closed = True
             workers, self._workers = self._workers, set()
@@ -112,7 +112,7 @@ class _WorkerLost(Exception):
 class _Worker:
     def __init__(self, target: str, memory_bytes: int, user_files: tuple[str, ...]) -> None:
         self._target = target
-        # One thread each: a thread pool of a numeric library counts against the address space.
+        # One thread, because thread pools of numeric libraries count against the address space.
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             [sys.executable, "-m", "scalerl.rewards.process_worker", target, str(memory_bytes), *user_files],
@@ -176,7 +176,7 @@ class _Worker:
         return CallFailed(f"the process of {self._target} ended with {how}; its stderr is in the log of this process")
 
     def kill(self) -> None:
-        # The whole group: what the function started goes too. Reaped after the kill, so the id is still its own.
+        # Kills the whole group, with what the function started. It is reaped afterwards, so the id is still valid here.
         with contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Reward rule of reasoning-gym: the task's own rule scores what the response has between <answer> and </answer>."""
+"""Reward rule of reasoning-gym: the task's own rule scores the text between <answer> and </answer>."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.processes import CallFailed, CallTimeout, ProcessPool
 
-# Must fit into reward_model.timeout_s, or the deadline of the sample passes first.
+# Must be below reward_model.timeout_s, or the deadline of the sample passes first.
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2 * 1024**3
-# The largest boards and grids have some thousands; more than this costs a rule its time.
+# The largest boards and grids have some thousands; a rule would take too much time for more than this.
 MAX_ANSWER_CHARS = 50_000
 _CLOSE, _OPEN = "</answer>", "<answer>"
-# Their rules give the answer to sympy's parser, which runs it as Python.
+# Tasks whose rules give the answer to sympy's parser, which runs it as Python.
 PARSED_AS_PYTHON = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
 MAX_FORMULA_CHARS = 1000
 _FUNCTIONS = "sqrt|exp|log|ln|Abs|pi|(?:a|arc)?(?:sin|cos|tan|sec|csc|cot)h?"
-# Numbers, operators, one-letter names and these functions: nothing that has attributes, quotes or brackets. Possessive:
-# a number is not split in two when the rest does not fit, which would take for ever.
+# Numbers, operators, one-letter names and these functions: nothing with attributes, quotes or brackets. Quantifiers are
+# possessive, so that numbers are not split on a mismatch, which would take exponential time.
 _FORMULA = re.compile(
     r"(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++|"
     rf"(?<![A-Za-z0-9.])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z0-9.])|[-+*/^(), \t])++"
@@ -32,27 +32,27 @@ _FORMULA = re.compile(
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What stands in the last <answer>...</answer>, without white space at its ends; None if there is none."""
+    """The text in the last <answer>...</answer>, without white space at its ends; None if there is none."""
     end = solution_str.rfind(_CLOSE)
     start = solution_str.rfind(_OPEN, 0, end) if end >= 0 else -1
     return solution_str[start + len(_OPEN) : end].strip() if start >= 0 else None
 
 
 def is_formula(text: str) -> bool:
-    """Whether sympy's parser can be given the text: it would run anything else as Python."""
+    """True if the text may be given to sympy's parser, which would run anything else as Python."""
     return len(text) <= MAX_FORMULA_CHARS and _FORMULA.fullmatch(text) is not None
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any] | None) -> dict[str, Any]:
-    """score: by score_answer of the task, 0 to 1; an answer that is missing or unsafe to read gets the score of none.
+    """Scores an answer by score_answer of its task, from 0 to 1.
 
-    acc: whether it is 1. pred: the answer, "" for none. failure: "" or why there was nothing to score.
+    Returns score (a missing answer, or one that is unsafe to read, is scored as none); acc: True if it is 1; pred: the
+    answer, "" for none; failure: "", or why there was nothing to score.
     extra_info: task, options (JSON) and entry (a Python literal), as `scalerl data reasoning_gym` writes them.
     Source: https://github.com/open-thought/reasoning-gym
 
-    Rules run in processes that are killed; where one evaluates the answer as Python, it gets literals or formulas
-    alone. Raises RewardError after TIMEOUT_S, with more than MEMORY_BYTES, for other extra_info, and without the
-    package.
+    Rules run in processes that can be killed; one that evaluates the answer as Python gets only literals or formulas.
+    Raises RewardError after TIMEOUT_S, over MEMORY_BYTES, for other extra_info, and without the package.
     """
     task, options, entry = _given(extra_info)
     answer = extract_answer(solution_str)

@@ -1,4 +1,4 @@
-"""The rules of reasoning-gym, as they run in a process of their own."""
+"""Scoring by the rules of reasoning-gym, for a separate process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from reasoning_gym.games import n_queens  # pyright: ignore[reportMissingImports
 
 from scalerl.rewards.reasoning_gym import is_formula
 
-# Their rules call eval() on what the model wrote, for a list or a board written as a Python literal.
+# Tasks whose rules call eval() on the model's answer, which is a list or board as a Python literal.
 EVALUATES_ANSWERS = (binary_matrix, n_queens, number_sorting, spiral_matrix, string_insertion)
 for _module in EVALUATES_ANSWERS:
     _module.eval = ast.literal_eval  # pyright: ignore[reportAttributeAccessIssue]
-# And these run a part of the entry, which comes from a data file.
+# Tasks whose rules evaluate a part of the entry, which comes from a data file.
 _EVALUATED_PARTS = {
     "bitwise_arithmetic": lambda entry: entry["metadata"]["problem"],
     "intermediate_integration": lambda entry: entry["metadata"]["integrand"],
@@ -30,9 +30,9 @@ _HEXADECIMAL = re.compile(r"(?:0x[0-9a-f]++|[-+*&|^~<>() ])+")
 
 
 def score_answer(task: str, options: str, entry: str, answer: str | None) -> tuple[float, str]:
-    """(score, ""), or (0, what the rule raised) for an answer that it cannot read.
+    """Scores an answer: (score, ""), or (0, the error) if the rule raised for it.
 
-    Raises ValueError for an entry or options that it cannot use, and MemoryError.
+    Raises ValueError for an entry or options that cannot be used, and MemoryError.
     """
     dataset = _dataset(task, options)
     stored = ast.literal_eval(entry)

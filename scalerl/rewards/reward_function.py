@@ -1,4 +1,4 @@
-"""The reward function of a run: the user's, from a file, or the rule of each row's data source."""
+"""The reward function of a run: one from the user's file, or the rules by data source."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from scalerl.user_code import UserCodeError, defined_in, import_file
 from scalerl.user_code import cause_of as cause_in_this_process
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Of a function that scores many samples in one call: lists of one length.
+# Arguments of a function that scores many samples in one call: lists of one length.
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A callable with the four arguments of ARGUMENTS, passed by keyword, and reward_kwargs.
+    """A reward function, called with the four arguments of ARGUMENTS by keyword, and reward_kwargs.
 
-    Returns a number, or a dict with "score" and other values; an async function returns an awaitable of it.
-    path: the file that defines it, None for the rules of scalerl.
+    It returns a number, or a dict with "score" and other values; an async function returns an awaitable of that.
+    path: the file that defines it; None for the rules of scalerl.
     """
 
     fn: Callable[..., Any]
@@ -56,7 +56,7 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class BatchRewardFunction(RewardFunction):
-    """A callable with the four lists of BATCH_ARGUMENTS, of one length; returns a list of what RewardFunction does."""
+    """A reward function of many samples, called with the lists of BATCH_ARGUMENTS; returns a list of values."""
 
     def __call__(
         self,
@@ -75,11 +75,11 @@ class BatchRewardFunction(RewardFunction):
 
 
 def load_reward_function(config: CustomRewardFunctionConfig, arguments: tuple[str, ...] = ARGUMENTS) -> RewardFunction:
-    """The function `config.name` of the file `config.path`; when path is null, default_compute_score, for lists if
-    `arguments` are BATCH_ARGUMENTS.
+    """Loads the function `config.name` from the file `config.path`.
 
-    Raises RewardError when the file does not exist or does not import, does not define the name, or what it defines
-    cannot be called with `arguments` and config.reward_kwargs.
+    If path is null it is default_compute_score, or default_compute_scores if `arguments` are BATCH_ARGUMENTS.
+    Raises RewardError when the file does not exist or import, does not define the name, or when the function cannot be
+    called with `arguments` and config.reward_kwargs.
     """
     reward_kwargs = dict(config.reward_kwargs)
     if config.path is None:
@@ -135,7 +135,7 @@ def _check_signature(
     try:
         signature = inspect.signature(fn)
     except ValueError:
-        return  # Some builtins and extension functions have none.
+        return  # Some builtins and extension functions have no signature.
     try:
         signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
@@ -147,6 +147,6 @@ def _check_signature(
 
 
 def cause_of(error: BaseException, path: str | None) -> str:
-    """As `user_code.cause_of`, also of an error in another process."""
-    # Its message has the cause; the traceback stayed there.
+    """Type, message and place of an error, as `user_code.cause_of`, also if it was raised in another process."""
+    # The message of a CallFailed holds the cause; the traceback stayed in the other process.
     return str(error) if isinstance(error, CallFailed) else cause_in_this_process(error, path)

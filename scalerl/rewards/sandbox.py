@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody trusts, within limits of time, memory, files, processes and network."""
+"""Sandbox for untrusted Python programs, with limits on time, memory, files, processes and network."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from typing import Any
 
 from scalerl.rewards.errors import RewardError
 
-# Not a module of the package: it runs before anything of it could be imported.
+# Run as a file, not as a module, because it must not import the package.
 _JAIL = Path(__file__).with_name("sandbox_jail.py")
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """wall_s: from start to end.  cpu_s: of one process.  memory_bytes: address space of one process.
+    """Limits of a sandboxed program.
 
-    num_processes: at one time, threads included.  file_bytes: of one file; disk_bytes and num_files: of all.
-    output_bytes: of stdout and stderr together.
+    wall_s: seconds from start to end.  cpu_s: CPU seconds of one process.  memory_bytes: address space of one process.
+    num_processes: at one time, threads included.  file_bytes: size of one file.  disk_bytes, num_files: size and number
+    of all files.  output_bytes: stdout and stderr together.
     """
 
     wall_s: float = 10.0
@@ -41,7 +42,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """stdout, stderr: as far as read.  failure: None for exit code 0, else why: a limit, a signal, an exit code."""
+    """The end of a sandboxed program.
+
+    stdout, stderr: as far as they were read.  failure: None for exit code 0, else the limit, signal or exit code.
+    """
 
     stdout: str
     stderr: str
@@ -49,15 +53,15 @@ class SandboxResult:
 
 
 def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Runs `source` as a program: standard library only, stdin from `stdin`, working directory empty and thrown away.
+    """Runs `source` as a program with the standard library only, in an empty working directory that is then removed.
 
-    It has namespaces of its own (user, mount, process, network, IPC, host name): it sees no file but the system's and
-    Python's, read-only, and its working directory; no process but its own; no network, not even the loopback; no
-    environment variable of this process; no privilege. It ends with its first process, and with this one.
-    What it does not limit: side channels and defects of the kernel, whose system calls it can make.
+    It runs in separate namespaces (user, mount, process, network, IPC, host name). It sees the files of the system and
+    of Python (read-only), its working directory and its own processes; it has no network, not even the loopback, no
+    environment variable of this process, and no privilege. It ends when its first process ends, or this one.
+    Not covered: side channels, and defects of the kernel, whose system calls the program can make.
 
-    Safe to call from threads; takes two short-lived processes. Raises RewardError where the kernel or the container
-    does not allow such namespaces: there is no weaker mode.
+    Thread-safe; takes two short-lived processes. Raises RewardError if the kernel or the container does not allow such
+    namespaces: there is no weaker mode.
     """
     limits = limits or SandboxLimits()
     with _sealed_file(source, stdin) as program:
@@ -66,14 +70,17 @@ def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None
 
 @functools.cache
 def check_sandbox() -> None:
-    """Raises RewardError, saying what is missing, where programs cannot be sandboxed."""
+    """Raises RewardError, saying what is missing, if programs cannot be sandboxed on this machine."""
     if run_python("print(1)").stdout != "1\n":
         raise RewardError("the sandbox for model-written code starts, but Python does not run in it")
 
 
 @contextlib.contextmanager
 def _sealed_file(source: str, stdin: str):
-    """Program and stdin in memory, not to be changed by anyone: nothing to feed, so no deadlock with its output."""
+    """Yields a descriptor of an immutable file in memory with the program and its stdin.
+
+    Nothing has to be fed through a pipe, so reading the output cannot deadlock with it.
+    """
     import fcntl
 
     fd = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -92,7 +99,7 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
     settings = {"source_bytes": source_bytes, "python_prefix": sys.base_prefix, "status_fd": status_write}
     try:
         process = subprocess.Popen(
-            # -I -S: nothing of the environment, the user's directory or site-packages runs with privileges.
+            # -I -S: no code of the environment, the user's directory or site-packages runs with privileges.
             [sys.executable, "-I", "-S", str(_JAIL), json.dumps(settings | asdict(limits))],
             stdin=program,
             stdout=subprocess.PIPE,
@@ -113,7 +120,7 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
         try:
             failure = _read_output(process, output, deadline, limits) or _wait(process, deadline, limits)
         finally:
-            # Its child, process 1 of the namespace, has asked to die with it, and takes all others along.
+            # Its child, process 1 of the namespace, is set to die with it, which kills all others.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
@@ -125,7 +132,7 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
 def _read_output(
     process: subprocess.Popen, output: dict[str, bytearray], deadline: float, limits: SandboxLimits
 ) -> str | None:
-    """Fills `output` until the program closes both pipes; the limit that it was over, if one."""
+    """Fills `output` until the program closes both pipes; returns the limit that it exceeded, or None."""
     with selectors.PollSelector() as selector:
         for name in output:
             selector.register(getattr(process, name), selectors.EVENT_READ, name)
@@ -144,7 +151,7 @@ def _read_output(
 
 
 def _wait(process: subprocess.Popen, deadline: float, limits: SandboxLimits) -> str | None:
-    """The program may have closed its pipes and run on."""
+    """Waits for a program that may have closed its pipes and run on; returns the limit that it exceeded, or None."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -164,7 +171,7 @@ def _failure_of(report: bytes, jail_code: int, stderr: str, limits: SandboxLimit
         )
     code = ended["code"]
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        # Nothing else in there kills with these: the CPU limit, or the kernel that ran out of memory.
+        # Only the CPU limit, or the kernel when memory runs out, sends these signals in the sandbox.
         return f"signal {signal.Signals(-code).name}: more than {limits.cpu_s} s of CPU time, or the machine's memory"
     if code < 0:
         return f"signal {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""Process between the sandbox and its program: makes the namespaces, runs the program in them, reports how it ended.
+"""Program between the sandbox and the untrusted one: makes namespaces, runs the other in them, reports its end.
 
 Runs alone, as `python -I -S sandbox_jail.py SETTINGS`: standard library only.
 """
@@ -16,20 +16,20 @@ from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWUSER = 0x10000000
-# Mount, host name, IPC, processes, network.
+# Namespaces of mounts, host name, IPC, processes and network.
 CLONE_OTHERS = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-# mount_setattr has one number everywhere, the older pivot_root has not.
+# mount_setattr has the same number on all architectures; the older pivot_root does not.
 SYS_MOUNT_SETATTR = 442
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203}
 NOBODY = 65534
 BOX = "/box"
 SYSTEM_DIRS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-# Any directory that exists: in the mount namespace the new root covers it.
+# Candidates for the new root, any directory that exists; it is covered only inside the mount namespace.
 MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/tmp")
 
 
@@ -44,16 +44,16 @@ def main() -> None:
 
 
 def _run(settings: dict[str, Any]) -> int:
-    """The program's exit code, -N for signal N. Raises OSError when the sandbox cannot be made."""
+    """Runs the program; returns its exit code, -N for signal N.  Raises OSError when the sandbox cannot be made."""
     source = _read_exactly(0, settings["source_bytes"])
     is_root = os.geteuid() == 0
     if not is_root:
         _enter_user_namespace()
     _checked(LIBC.unshare(CLONE_OTHERS), "new mount, host name, IPC, process and network namespaces")
-    # Die with the thread that waits for this process; by the clock, should it have died before this line.
+    # Die with the thread that waits for this process; the timer covers the case that it died before this line.
     _checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
     signal.setitimer(signal.ITIMER_REAL, settings["wall_s"] + 5)
-    error_read, error_write = os.pipe()  # closed by exec: what comes out of it is a failed setup
+    error_read, error_write = os.pipe()  # closed by exec, so what can be read from it is a failed setup
     child = os.fork()
     if child == 0:
         try:
@@ -64,7 +64,7 @@ def _run(settings: dict[str, Any]) -> int:
     os.close(error_write)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
-        os.dup2(null, fd)  # the reader sees the pipes end when the program ends
+        os.dup2(null, fd)  # so that the reader sees the pipes end when the program ends
     failed = os.read(error_read, 4096)
     _, status = os.waitpid(child, 0)
     if failed:
@@ -73,14 +73,14 @@ def _run(settings: dict[str, Any]) -> int:
 
 
 def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep_fd: int) -> None:
-    """Process 1 of the namespaces. Returns only by raising OSError."""
+    """Turns this process, process 1 of the namespaces, into the program; returns only by raising OSError."""
     _new_root(settings["python_prefix"], settings["disk_bytes"], settings["num_files"])
     if is_root:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        # Its processes are counted in a namespace of their own, not with all others of nobody. Without it they are
-        # counted together: too many in all makes one of them fail, but still bounds them.
+        # Its processes are then counted in this namespace, not with all others of user nobody. If that fails they are
+        # counted together: the limit still holds, but programs share it.
         LIBC.unshare(CLONE_NEWUSER)
     os.chdir(BOX)
     path = f"{BOX}/program.py"
@@ -88,13 +88,13 @@ def _become_program(settings: dict[str, Any], source: bytes, is_root: bool, keep
         file.write(source)
     _set_limits(settings)
     _checked(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
-    # After the last change of user, which would clear it.
+    # Set after the last change of user, which would clear it.
     _checked(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "die with the parent")
     os.closerange(3, keep_fd)
     os.closerange(keep_fd + 1, 1 << 16)
     python = f"{settings['python_prefix']}/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
     env = {"PATH": "/usr/bin:/bin", "HOME": BOX, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    # Takes the capabilities that it has in its namespaces: it is not user 0 there.
+    # exec drops the capabilities in its namespaces, as it is not user 0 there.
     os.execve(python, [python, "-I", "-X", "utf8", path], env)
 
 

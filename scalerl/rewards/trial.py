@@ -1,4 +1,4 @@
-"""Trial scores: what is wrong with a reward is found on a few rows before a run starts anything."""
+"""Trial scores of a few rows, which find problems of a reward before a run starts anything."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from scalerl.rewards.manager import RewardManager, ScoreRequest, ScoreResult
 
 log = logging.getLogger(__name__)
 
-# Stands for what the policy would write; a reward function that must tell a trial from a sample can compare with it.
+# Takes the place of a sampled response; a reward function that must recognize a trial can compare with it.
 TRIAL_RESPONSE = "I do not know."
 
 
 def trial_failures(manager: RewardManager, requests: Sequence[ScoreRequest]) -> list[str]:
-    """Scores the requests, which end on TRIAL_RESPONSE -> why each that failed did, with the sample shown.
+    """Scores requests whose response is TRIAL_RESPONSE; returns the errors of those that failed, with the sample.
 
-    As in a run the manager's deadline holds, and a failure that reward_model.on_error=zero lets pass is no error here:
-    it is logged.
+    As in a run, the manager's deadline holds. A failure that reward_model.on_error=zero tolerates is only logged.
     """
     if not requests:
         return []
