@@ -1,8 +1,8 @@
-"""Where metrics go. `Tracking` logs to backends; each is a class registered under its name; docs/tracking.md."""
+"""Recording of metrics: `Tracking` logs to backends, classes that are registered by name (docs/tracking.md)."""
 
 from __future__ import annotations
 
-# Registers them, in the order in which an error lists them.
+# These imports register the backends, in the order in which an error lists them.
 from scalerl.tracking import (  # noqa: F401
     console,
     jsonl,

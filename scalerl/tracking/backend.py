@@ -1,4 +1,4 @@
-"""What a tracking backend is, and the registry of them by name."""
+"""The interface of a tracking backend, and the registry of backends by name."""
 
 from __future__ import annotations
 
@@ -21,40 +21,43 @@ _USERINFO = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 class TrackingStartError(UserError, RuntimeError):
-    """A backend cannot be opened as it is configured."""
+    """Raised when a backend cannot be opened as it is configured."""
 
 
 class Backend(Protocol):
-    """All calls come from one thread, in the order in which the run made them. An exception costs that record only."""
+    """A place where a run's metrics and files are recorded.
+
+    All calls come from one thread, in the order in which the run made them. An exception loses only that record.
+    """
 
     def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
-        """time_s: when the run logged it, seconds since 1970."""
+        """Records the metrics of a step.  time_s: when the run logged them, in seconds since 1970."""
 
     def log_artifact(self, path: Path) -> None:
-        """A file, or a directory with all it holds."""
+        """Records a file, or a directory with its whole content."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
 
     def finish(self, status: str) -> None:
-        """status: one of STATUSES. Last call."""
+        """Ends the recording; the last call.  status: one of STATUSES."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a backend is told about the run when it is opened."""
+    """Facts about the run that a backend gets when it is opened."""
 
     project_name: str
     experiment_name: str
-    # Exists.
+    # An existing directory.
     run_dir: Path
     config: Mapping[str, Any] = field(default_factory=dict)
-    # Step that this process starts from; 0: the beginning.
+    # Step that this process resumes from; 0: it starts from the beginning.
     resumed_from: int = 0
     total_steps: int | None = None
     mlflow_tracking_uri: str | None = None
-    # MLflow run to continue.
+    # Id of the MLflow run to continue.
     run_id: str | None = None
-    # What `finish` may take; then the backend is left behind.
+    # Seconds that `finish` may take; a backend that takes longer is abandoned.
     finish_timeout_s: float = FINISH_TIMEOUT_S
 
 
@@ -65,7 +68,7 @@ AnyOpener = TypeVar("AnyOpener", bound=Opener)
 @dataclass(frozen=True)
 class _Registered:
     open: Opener
-    # Package that has to be importable, None: nothing beyond scalerl's own.
+    # Optional package that the backend imports; None: it needs none.
     package: str | None
 
 
@@ -73,14 +76,15 @@ _BACKENDS: dict[str, _Registered] = {}
 
 
 def register_backend(name: str, *, package: str | None = None) -> Callable[[AnyOpener], AnyOpener]:
-    """Decorator of a class or function that opens a backend: called with a RunInfo, in the backend's own thread.
+    """Decorator that registers a class or function which opens a backend.
 
-    package: the optional package it imports.  Raises ValueError when the name is taken.
+    It is called with a RunInfo, in the backend's thread.  package: the optional package that it imports.
+    Raises ValueError when the name is taken.
     """
 
     def register(opener: AnyOpener) -> AnyOpener:
         known = _BACKENDS[name].open if name in _BACKENDS else opener
-        # A file of the user's that is imported again registers the same one once more.
+        # A user's file that is imported again registers the same backend once more.
         if (known.__module__, known.__qualname__) != (opener.__module__, opener.__qualname__):
             raise ValueError(
                 f"tracking backend {name!r} is registered already ({known.__module__}.{known.__qualname__}); use "
@@ -94,7 +98,7 @@ def register_backend(name: str, *, package: str | None = None) -> Callable[[AnyO
 
 
 def unregister_backend(name: str) -> None:
-    """Raises KeyError when there is none of that name."""
+    """Removes a backend from the registry.  Raises KeyError when no backend has the name."""
     del _BACKENDS[name]
 
 
@@ -129,8 +133,11 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; a list with mappings in it by index; secrets as ***."""
-    found: dict[str, Any] = {}
+    """Flattens a nested configuration: {"a": {"b": 1}} becomes {"a.b": 1}.
+
+    Lists that hold mappings are flattened by index, and secrets are replaced by ***.
+    """
+    flat: dict[str, Any] = {}
 
     def visit(key: str, value: Any) -> None:
         if isinstance(value, Mapping) and value:
@@ -140,21 +147,21 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
             for index, inner in enumerate(value):
                 visit(f"{key}.{index}", inner)
         elif _SECRET_KEY.search(key) and isinstance(value, str) and value:
-            found[key] = "***"
+            flat[key] = "***"
         else:
-            found[key] = safe_uri(value) if isinstance(value, str) else value
+            flat[key] = safe_uri(value) if isinstance(value, str) else value
 
     visit("", dict(config))
-    return found
+    return flat
 
 
 def safe_uri(text: str) -> str:
-    """Without user and password of the URIs in it."""
+    """The text with user and password of URIs in it replaced by ***."""
     return _USERINFO.sub("***@", text)
 
 
 def first_line(error: BaseException) -> str:
-    """`Type: first line of the message`, without passwords."""
-    # SQLAlchemy puts advice about autoflush above the cause.
+    """An error as `Type: first line of the message`, without passwords."""
+    # SQLAlchemy puts advice about autoflush before the cause.
     lines = [line for line in str(error).splitlines() if line.strip() and "(raised as a result of" not in line]
     return safe_uri(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)

@@ -1,4 +1,4 @@
-"""A thread and a bounded queue per backend: one that fails, is slow or hangs costs its own records, never a step."""
+"""A thread and a bounded queue per backend, so that a failing, slow or hanging one loses records but delays no step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scalerl.tracking.backend import Backend, TrackingStartError, first_line
 logger = logging.getLogger(__name__)
 
 QUEUE_SIZE = 1000
-# Above what MLflow's first start on a slow file system takes (it makes its tables), and its client's retries.
+# More than MLflow's first start on a slow file system takes (it creates its tables), and its client's retries.
 START_TIMEOUT_S = 300.0
 # A single write that takes longer is reported while it hangs.
 STALL_S = 120.0
@@ -23,9 +23,9 @@ Write = Callable[[Backend], None]
 
 
 class Channel:
-    """Opens a backend in a daemon thread, which then makes all calls to it.
+    """A daemon thread that opens a backend and then makes all calls to it.
 
-    open_backend: raises when the backend cannot be used; `wait_started` passes that on.
+    open_backend: raises when the backend cannot be used; `wait_started` raises that error.
     """
 
     def __init__(
@@ -55,7 +55,10 @@ class Channel:
         self._thread.start()
 
     def wait_started(self) -> Backend:
-        """Raises what opening the backend raised; TrackingStartError when it takes longer than start_timeout_s."""
+        """Waits until the backend is open, and returns it.
+
+        Raises what opening it raised, or TrackingStartError when that takes longer than start_timeout_s.
+        """
         if not self._started.wait(self._start_timeout_s):
             raise TrackingStartError(
                 f"trainer.logger has {self.name}, which did not start within {self._start_timeout_s:.0f} s: "
@@ -67,7 +70,7 @@ class Channel:
         return self._backend
 
     def put(self, write: Write) -> None:
-        """Hands the write to the thread; never waits."""
+        """Queues a write for the thread; never waits."""
         if self._status is not None:
             return
         with self._lock:
@@ -79,14 +82,17 @@ class Channel:
         self._report_stall()
 
     def close(self, status: str) -> None:
-        """What is queued is still written, then the backend is closed. Does not wait: `join` does."""
+        """Ends the channel: what is queued is written, then the backend is closed. Does not wait; `join` does."""
         self._status = status
-        # Wakes a thread that waits; one that works looks at the status by itself.
+        # Wakes the thread if it waits; if it works it will see the status by itself.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def join(self, deadline: float) -> None:
-        """deadline: of time.monotonic(). A thread that is not done by then is left behind; it ends with the process."""
+        """Waits for the end of the channel until a deadline of time.monotonic().
+
+        A thread that is not done by then is abandoned; it ends with the process.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._start_error is not None:
             return
@@ -108,7 +114,7 @@ class Channel:
     def _run(self) -> None:
         try:
             self._backend = self._open_backend()
-        # BaseException, here and below: a client library that calls sys.exit ends nothing.
+        # BaseException, here and below, so that a client library that calls sys.exit ends nothing.
         except BaseException as error:
             self._start_error = error
             return
@@ -145,7 +151,7 @@ class Channel:
             self._report("stall", f"one write has been going on for {self._stall_s:.0f} s; training does not wait")
 
     def _report(self, kind: str, text: str) -> None:
-        """Once per kind."""
+        """Logs a warning, once per kind."""
         with self._lock:
             if kind in self._reported:
                 return

@@ -1,4 +1,4 @@
-"""Lines, or a live panel, on standard output."""
+"""Backend `console`: lines of progress, or a live panel, on standard output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_CELL = 200
 
 @register_backend("console")
 class ConsoleBackend:
-    """The only backend without a thread of its own: its lines stay in order with what the process prints itself."""
+    """Prints progress; the only backend without a thread, so that its lines stay in order with other output."""
 
     def __init__(self, run: RunInfo) -> None:
         self.progress = Progress(run.total_steps)
@@ -23,7 +23,7 @@ class ConsoleBackend:
         self.progress.update(step, data)
 
     def log_artifact(self, path: Path) -> None:
-        """Nothing to show."""
+        """Does nothing: the console shows no files."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         self.progress.message(f"{name} at step {step}:")
@@ -36,7 +36,7 @@ class ConsoleBackend:
 
 
 def _printable(cell: Any) -> str:
-    """One line; control characters (a model can sample those of a terminal) escaped."""
+    """A cell as one line of text, with control characters escaped, which a model may have sampled."""
     text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + "…"

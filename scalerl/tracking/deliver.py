@@ -1,4 +1,5 @@
-"""`python -m scalerl.tracking.deliver RUN_DIR --tracking-uri URI`: sends what an MLflow server did not take."""
+"""Command `python -m scalerl.tracking.deliver RUN_DIR --tracking-uri URI`, which sends an MLflow server the records
+of a run that it did not take at the time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from scalerl.tracking.spool import Spool
 
 
 def deliver(run_dir: Path, tracking_uri: str) -> dict[str, int]:
-    """MLflow run id -> records sent. Stops with the server's error at the first that is not taken; the rest stays."""
+    """Sends a run's waiting records to the server; returns the number of sent records by MLflow run id.
+
+    Stops with the server's error at the first record that is not taken; the remaining records are kept.
+    """
     client = make_client(tracking_uri)
     sent: dict[str, int] = {}
     for directory in sorted((run_dir / SPOOL).glob("*")):

@@ -14,9 +14,10 @@ from scalerl.tracking.backend import RunInfo, register_backend
 
 @register_backend("file")
 class FileBackend:
-    """metrics.jsonl, one object per log call, appended; tables/{name}/step_{step}.json.
+    """Appends one object per log call to metrics.jsonl, and writes tables to tables/{name}/step_{step}.json.
 
-    A process that finds lines there begins with {"resumed_from": step}: later lines replace those of greater steps.
+    If the file has lines already, the process first writes {"resumed_from": step}: the lines after it replace earlier
+    ones of greater steps.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -31,7 +32,7 @@ class FileBackend:
         self._write({"step": step, "data": {key: _json_number(value) for key, value in data.items()}})
 
     def log_artifact(self, path: Path) -> None:
-        """Lies in the file system already."""
+        """Does nothing: the file is in the file system already."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         path = self.run_dir / "tables" / name / f"step_{step}.json"
@@ -48,7 +49,7 @@ class FileBackend:
 
 
 def drop_torn_line(path: Path) -> None:
-    """A process killed while it wrote leaves a last line without its end."""
+    """Removes an incomplete last line, which a process that was killed while writing has left."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -60,5 +61,5 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinities."""
+    """A number for JSON; NaN and infinities, which JSON lacks, become text."""
     return value if math.isfinite(value) else str(value)

@@ -1,4 +1,7 @@
-"""MLflow: a local SQLite file or a server. What a server that is away does not take waits in a spool on disk."""
+"""Backend `mlflow`: a local SQLite file or a server.
+
+While a server does not answer, its records wait in a spool on disk.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +39,28 @@ logger = logging.getLogger(__name__)
 # mlflow.utils.validation: MAX_ENTITY_KEY_LENGTH.
 _MAX_NAME = 250
 _MAX_BACKOFF_S = 30.0
-# A record that a server which answers otherwise cannot take is given up then.
+# A record is given up after this many attempts if the server answers other requests.
 _MAX_ATTEMPTS = 3
-# Not the record's fault: credentials that can be renewed, time-outs, rate limits.
+# Statuses that are not due to the record: credentials that can be renewed, time-outs, rate limits.
 _RETRIED_STATUSES = (401, 403, 408, 429)
 SPOOL = "mlflow_spool"
 
 
 @register_backend("mlflow")
 class MlflowBackend:
-    """One MLflow run: run.run_id continued, or a new one.
+    """Records to one MLflow run: run.run_id if that is set, which is continued, or a new one.
 
-    Raises RuntimeError naming the tracking uri, the cause and what to do when the run cannot be opened. A run that is
-    continued begins although the server is away: its records go to the spool.
+    Raises RuntimeError naming the tracking uri, the cause and what to do when the run cannot be opened. Continuing a
+    run works even while the server does not answer: the records go to the spool.
     """
 
     def __init__(self, run: RunInfo) -> None:
         self.tracking_uri = run.mlflow_tracking_uri or f"sqlite:///{run.run_dir.resolve() / 'mlflow.db'}"
         self._info = run
         self._params = {metric_name(key): param_text(value) for key, value in flat_config(run.config).items()}
-        # The other half is for requests that are under way then.
+        # The other half is for requests that are running then.
         self._flush_timeout_s = run.finish_timeout_s / 2
-        # Tells the end of this process from that of an earlier one, which may lie in the spool.
+        # Distinguishes this process' end from that of an earlier process, which may be in the spool.
         self._process = uuid.uuid4().hex
         self._retry_at = 0.0
         self._backoff_s = 0.0
@@ -83,23 +86,26 @@ class MlflowBackend:
     def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
         if step > self._last_step:
             self._last_step = step
-            data = {**data, **self._system.take()}
+            data = {**data, **self._system.drain()}
         timestamp_ms = int(time_s * 1000)
         named = {self._names.of(key): value for key, value in data.items()}
         self._submit({"kind": "metrics", "data": named, "step": step, "timestamp_ms": timestamp_ms})
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
-        """Under its own name, in the folder of the run's artifacts."""
+        """Records a file or directory under its own name, in a folder of the run's artifacts."""
         self._submit({"kind": "artifact", "path": str(Path(path).resolve()), "folder": folder})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Artifact {name}/step_{step}.json: {"columns": [...], "data": [[...], ...]}, which MLflow shows as a table."""
+        """Records a table as artifact {name}/step_{step}.json, in the form that MLflow shows as a table.
+
+        The form is {"columns": [...], "data": [[...], ...]}.
+        """
         table = {"columns": list(columns), "data": [list(row) for row in rows]}
         table = json.loads(json.dumps(table, default=str))
         self._submit({"kind": "table", "file": f"{metric_name(name)}/step_{step}.json", "table": table})
 
     def finish(self, status: str) -> None:
-        """Delivers what waits within half of finish_timeout_s, draws the curves and closes the run with the status."""
+        """Delivers waiting records within half of finish_timeout_s, draws the curves, and ends the run with status."""
         self._system.stop()
         deadline = time.monotonic() + self._flush_timeout_s
         self._flush(deadline)
@@ -118,9 +124,9 @@ class MlflowBackend:
             )
 
     def deliver(self) -> None:
-        """Sends what waits, oldest first, until it is all there or the server does not answer.
+        """Sends waiting records, oldest first, until all are sent or the server does not answer.
 
-        Raises what the server says against a record; that one is given up.
+        Raises the server's error if it refuses a record, which is then given up.
         """
         if len(self._spool) and not self._resumed():
             return
@@ -158,12 +164,12 @@ class MlflowBackend:
             self.deliver()
 
     def _send(self, record: Record) -> None:
-        # The end of an earlier process says nothing about this one.
+        # The status of an earlier process is not that of this one.
         if record["kind"] != "status" or record["process"] == self._process:
             send(self._client, self.run_id, record)
 
     def _resumed(self) -> bool:
-        """Whether the run is open. Raises what speaks against continuing it; the records stay."""
+        """True if the run is open.  Raises the reason if it cannot be continued; the records are kept."""
         try:
             self._resume_if_pending()
         except Exception as error:
@@ -223,7 +229,7 @@ class MlflowBackend:
             }
             drawn = plots.draw(curves, path, f"{self._info.project_name} / {self._info.experiment_name}")
         except Exception as error:
-            # Without its picture a run is still whole.
+            # A run without its picture is still complete.
             logger.warning("mlflow: the curves were not drawn: %s", first_line(error))
             return
         if drawn:
@@ -245,7 +251,7 @@ class MlflowBackend:
             try:
                 return client.create_experiment(name, artifact_location=self._artifact_location())
             except MlflowException:
-                # Another run may have made it in between.
+                # Another run may have created it in the meantime.
                 experiment = client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
@@ -257,7 +263,7 @@ class MlflowBackend:
         return experiment.experiment_id
 
     def _artifact_location(self) -> str | None:
-        """None where a server decides."""
+        """URI of the folder for artifacts; None if a server decides."""
         if urlsplit(self.tracking_uri).scheme.partition("-")[0] in ("http", "https", "databricks"):
             return None
         if self.tracking_uri.startswith("sqlite:///"):
@@ -273,7 +279,7 @@ class MlflowBackend:
                 raise
             self._went_away(error)
             return
-        # What an earlier process left there.
+        # Delivers what an earlier process left there.
         with contextlib.suppress(Exception):
             self.deliver()
 
@@ -301,7 +307,10 @@ class MlflowBackend:
         self._resume_pending = False
 
     def _log_params(self, known: Mapping[str, str]) -> None:
-        """MLflow refuses another value for a param: what a resumed run changed becomes a tag changed.{param}."""
+        """Logs the parameters that MLflow does not have yet.
+
+        MLflow refuses a new value for a parameter, so one that a resumed run changed becomes a tag changed.{param}.
+        """
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
@@ -315,14 +324,13 @@ class MlflowBackend:
 
 
 def send(client: MlflowClient, run_id: str, record: Record) -> None:
-    """Sending a record again changes nothing: MLflow keeps points of the same key, step, time and value once."""
+    """Sends a record; sending it again changes nothing, as MLflow keeps equal points (key, step, time, value) once."""
     from mlflow.entities import Metric
 
     if record["kind"] == "metrics":
-        at = (record["timestamp_ms"], record["step"])
-        client.log_batch(
-            run_id, metrics=[Metric(metric_name(key), value, *at) for key, value in record["data"].items()]
-        )
+        time_and_step = (record["timestamp_ms"], record["step"])
+        metrics = [Metric(metric_name(key), value, *time_and_step) for key, value in record["data"].items()]
+        client.log_batch(run_id, metrics=metrics)
     elif record["kind"] == "artifact":
         path = Path(record["path"])
         if path.is_dir():
@@ -339,7 +347,7 @@ def send(client: MlflowClient, run_id: str, record: Record) -> None:
 
 
 def _list_table(client: MlflowClient, run_id: str, file: str) -> None:
-    """The tag by which MLflow's pages find tables; its oldest entries go when it is full."""
+    """Adds a table to the tag by which MLflow's pages find tables; drops its oldest entries if it is full."""
     from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
     from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
 
@@ -352,14 +360,14 @@ def _list_table(client: MlflowClient, run_id: str, file: str) -> None:
 
 
 class MetricNames:
-    """One name for MLflow for each metric key, also where `metric_name` makes two keys alike (a@b and a_at_b)."""
+    """Distinct MLflow names of metric keys, also of keys that `metric_name` makes equal (a@b and a_at_b)."""
 
     def __init__(self) -> None:
-        # Name -> the key that has it.
+        # Keys by their names.
         self._keys: dict[str, str] = {}
 
     def of(self, key: str) -> str:
-        """`metric_name`; for a key that finds it taken, with a digest of the key behind it."""
+        """The name of a key: its `metric_name`, or that with a digest of the key appended if it is taken."""
         name = metric_name(key)
         owner = self._keys.setdefault(name, key)
         if owner == key:
@@ -373,14 +381,14 @@ class MetricNames:
 
 
 def metric_name(key: str) -> str:
-    """The key as MLflow accepts it (mlflow.utils.validation): `@` as _at_, other foreign characters as _."""
+    """The key as a name that MLflow accepts (mlflow.utils.validation): `@` as _at_, other invalid characters as _."""
     name = re.sub(r"[^/\w.\- :]", "_", key.replace("@", "_at_"))
     parts = [part for part in name.split("/") if part not in ("", ".", "..")]
     return posixpath.join(*parts)[:_MAX_NAME].rstrip("/") if parts else "_"
 
 
 def param_text(value: Any) -> str:
-    """Lists as JSON."""
+    """A configuration value as text; lists and mappings as JSON."""
     return safe_uri(json.dumps(value, default=str) if isinstance(value, list | tuple | Mapping) else str(value))
 
 
@@ -391,13 +399,13 @@ def deliver_command(run_dir: Path) -> str:
 def make_client(tracking_uri: str) -> MlflowClient:
     # MLflow reads these when it is imported or at the request; a user's own value wins.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # A wrong address is reported soon, not after seven retries of two minutes; a server that is away has the spool.
+    # A wrong address is reported soon, not after seven retries of two minutes; the spool covers a server that is down.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # It logs the making of tables, and a traceback for every failed write, which is reported here already.
+    # It logs the creation of tables, and a traceback for every failed write, which is reported here already.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     # One line per retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -407,13 +415,13 @@ def make_client(tracking_uri: str) -> MlflowClient:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether sending the same again cannot help: the server understood and said no, or the record itself is bad."""
+    """True if a retry cannot help: the server has refused the record, or the record itself is bad."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         status = error.get_http_status_code()
     elif isinstance(error, OSError):
-        # Those of requests are OSErrors; HTTPError has the response.
+        # Errors of the package requests are OSErrors; its HTTPError has the response.
         response = getattr(error, "response", None)
         if response is None:
             return isinstance(error, FileNotFoundError)

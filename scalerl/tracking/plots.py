@@ -1,4 +1,4 @@
-"""Curves of a run as one picture."""
+"""Drawing of a run's curves as one picture."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 Curve = Sequence[tuple[int, float]]
 
-# Title and keys of each panel. A key that ends with * stands for all that begin with it.
+# Title and keys of each panel. A key that ends with * stands for all keys with that prefix.
 PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("critic/score/mean", "critic/score/max", "critic/score/min")),
     ("validation", ("val-core/*", "val/loss")),
@@ -21,14 +21,15 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def keys_to_plot(keys: Sequence[str]) -> list[str]:
-    """Those of the keys that `draw` shows."""
+    """The keys, of those given, that `draw` shows."""
     return [key for key in keys if any(_matches(key, pattern) for _, patterns in PANELS for pattern in patterns)]
 
 
 def draw(curves: Mapping[str, Curve], path: Path, title: str) -> bool:
-    """A PNG with one panel for each of PANELS that has a curve; False, and no file, when none has.
+    """Draws a PNG with one panel for each of PANELS that has a curve.
 
-    curves: key -> (step, value); a step that comes twice counts as it was last.
+    curves: (step, value) points by key; of points of one step the last counts.
+    Returns False, and writes no file, when no panel has a curve.
     """
     panels = []
     for name, patterns in PANELS:
@@ -37,7 +38,7 @@ def draw(curves: Mapping[str, Curve], path: Path, title: str) -> bool:
             panels.append((name, keys))
     if not panels:
         return False
-    # No pyplot: its state is the process's, and this runs in a thread.
+    # Not pyplot, whose state is global to the process: this runs in a thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

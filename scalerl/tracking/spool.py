@@ -1,4 +1,4 @@
-"""Records that a tracking server has not taken yet, in a file in their order."""
+"""Queue on disk of the records that a tracking server has not taken yet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Record = dict[str, Any]
 
 
 class Spool:
-    """A queue of JSON records in {directory}/records.jsonl, which outlives the process. Empty, it has no directory.
+    """A queue of JSON records in {directory}/records.jsonl, which outlives the process.
 
-    What a process took out and could not finish comes again in the next one: records must bear that.
+    An empty spool has no directory. Records that a process took out return in the next process unless the spool was
+    emptied, so delivering a record twice must be harmless.
     Raises ValueError for a file that holds something else.
     """
 
@@ -47,7 +48,7 @@ class Spool:
         self._num += 1
 
     def keep(self, path: Path) -> Path:
-        """A copy of a file or directory, under its own name, for a record that needs it later."""
+        """Copies a file or directory, under its own name, for a record that needs it later; returns the copy's path."""
         target = self.directory / "files" / uuid.uuid4().hex / path.name
         target.parent.mkdir(parents=True)
         if path.is_dir():
@@ -57,7 +58,7 @@ class Spool:
         return target
 
     def head(self) -> Record:
-        """The oldest record. IndexError when there is none."""
+        """The oldest record.  Raises IndexError when there is none."""
         return self._read()[0]
 
     def pop(self) -> None:

@@ -1,4 +1,4 @@
-"""SwanLab. Default: local files in {run_dir}/swanlog (`swanlab watch`); SWANLAB_MODE=online sends them."""
+"""Backend `swanlab`: local files in {run_dir}/swanlog (`swanlab watch`), or online with SWANLAB_MODE=online."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _STATES = {"FINISHED": "success", "FAILED": "crashed", "KILLED": "aborted"}
 
 @register_backend("swanlab", package="swanlab")
 class SwanlabBackend:
-    """Online, a resumed run continues the run whose id is in {run_dir}/swanlab_run_id; local runs begin anew."""
+    """Records to SwanLab.
+
+    A resumed online run continues the run whose id is in {run_dir}/swanlab_run_id; a local run starts a new one.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         import swanlab  # pyright: ignore[reportMissingImports]  # an optional package
@@ -33,7 +36,7 @@ class SwanlabBackend:
             log_dir=str(log_dir),
             mode=mode,
             config=flat_config(run.config),
-            # Nobody can answer a question that it asks.
+            # Nobody could answer its questions.
             settings=swanlab.Settings(interactive=False),
             **online,
         )
@@ -42,7 +45,7 @@ class SwanlabBackend:
         self._run.log(dict(data), step=step)
 
     def log_artifact(self, path: Path) -> None:
-        """Not kept: SwanLab takes media, not files."""
+        """Does nothing: SwanLab records media, not files."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         texts = ["\n".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True)) for row in rows]

@@ -1,4 +1,4 @@
-"""Load of the driver's node under the names by which MLflow shows it in the tab System metrics."""
+"""Metrics of the load of the driver's node, with the names that MLflow shows in the tab System metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INTERVAL_S = 10.0
 
 
 class SystemMetrics:
-    """Samples CPU, memory, disk, network and the GPUs that NVML sees, every interval_s in a thread of its own."""
+    """Samples CPU, memory, disk, network and the GPUs that NVML sees, every interval_s, in a thread."""
 
     def __init__(self, interval_s: float = _INTERVAL_S) -> None:
         from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
@@ -19,7 +19,7 @@ class SystemMetrics:
         from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
 
         self._monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
-        # No NVML, or no GPU that it sees.
+        # Raised without NVML, or without a GPU that it sees.
         with contextlib.suppress(ImportError, RuntimeError):
             self._monitors.append(GPUMonitor())
         self._interval_s = interval_s
@@ -28,26 +28,26 @@ class SystemMetrics:
         self._thread = threading.Thread(target=self._run, name="tracking-system-metrics", daemon=True)
         self._thread.start()
 
-    def take(self) -> dict[str, float]:
-        """`system/{name}` -> mean since the last call; {} when nothing was sampled in between."""
+    def drain(self) -> dict[str, float]:
+        """The means of the samples since the last call, as `system/{name}`; empty when nothing was sampled."""
         with self._lock:
-            found: dict[str, float] = {}
+            means: dict[str, float] = {}
             for monitor in self._monitors:
-                # An interval without a sample leaves nothing to average.
+                # Without a sample there is nothing to average.
                 if monitor.metrics:
-                    found |= {f"system/{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
+                    means |= {f"system/{name}": float(value) for name, value in monitor.aggregate_metrics().items()}
                 monitor.clear_metrics()
-            return found
+            return means
 
     def stop(self) -> None:
-        """Does not wait for a sample that is being taken."""
+        """Ends the sampling, without waiting for a sample in progress."""
         self._stop.set()
 
     def _run(self) -> None:
         while True:
             with self._lock:
                 for monitor in self._monitors:
-                    # A sensor that goes away costs its numbers.
+                    # A sensor that fails loses only its numbers.
                     with contextlib.suppress(Exception):
                         monitor.collect_metrics()
             if self._stop.wait(self._interval_s):

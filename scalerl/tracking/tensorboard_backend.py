@@ -1,4 +1,4 @@
-"""TensorBoard: event files in {run_dir}/tensorboard."""
+"""Backend `tensorboard`: event files in {run_dir}/tensorboard."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ _FLUSH_S = 10
 
 @register_backend("tensorboard", package="tensorboard")
 class TensorboardBackend:
-    """Scalars under their keys, tables and configuration as text. A resumed run hides the steps it repeats."""
+    """Records scalars under their keys, and tables and configuration as text.
+
+    The events of a resumed run hide those of the steps that it repeats.
+    """
 
     def __init__(self, run: RunInfo) -> None:
-        # Protobuf makes these classes at run time.
+        # Protobuf creates these classes at run time.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
         self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=_FLUSH_S)
         if run.resumed_from:
-            # TensorBoard drops what earlier files of the directory hold from this step on.
+            # TensorBoard drops the events of earlier files in the directory from this step on.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=run.resumed_from + 1, session_log=start))
         rows = [[key, value] for key, value in flat_config(run.config).items()]
@@ -38,7 +41,7 @@ class TensorboardBackend:
         self._writer.add_event(self._event(wall_time=time_s, step=step, summary=Summary(value=values)))
 
     def log_artifact(self, path: Path) -> None:
-        """Event files hold no files."""
+        """Does nothing: event files cannot hold files."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         import time
@@ -54,6 +57,6 @@ class TensorboardBackend:
 
 
 def _markdown_row(cells: Sequence[Any]) -> str:
-    """Text of a model is shown as it is, not as markup."""
+    """A row of a Markdown table, escaped so that a model's text is not taken as markup."""
     shown = (str(cell).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;") for cell in cells)
     return "| " + " | ".join(text.replace("\r", "").replace("\n", "<br>") for text in shown) + " |"

@@ -1,4 +1,4 @@
-"""`Tracking`: one call logs to every configured backend; none of them can stop a step."""
+"""`Tracking`, which logs to every configured backend, none of which can stop a step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class Tracking:
-    """default_backend: a registered name or names.  config: the run's configuration as nested mapping.
+    """Logs a run's metrics, tables and files to every configured backend.
 
-    run_dir: where files of this run go, made when missing.  mlflow_tracking_uri: None: sqlite in run_dir.
-    run_id: MLflow run to continue.  resumed_from: the step that this process starts from (0: the beginning).
-    wait: False returns while backends are still being opened; a failure then shows in `wait_started` or the first log.
-    queue_size, start_timeout_s, stall_s: of each backend.  finish_timeout_s: of all of them together.
+    default_backend: a registered name or names.  config: the run's configuration as nested mapping.
+    run_dir: directory for the files of this run, created if missing.  mlflow_tracking_uri: None: sqlite in run_dir.
+    run_id: id of the MLflow run to continue.  resumed_from: the step that this process resumes from (0: none).
+    wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
+    queue_size, start_timeout_s, stall_s: for each backend.  finish_timeout_s: for all of them together.
     Raises ValueError for an unknown backend or one that is not installed, RuntimeError or OSError with the cause when a
-    backend cannot start. Afterwards a backend that fails or hangs is reported once, and counted; the others go on.
+    backend cannot start. A backend that later fails or hangs is reported once and its losses are counted; the others
+    continue.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Tracking:
         try:
             if wait:
                 self.wait_started()
-            # Last: its panel would hide the message of a backend that does not start.
+            # Opened last, as its panel would hide the message of a backend that does not start.
             if "console" in names:
                 self._console = ConsoleBackend(info)
         except BaseException:
@@ -104,12 +106,12 @@ class Tracking:
 
     @property
     def logger(self) -> dict[str, Backend]:
-        """Name -> backend. Waits until all are open."""
+        """The backends by name; waits until all are open."""
         opened = {name: channel.wait_started() for name, channel in self._channels.items()}
         return opened if self._console is None else {**opened, "console": self._console}
 
     def wait_started(self) -> None:
-        """Raises what a backend raised that could not be opened."""
+        """Waits until all backends are open.  Raises the error of one that could not be opened."""
         if not self._started:
             for channel in self._channels.values():
                 channel.wait_started()
@@ -117,46 +119,52 @@ class Tracking:
 
     @property
     def run_id(self) -> str | None:
-        """Of the MLflow run; None without mlflow. Waits until the run is open."""
+        """The id of the MLflow run; None without mlflow. Waits until the run is open."""
         mlflow = self._mlflow()
         return None if mlflow is None else mlflow.run_id
 
     @property
     def tracking_uri(self) -> str | None:
-        """Where MLflow's runs are; None without mlflow."""
+        """The URI where MLflow's runs are stored; None without mlflow."""
         mlflow = self._mlflow()
         return None if mlflow is None else mlflow.tracking_uri
 
     def log(self, data: Mapping[str, Metric | float], step: int, backend: str | Sequence[str] | None = None) -> None:
-        """backend: only to these; default: all. A value that is not a number is left out, with one warning per key."""
+        """Logs the metrics of a step.  backend: names of the backends to log to; default: all.
+
+        A value that is not a number is left out, with one warning per key.
+        """
         self.wait_started()
         numbers, time_s = self._numbers(data), time.time()
         only = None if backend is None else {backend} if isinstance(backend, str) else set(backend)
         self._each(lambda each: each.log(numbers, step, time_s), only)
 
     def log_artifact(self, path: str | Path) -> None:
-        """A file or directory of the run, to the backends that keep such (mlflow, wandb). It is read later."""
+        """Logs a file or directory to the backends that keep files (mlflow, wandb); it is read later, in a thread."""
         self._each(lambda each: each.log_artifact(Path(path)))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Rows of text and numbers. The only call that hands prompts and responses to a backend."""
+        """Logs a table of texts and numbers; the only call that gives prompts and responses to a backend."""
         columns, rows = list(columns), [list(row) for row in rows]
         self._each(lambda each: each.log_table(name, columns, rows, step))
 
     def phase(self, name: str) -> None:
-        """What the run does now, for the progress display."""
+        """Tells the progress display the phase that the run is in now."""
         if self._console is not None:
             self._on_console(lambda console: console.progress.phase(name))
 
     def message(self, text: str) -> None:
-        """A line for the person who watches; without a console it goes to the log."""
+        """Prints a line on the console; without that backend it goes to the log."""
         if self._console is not None:
             self._on_console(lambda console: console.progress.message(text))
         else:
             logger.info("%s", text)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """status: FINISHED | FAILED | KILLED. Writes what is pending, within finish_timeout_s. Again: nothing."""
+        """Writes what is pending, within finish_timeout_s, and ends; a second call does nothing.
+
+        status: FINISHED | FAILED | KILLED.
+        """
         if status not in STATUSES:
             raise ValueError(f"Tracking.finish: status {status!r}, use one of {', '.join(STATUSES)}")
         if not self._finished:
@@ -178,7 +186,7 @@ class Tracking:
 
     def _close_all(self, status: str) -> None:
         self._finished = True
-        # The console first: warnings of the others then appear below its last line, not inside the panel.
+        # The console ends first, so that warnings of the others appear below its last line, not inside the panel.
         if self._console is not None:
             self._on_console(lambda console: console.finish(status))
             if self._num_console_failures > 1:

@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_MODE=offline writes to {run_dir}/wandb, `wandb sync` sends that later."""
+"""Backend `wandb`: Weights & Biases; with WANDB_MODE=offline in {run_dir}/wandb, which `wandb sync` sends later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from scalerl.tracking.backend import RunInfo, TrackingStartError, flat_config, r
 
 @register_backend("wandb", package="wandb")
 class WandbBackend:
-    """A resumed run continues the run whose id is in {run_dir}/wandb_run_id. The x axis is `step`."""
+    """Records to Weights & Biases, with `step` as the x axis.
+
+    A resumed run continues the run whose id is in {run_dir}/wandb_run_id.
+    """
 
     def __init__(self, run: RunInfo) -> None:
-        # Without it wandb would wait for a key to be typed in.
+        # Without a key wandb would wait until one is typed in.
         if os.environ.get("WANDB_MODE", "online") in ("online", "run") and not _has_key():
             raise TrackingStartError(
                 "trainer.logger has wandb, but there is no API key: set WANDB_API_KEY, run `wandb login`, or set "
@@ -34,7 +37,7 @@ class WandbBackend:
             config=flat_config(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # wandb's own counter only grows: a resumed run repeats steps.
+        # wandb's own counter only grows, but a resumed run repeats steps.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -58,7 +61,7 @@ class WandbBackend:
 
 
 def kept_id(path: Path, *, new: bool) -> str:
-    """The run's id at its tracking service, kept in a file so that a resumed run finds it."""
+    """The run's id at its tracking service, which is kept in a file for resumed runs."""
     if not new and path.exists():
         return path.read_text(encoding="utf-8").strip()
     run_id = uuid.uuid4().hex[:16]
