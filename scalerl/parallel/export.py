@@ -1,13 +1,15 @@
 """This layout's parameters -> full HF tensors in a static order, bucket by bucket.
 
-`export_buckets` joins them on every rank by collectives. `BucketWriter` has each rank copy what it holds into memory
-that all ranks see, so that every byte is copied once whatever the layout.
+`export_buckets` joins them on every rank, by a few collectives for each bucket. `BucketWriter` has each rank copy what
+it holds into memory that all ranks see, so that every byte is copied once whatever the layout.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,11 @@ from scalerl.families import Family, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.experts import named_tensors
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import local_params
+
+# Of a bucket, what one gather of shards holds at most.
+GATHER_FRAC = 0.25
+# Bytes; of every dtype a multiple.
+ALIGNMENT = 16
 
 
 def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
@@ -46,15 +53,16 @@ def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
 def export_buckets(
     chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups, *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor)."""
+    """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor).
+
+    Beside a bucket it takes a part of one, GATHER_FRAC; of a tensor that is larger, once more that tensor.
+    """
     held = _held(chunks, family, shape, groups)
     example = next(chunks[0].parameters())
+    own = {"dtype": example.dtype, "device": example.device, "gather_bytes": int(bucket_bytes * GATHER_FRAC)}
     for bucket in plan_buckets(family, shape, example.element_size(), bucket_bytes):
-        exported: list[tuple[str, Tensor]] = []
-        for param in bucket:
-            full = _gather(param, held.get(param.name), example, shape, groups)
-            exported.extend(param.to_hf(full, shape).items())
-        yield exported
+        joined = _Joining(bucket, held, shape, groups, **own).joined
+        yield [named for param in bucket for named in param.to_hf(joined.pop(param.name), shape).items()]
 
 
 class BucketWriter:
@@ -121,35 +129,138 @@ def _held(chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, 
     return held
 
 
-def _gather(param: Param, local: Tensor | None, example: Tensor, shape: ModelShape, groups: Groups) -> Tensor:
-    """The joined tensor on every rank: all-gather over the ranks that split it, then broadcast to the others."""
-    layout, at = groups.layout, groups.at
-    owner_stage = _owner_stage(param, shape, groups)
-    is_of_expert = param.expert is not None
-    owner_ep = _owner_ep(param, shape, groups) if is_of_expert else at.ep_rank
-    group, size = (groups.etp, layout.etp_size) if is_of_expert else (groups.tp, layout.tp_size)
-    if at.pp_rank == owner_stage and at.ep_rank == owner_ep:
-        assert local is not None, f"{param.name} is not on stage {owner_stage}, expert rank {owner_ep}"
-        full = param.join(_shards(param, local, group, size), shape).contiguous()
-    else:
-        full = torch.empty(
-            param.joined_shape(shape, padded_vocab_size(shape.vocab_size, layout.tp_size)),
-            dtype=torch.float32 if param.keeps_float32 else example.dtype,
-            device=example.device,
-        )
-    if is_of_expert and layout.ep_size > 1 and at.pp_rank == owner_stage:
-        dist.broadcast(full, src=dist.get_global_rank(groups.ep, owner_ep), group=groups.ep)
-    if layout.pp_size > 1:
-        dist.broadcast(full, src=dist.get_global_rank(groups.pp, owner_stage), group=groups.pp)
-    return full
+class _Joining:
+    """The parameters of one bucket on their way from the ranks that hold them to every rank.
+
+    First the ranks of an owner (a pipeline stage; of an expert the expert rank there) join the shards that they split.
+    Then each owner sends all of its tensors, end to end, to the other expert ranks of its stage, and each stage to the
+    other stages. So the number of collectives depends on the layout, not on the number of tensors.
+    """
+
+    def __init__(
+        self,
+        bucket: Sequence[Param],
+        held: Mapping[str, Tensor],
+        shape: ModelShape,
+        groups: Groups,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather_bytes: int,
+    ) -> None:
+        """gather_bytes: of joined tensors that one gather may hold beside the bucket; a larger tensor goes alone."""
+        self._held, self._shape, self._groups, self._gather_bytes = held, shape, groups, gather_bytes
+        layout, at = groups.layout, groups.at
+        owners = {param.name: _Owner.of(param, shape, groups) for param in bucket}
+        mine = [param for param in bucket if owners[param.name].is_here(groups)]
+        # Name -> the whole tensor: of those that travel a view of `flat`.
+        self.joined: dict[str, Tensor] = {}
+        travelling = [param for param in bucket if owners[param.name].sends(groups)]
+        # Owner -> the bytes of its tensors.
+        self._ranges: dict[_Owner, slice] = {}
+        self.flat = self._lay_out(sorted(travelling, key=lambda param: owners[param.name]), owners, dtype, device)
+        self._join([param for param in mine if param.expert is None], groups.tp, layout.tp_size)
+        self._join([param for param in mine if param.expert is not None], groups.etp, layout.etp_size)
+        for owner, part in self._ranges.items():
+            if owner.has_expert and owner.stage == at.pp_rank and layout.ep_size > 1:
+                self._send(part, owner.ep_rank, groups.ep)
+        for stage in sorted({owner.stage for owner in self._ranges}) if layout.pp_size > 1 else ():
+            parts = [part for owner, part in self._ranges.items() if owner.stage == stage]
+            self._send(slice(parts[0].start, parts[-1].stop), stage, groups.pp)
+
+    def _lay_out(
+        self, params: Sequence[Param], owners: Mapping[str, _Owner], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Bytes with a place for each of these, those of one owner side by side."""
+        vocab_rows = padded_vocab_size(self._shape.vocab_size, self._groups.layout.tp_size)
+        places, end = [], 0
+        for param in params:
+            size = param.joined_shape(self._shape, vocab_rows)
+            stored = torch.float32 if param.keeps_float32 else dtype
+            place = slice(end, end + stored.itemsize * math.prod(size))
+            places.append((param.name, place, stored, size))
+            end = _aligned(place.stop)
+            owner = owners[param.name]
+            self._ranges[owner] = slice(self._ranges.get(owner, place).start, end)
+        flat = torch.empty(end, dtype=torch.uint8, device=device)
+        for name, place, stored, size in places:
+            self.joined[name] = flat[place].view(stored).view(size)
+        return flat
+
+    def _join(self, params: Sequence[Param], group: dist.ProcessGroup, size: int) -> None:
+        """Collective over the group, whose ranks hold the shards of these."""
+        for param in params:
+            if size == 1 or param.kind == "replicated":
+                self._put(param, [self._held[param.name]] * size)
+        split = [param for param in params if size > 1 and param.kind != "replicated"]
+        for piece in _pieces(split, [size * self._held[param.name].nbytes for param in split], self._gather_bytes):
+            shards = [self._held[param.name] for param in piece]
+            starts = [0, *itertools.accumulate(_aligned(shard.nbytes) for shard in shards)]
+            local = shards[0].new_empty(starts[-1], dtype=torch.uint8)
+            for shard, start in zip(shards, starts, strict=False):
+                _view(local, start, shard).copy_(shard)
+            ranks = [torch.empty_like(local) for _ in range(size)]
+            dist.all_gather(ranks, local, group=group)
+            for param, shard, start in zip(piece, shards, starts, strict=False):
+                self._put(param, [_view(rank, start, shard) for rank in ranks])
+
+    def _put(self, param: Param, shards: Sequence[Tensor]) -> None:
+        joined = param.join(shards, self._shape)
+        if param.name in self.joined:
+            self.joined[param.name].copy_(joined)
+        else:
+            self.joined[param.name] = joined.contiguous()
+
+    def _send(self, part: slice, rank: int, group: dist.ProcessGroup) -> None:
+        dist.broadcast(self.flat[part], src=dist.get_global_rank(group, rank), group=group)
 
 
-def _shards(param: Param, local: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
-    if size == 1 or param.kind == "replicated":
-        return [local] * size
-    shards = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(shards, local.contiguous(), group=group)
-    return shards
+@dataclass(frozen=True, order=True)
+class _Owner:
+    """The pipeline stage that has a parameter; of an expert's also the expert-parallel rank, of others -1."""
+
+    stage: int
+    ep_rank: int
+
+    @classmethod
+    def of(cls, param: Param, shape: ModelShape, groups: Groups) -> _Owner:
+        ep_rank = -1 if param.expert is None else _owner_ep(param, shape, groups)
+        return cls(_owner_stage(param, shape, groups), ep_rank)
+
+    @property
+    def has_expert(self) -> bool:
+        return self.ep_rank >= 0
+
+    def is_here(self, groups: Groups) -> bool:
+        at = groups.at
+        return at.pp_rank == self.stage and (not self.has_expert or at.ep_rank == self.ep_rank)
+
+    def sends(self, groups: Groups) -> bool:
+        """Whether other ranks than those that join its shards need them."""
+        return groups.layout.pp_size > 1 or (self.has_expert and groups.layout.ep_size > 1)
+
+
+def _pieces(params: Sequence[Param], sizes: Sequence[int], limit: int) -> Iterator[list[Param]]:
+    """In order, as many as fit into the limit at a time, at least one."""
+    piece: list[Param] = []
+    filled = 0
+    for param, size in zip(params, sizes, strict=True):
+        if piece and filled + size > limit:
+            yield piece
+            piece, filled = [], 0
+        piece.append(param)
+        filled += size
+    if piece:
+        yield piece
+
+
+def _aligned(num_bytes: int) -> int:
+    """Where the next tensor may begin, whatever its dtype."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _owner_ep(param: Param, shape: ModelShape, groups: Groups) -> int:
