@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -12,16 +13,17 @@ import numpy as np
 import ray
 import torch
 
-from scalerl.cluster.batch import ShardedBatch
+from scalerl.cluster.batch import HeldRows, ShardedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
-from scalerl.cluster.pools import ResourcePool
+from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig, compose
 from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.sampling.worker import Generated
+from scalerl.controller.sampling.rollout_workers import RolloutWorkers
+from scalerl.controller.sampling.worker import Generated, RolloutWorker
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
 from scalerl.data import PromptCursor
@@ -92,6 +94,9 @@ class InstantRolloutWorker:
     async def generate(self, dataset: str, groups: Sequence[SampleGroup], n: int, *args: Any, **kwargs: Any) -> Any:
         return Generated(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
 
+    async def connect(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     async def next_lost(self) -> None:
         import asyncio
 
@@ -150,11 +155,11 @@ class CountingGroup(WorkerGroup):
 
 
 class CountingRollout(HybridRollout):
-    def _result(self, generation: Any) -> Generated:
-        generated = super()._result(generation)
+    def _result(self, generation: Any) -> tuple[Generated, HeldRows]:
+        result = super()._result(generation)
         if _counted:
-            _counted[0] += len(pickle.dumps(generated))
-        return generated
+            _counted[0] += len(pickle.dumps(result))
+        return result
 
 
 def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, on_phase: Callable[[str], None]) -> Run:
@@ -193,7 +198,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     servers = PolicyServers.__new__(PolicyServers)
     servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
     servers.timeout_s, servers.num_syncs, servers.policy_version = 600.0, 0, 0
-    servers.handover, servers.parts_s, servers.workers, servers.worker = Handover(), {}, group, worker
+    servers.handover, servers.parts_s, servers.workers = Handover(), {}, group
     count = max(1, group.world_size // RANKS_OF_A_SERVER)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
     servers.server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)  # type: ignore[assignment]
@@ -202,7 +207,10 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
     rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
     rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
-    rollout.worker, rollout.lost = worker, worker.next_lost.remote()
+    process = PooledActor(worker, worker.__ray_ready__.remote(), ActorSpec(RolloutWorker, 0, 0))
+    rollout.numbers = itertools.count()
+    rollout.workers = servers.rollout_workers = RolloutWorkers([process], [range(count)], 600.0)
+    rollout.workers.connect(replicas, None, 0)  # type: ignore[arg-type]
     # The servers started from files; the first step finds them with the trainer's weights.
     rollout.sync_weights(policy_version=0)
     return rollout

@@ -14,10 +14,45 @@ from scalerl.cluster.dispatch import MicroBatches
 
 
 @dataclass(frozen=True)
-class BatchRef:
-    """Samples that a rollout worker made and still holds. samples: column name -> [S]."""
+class Piece:
+    """Rows of a batch that one rollout worker holds. rows: where in its batch.  places: which of those asked for."""
 
+    worker: int
     batch_id: int
+    rows: list[int]
+    places: list[int]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Where the rows of a batch are. batches: (rollout worker, id of a batch that it holds).
+
+    batch_S, row_S: [S] which of these has the row, and where in it.
+    """
+
+    batches: tuple[tuple[int, int], ...]
+    batch_S: np.ndarray
+    row_S: np.ndarray
+
+    def pieces(self, rows: Sequence[int]) -> list[Piece]:
+        """Of these rows, one for each batch that has some; in each they keep their order."""
+        rows_R = np.asarray(rows, dtype=np.int64)
+        batch_R, row_R = self.batch_S[rows_R], self.row_S[rows_R]
+        found = []
+        for batch in np.unique(batch_R).tolist():
+            places = np.flatnonzero(batch_R == batch)
+            found.append(Piece(*self.batches[batch], row_R[places].tolist(), places.tolist()))
+        return found
+
+    def select(self, rows: Sequence[int]) -> HeldRows:
+        return HeldRows(self.batches, self.batch_S[list(rows)], self.row_S[list(rows)])
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """Samples that rollout workers made and still hold. samples: column name -> [S]."""
+
+    held: HeldRows
     samples: dict[str, np.ndarray]
 
     def __len__(self) -> int:
@@ -33,25 +68,33 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class Column:
-    """Token columns of the whole batch. fragments[dp_rank]: a reference to a DataProto with the rows of
-    plan.rows(dp_rank), in that order."""
+    """Token columns of the whole batch. fragments[i]: a reference to a DataProto with the rows of rows[i], in that
+    order. rows None: fragments[dp_rank] has those of plan.rows(dp_rank)."""
 
     plan: StepPlan
     fragments: tuple[Any, ...]
+    rows: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.fragments) == self.plan.dp_size, f"{len(self.fragments)} fragments, {self.plan.dp_size} ranks"
+        if self.rows is None:
+            ranks = self.plan.dp_size
+            assert len(self.fragments) == ranks, f"{len(self.fragments)} fragments, {ranks} ranks"
+
+    @property
+    def rows_of_fragments(self) -> tuple[tuple[int, ...], ...]:
+        if self.rows is not None:
+            return self.rows
+        return tuple(tuple(self.plan.rows(dp_rank)) for dp_rank in range(self.plan.dp_size))
 
     @cached_property
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[S]: the fragment that has a row; [S]: where in it; [dp_size]: rows of each fragment."""
-        rows = [self.plan.rows(dp_rank) for dp_rank in range(self.plan.dp_size)]
-        sizes = np.array([len(of_rank) for of_rank in rows])
-        rank_S, position_S = np.empty(sizes.sum(), np.int64), np.empty(sizes.sum(), np.int64)
-        for dp_rank, of_rank in enumerate(rows):
-            rank_S[list(of_rank)] = dp_rank
-            position_S[list(of_rank)] = np.arange(len(of_rank))
-        return rank_S, position_S, sizes
+        """[S]: the fragment that has a row; [S]: where in it; [fragments]: rows of each."""
+        sizes = np.array([len(rows) for rows in self.rows_of_fragments])
+        fragment_S, position_S = np.empty(sizes.sum(), np.int64), np.empty(sizes.sum(), np.int64)
+        for fragment, rows in enumerate(self.rows_of_fragments):
+            fragment_S[list(rows)] = fragment
+            position_S[list(rows)] = np.arange(len(rows))
+        return fragment_S, position_S, sizes
 
 
 @dataclass(frozen=True)
@@ -105,17 +148,23 @@ class ShardedBatch:
     def _part(self, column: Column, dp_rank: int) -> Part:
         if id(column) in self._under_this_plan:
             return Part((column.fragments[dp_rank],))
-        rank_S, position_S, sizes = column.places
+        fragment_S, position_S, sizes = column.places
         rows = list(self.plan.rows(dp_rank))
-        ranks, which = np.unique(rank_S[rows], return_inverse=True)
-        starts = np.concatenate([[0], np.cumsum(sizes[ranks])])
+        if not rows:
+            return Part(column.fragments[:1], ())
+        fragments, which = np.unique(fragment_S[rows], return_inverse=True)
+        starts = np.concatenate([[0], np.cumsum(sizes[fragments])])
         order = starts[which] + position_S[rows]
-        return Part(tuple(column.fragments[rank] for rank in ranks), tuple(order.tolist()))
+        return Part(tuple(column.fragments[fragment] for fragment in fragments), tuple(order.tolist()))
 
     @cached_property
     def _under_this_plan(self) -> set[int]:
         # Plans of equal numbers are equal, whoever made them.
-        return {id(column) for column in self.columns if column.plan.micro_batches == self.plan.micro_batches}
+        return {
+            id(column)
+            for column in self.columns
+            if column.rows is None and column.plan.micro_batches == self.plan.micro_batches
+        }
 
 
 @dataclass(frozen=True)
@@ -136,9 +185,12 @@ class PlacedBatch:
             raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
         return ShardedBatch(self.plans[role], self.samples, tuple(self.columns[name] for name in columns))
 
-    def with_column(self, name: str, role: str, fragments: Sequence[Any]) -> PlacedBatch:
-        """fragments[dp_rank]: as that role's ranks returned them."""
-        return replace(self, columns={**self.columns, name: Column(self.plans[role], tuple(fragments))})
+    def with_column(
+        self, name: str, role: str, fragments: Sequence[Any], rows: Sequence[tuple[int, ...]] | None = None
+    ) -> PlacedBatch:
+        """fragments[dp_rank]: as that role's ranks returned them.  rows: of each, where they are cut otherwise."""
+        column = Column(self.plans[role], tuple(fragments), None if rows is None else tuple(rows))
+        return replace(self, columns={**self.columns, name: column})
 
     def with_samples(self, **columns: np.ndarray) -> PlacedBatch:
         return replace(self, samples=self.samples | columns)

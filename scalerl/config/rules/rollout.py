@@ -72,6 +72,23 @@ def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+def num_replicas(cfg: PPOConfig) -> int:
+    """Servers of the policy."""
+    rollout = cfg.actor_rollout_ref.rollout
+    pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
+    per_node = max(1, pool.n_gpus_per_node // rollout.tensor_model_parallel_size)
+    return rollout.num_replicas or per_node * pool.nnodes
+
+
+def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
+    num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, num_replicas(cfg)
+    if num_workers is not None and num_workers > num_servers:
+        yield (
+            f"{ROLLOUT}.num_workers = {num_workers}: each has servers of its own, there are {num_servers}; set "
+            f"{ROLLOUT}.num_workers={num_servers} or less, or null"
+        )
+
+
 def _transport_reaches(cfg: PPOConfig) -> Iterator[str]:
     transport = cfg.actor_rollout_ref.rollout.weight_transport
     if transport == "shared" and not cfg.actor_rollout_ref.hybrid_engine:
@@ -118,6 +135,7 @@ _SIZES: tuple[Any, ...] = (TP_SIZE, f"{ROLLOUT}.num_replicas")
 ROLLOUT_RULES = [
     Rule((f"{POOL}.nnodes",), _pool_given),
     Rule((*_SIZES, f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _replicas_fit_their_pool),
+    Rule((f"{ROLLOUT}.num_workers", *_SIZES, f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _workers_have_servers),
     Rule((TRANSPORT,), _transport_reaches),
     Rule((TRANSPORT, DIRECTORY), _directory_given),
 ]

@@ -88,6 +88,9 @@ class RolloutConfig(ServerConfig):
     ignore_eos: bool = False
     # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
     num_replicas: int | None = ServerConfig.num_replicas
+    # Processes that ask the servers, score samples and hold their tokens, each with its share of servers and prompts.
+    # No number of a run depends on how many they are. null: one for every 8 replicas.
+    num_workers: int | None = key(None, or_null(at_least(1)))
     gpu_memory_utilization: float = 0.5
     # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
     # token with the version of its own. Needs trainer.max_staleness.

@@ -1,9 +1,12 @@
-"""One parquet of a step: its samples, what the trainer made of them, and in which updates they were. S samples."""
+"""The parquet of a step: its samples, what the trainer made of them, and in which updates they were. S samples."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,10 @@ from scalerl.protocol import DataProto, Jagged
 def placed_fragments(batch: PlacedBatch, leave_out: str) -> tuple[list[tuple[int, ...]], list[Any]]:
     """(rows of each fragment, the fragments) of all token columns of the batch but that one."""
     found = [
-        (tuple(column.plan.rows(rank)), fragment)
+        (rows, fragment)
         for name, column in batch.columns.items()
         if name != leave_out
-        for rank, fragment in enumerate(column.fragments)
+        for rows, fragment in zip(column.rows_of_fragments, column.fragments, strict=True)
     ]
     return [rows for rows, _ in found], [fragment for _, fragment in found]
 
@@ -41,16 +44,46 @@ def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
     return dict(zip(("mini_batch", "dp_rank", "micro_batch"), columns, strict=True))
 
 
-def joined(rows: Sequence[Sequence[int]], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
-    """Token columns of all samples in the batch's order. rows[i]: those of fragments[i]."""
+def joined(rows: Sequence[Sequence[int]], fragments: Sequence[DataProto], wanted: range) -> dict[str, Jagged]:
+    """Token columns of the wanted samples in the batch's order. rows[i]: those of fragments[i]."""
     pieces: dict[str, dict[int, torch.Tensor]] = {}
     for of_fragment, fragment in zip(rows, fragments, strict=True):
         for name, column in fragment.tokens.items():
-            pieces.setdefault(name, {}).update({row: column[at] for at, row in enumerate(of_fragment)})
+            found = {row: column[at] for at, row in enumerate(of_fragment) if row in wanted}
+            pieces.setdefault(name, {}).update(found)
     return {
         name: Jagged.from_list([found[row] for row in sorted(found)], next(iter(found.values())).dtype)
         for name, found in pieces.items()
     }
+
+
+def parts_of(num_rows: int, num_parts: int) -> list[range]:
+    """Rows of each part, in order, about as many in each; without those that would have none."""
+    bounds = [part * num_rows // num_parts for part in range(num_parts + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds) if end > start]
+
+
+@contextmanager
+def parts_at(path: Path, num_parts: int) -> Iterator[list[Path]]:
+    """Where to write the parts of a dump, whose rows follow each other as the names do. When the block ends `path` has
+    them all: one part as a file, several as a directory, which readers of parquet take in its place."""
+    if num_parts == 1:
+        yield [path]
+        return
+    partial = path.with_name(f"{path.name}.tmp")
+    _remove(partial)
+    partial.mkdir(parents=True)
+    yield [partial / f"part-{part:05d}.parquet" for part in range(num_parts)]
+    # Of a step that a run did before it was killed.
+    _remove(path)
+    partial.replace(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_dump(
@@ -70,6 +103,9 @@ def write_dump(
     columns |= {name: _plain(column) for name, column in samples.items() if name != "advantages"}
     columns |= {name: _lists(column) for name, column in tokens.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        # Of another number of rollout workers.
+        shutil.rmtree(path)
     partial = path.with_name(f"{path.name}.tmp")
     pq.write_table(pa.table(columns), partial)
     partial.replace(path)

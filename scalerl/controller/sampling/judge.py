@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +122,15 @@ class Judge:
 
 
 class JudgeServers:
-    """The driver's side: the processes. lost: news of servers that do not answer."""
+    """The driver's side: the processes, which all rollout workers ask. news: of servers that do not answer, and which
+    worker noticed."""
 
     def __init__(
         self, pool: ResourcePool, config: JudgeConfig, *, log_dir: Path, timeout_s: float, single_node: bool
     ) -> None:
         """Starts them on devices that nobody else has; `connect` waits until they answer.
 
-        log_dir: gets their logs.  single_node: whether they, the rollout worker and this process are on one machine.
+        log_dir: gets their logs.  single_node: whether they, the rollout workers and this process are on one machine.
         """
         from scalerl.servers.server_set import ServerSet
 
@@ -145,24 +147,29 @@ class JudgeServers:
             single_node=single_node,
         )
 
-    def connect(self, worker: Any) -> None:
-        """worker: the RolloutWorker's handle. Raises ServerStartError with the last log lines of a server."""
+    def connect(self, workers: Sequence[Any]) -> None:
+        """workers: the RolloutWorkers' handles, which share what a server takes. Raises ServerStartError with the last
+        log lines of a server."""
         self.servers.wait_ready()
-        self.worker = worker
-        self._ask(worker.connect_judge.remote(self.servers.replicas, self.servers.clients))
-        self.lost = worker.next_lost_judge.remote()
+        self.workers = list(workers)
+        clients = self.servers.clients
+        share = replace(clients, max_concurrency=-(-clients.max_concurrency // len(self.workers)))
+        self._ask([worker.connect_judge.remote(self.servers.replicas, share) for worker in self.workers])
+        self.news = {worker.next_lost_judge.remote(): worker for worker in self.workers}
 
-    def replace_lost(self) -> None:
-        """Restarts the servers that `lost` tells of. Raises RolloutError when one has no restart left."""
-        lost: list[LostServer] = self._ask(self.lost)
+    def replace_lost(self, told: Any) -> None:
+        """Restarts the servers that one of `news` tells of. Raises RolloutError when one has no restart left."""
+        worker = self.news.pop(told)
+        lost: list[LostServer] = self._ask([told])[0]
         if self.servers.end_lost(lost):
-            self._ask(self.worker.replace_judge.remote(self.servers.restart_down()))
-        self.lost = self.worker.next_lost_judge.remote()
+            successors = self.servers.restart_down()
+            self._ask([each.replace_judge.remote(successors) for each in self.workers])
+        self.news[worker.next_lost_judge.remote()] = worker
 
-    def _ask(self, call: Any) -> Any:
+    def _ask(self, calls: list[Any]) -> list[Any]:
         from scalerl.cluster.ask import values_of
 
-        return values_of("judge", [call], self.timeout_s)[0]
+        return values_of("judge", calls, self.timeout_s)
 
     @property
     def num_restarts(self) -> int:

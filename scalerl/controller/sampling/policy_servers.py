@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scalerl.cluster.ask import answer_of
 from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
+from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
@@ -45,7 +45,7 @@ class PolicyServers:
     """Servers that hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have
     a pool of their own.
 
-    They generate between `generate` and `rest`; prompts and samples are the rollout worker's, all else is asked here.
+    They generate between `generate` and `rest`; prompts and samples are the rollout workers', all else is asked here.
     """
 
     def __init__(
@@ -95,15 +95,12 @@ class PolicyServers:
             first_step=first_step,
         )
 
-    def wait_ready(self, workers: WorkerGroup, worker: Any) -> None:
-        """Blocks until every server answers, then connects them to the trainer ranks that feed them.
-
-        worker: the RolloutWorker's handle.
-        """
+    def wait_ready(self, workers: WorkerGroup, rollout_workers: RolloutWorkers) -> None:
+        """Blocks until every server answers, then connects them to who asks them, and to the ranks that feed them."""
         self.server_set.wait_ready()
-        self.workers, self.worker = workers, worker
+        self.workers, self.rollout_workers = workers, rollout_workers
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
-        self._ask(worker.connect, self.replicas, self.server_set.clients, self.rollout.seed)
+        rollout_workers.connect(self.replicas, self.server_set.clients, self.rollout.seed)
         workers.call(
             RLWorker.connect_rollout,
             self.replicas,
@@ -286,7 +283,7 @@ class PolicyServers:
             failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
             self._end_failed(failed)
             if restarted:
-                self._ask(self.worker.in_service, sorted(restarted.keys() - failed.keys()))
+                self.rollout_workers.in_service(sorted(restarted.keys() - failed.keys()))
             indices = set()
         return rounds
 
@@ -315,7 +312,7 @@ class PolicyServers:
         if successors:
             self.orders |= {index: self._new_order(index) for index in successors}
             self.workers.call(RLWorker.reconnect_rollout, successors)
-            self._ask(self.worker.replace, successors)
+            self.rollout_workers.replace(successors)
         return successors
 
     def _end_failed(self, failed: Mapping[int, str]) -> None:
@@ -326,6 +323,3 @@ class PolicyServers:
             if is_well:
                 raise RolloutError(failed[index])
             self.server_set.end(index, failed[index])
-
-    def _ask(self, method: Any, *args: Any) -> Any:
-        return answer_of("rollout worker", method, *args, timeout_s=self.timeout_s)

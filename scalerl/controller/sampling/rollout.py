@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +13,26 @@ import numpy as np
 import ray
 
 from scalerl.balance import StepPlan
-from scalerl.cluster.ask import answer_of, values_of
-from scalerl.cluster.batch import BatchRef, PlacedBatch
+from scalerl.cluster.ask import values_of
+from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerError, WorkerGroup
 from scalerl.config.schema import PPOConfig, ProgramConfig
-from scalerl.controller.sampling.dump import placed_fragments, update_columns
+from scalerl.controller.sampling.dump import parts_at, parts_of, placed_fragments, update_columns
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.judge import JudgeServers
 from scalerl.controller.sampling.policy_servers import PolicyServers
+from scalerl.controller.sampling.rollout_workers import (
+    RolloutWorkers,
+    default_num_workers,
+    merged,
+    share_servers,
+)
 from scalerl.controller.sampling.worker import Generated, RolloutWorker
 from scalerl.controller.training.roles import TOKENS
 from scalerl.metrics import Metric
 from scalerl.servers.client import SamplingParams
-from scalerl.servers.recovery import LostServer
+from scalerl.servers.server_set import plan_replicas
 from scalerl.user_code import absolute
 
 if TYPE_CHECKING:
@@ -37,10 +44,12 @@ GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 @dataclass(eq=False)
 class Generation:
-    """Samples on their way. result: once somebody waited for them."""
+    """Samples on their way. calls: rollout worker -> what it makes of its groups.  result: once somebody waited for
+    them, and where its rows are."""
 
-    call: ray.ObjectRef
-    result: Generated | None = None
+    groups: list[SampleGroup]
+    calls: dict[int, ray.ObjectRef]
+    result: tuple[Generated, HeldRows] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Finished:
 
 
 class HybridRollout:
-    """What the servers are asked and what becomes of their samples; the samples stay with the rollout worker."""
+    """What the servers are asked and what becomes of their samples; the samples stay with the rollout workers."""
 
     def __init__(
         self,
@@ -64,7 +73,7 @@ class HybridRollout:
         *,
         judge: JudgeServers | None = None,
     ) -> None:
-        """Starts the rollout worker; `wait_ready` returns when everybody answers.
+        """Starts the rollout workers; `wait_ready` returns when everybody answers.
 
         datasets: name -> RLHFDataset.  tokenizer: the policy's.  judge: with reward_model.judge.
         """
@@ -76,20 +85,29 @@ class HybridRollout:
         self.num_restarts = self.num_judge_restarts = 0
         # Since then.
         self.num_resubmitted = 0
+        self.numbers = itertools.count()
+        nodes = [plan.node for plan in plan_replicas(servers.pool, self.rollout)]
+        shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
+        shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
         model = config.actor_rollout_ref.model
-        self.process = servers.pool.start(
-            ActorSpec(RolloutWorker, node=0, num_devices=0),
-            {"max_concurrency": 64},
-            {name: [ray.put(dataset)] for name, dataset in datasets.items()},
-            # Code of its own cannot be sent: it is imported from its directory.
-            model.path if model.trust_remote_code else [ray.put(tokenizer)],
-            reward=config.reward_model,
-            custom_reward=config.custom_reward_function,
-            program=self._program(),
-            trust_remote_code=model.trust_remote_code,
-            user_files=absolute(config.trainer.import_files),
-        )
-        self.worker = self.process.actor
+        # Code of its own cannot be sent: it is imported from its directory.
+        policy_tokenizer = model.path if model.trust_remote_code else [ray.put(tokenizer)]
+        processes = [
+            servers.pool.start(
+                # On the node of its servers, or of the first of them.
+                ActorSpec(RolloutWorker, node=nodes[mine[0]], num_devices=0),
+                {"max_concurrency": 64},
+                shared,
+                policy_tokenizer,
+                reward=config.reward_model,
+                custom_reward=config.custom_reward_function,
+                program=self._program(),
+                trust_remote_code=model.trust_remote_code,
+                user_files=absolute(config.trainer.import_files),
+            )
+            for mine in shares
+        ]
+        self.workers = RolloutWorkers(processes, shares, self.timeout_s)
 
     def _program(self) -> ProgramConfig:
         program = self.rollout.program
@@ -97,11 +115,10 @@ class HybridRollout:
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
-        values_of("rollout worker start", [self.process.ready], self.timeout_s)
-        self.servers.wait_ready(workers, self.worker)
-        self.lost = self.worker.next_lost.remote()
+        self.workers.wait_ready()
+        self.servers.wait_ready(workers, self.workers)
         if self.judge is not None:
-            self.judge.connect(self.worker)
+            self.judge.connect(self.workers.handles)
 
     def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
         """Starts n samples for each group of training prompts; `finish` waits for them.
@@ -143,26 +160,34 @@ class HybridRollout:
         self, dataset: str, groups: Sequence[SampleGroup], n: int, sampling: SamplingParams, **kwargs: Any
     ) -> Generation:
         self.servers.generate()
-        generation = Generation(self.worker.generate.remote(dataset, list(groups), n, sampling, **kwargs))
+        number = next(self.numbers)
+        calls = {
+            worker: self.workers.handles[worker].generate.remote(
+                dataset, mine, n, sampling, generation=number, **kwargs
+            )
+            for worker, mine in self.workers.dealt(groups).items()
+        }
+        generation = Generation(list(groups), calls)
         self.running.append(generation)
         return generation
 
     def finish(self, generation: Generation) -> Finished:
-        generated = self._result(generation)
+        generated, held = self._result(generation)
         failed = float(generated.samples["reward_failed"].sum())
         metrics = {
             "timing_s/gen/reward_wait": Metric(generated.reward_wait_s, "max"),
             "reward/num_failed": Metric(failed, "sum"),
         }
-        return Finished(BatchRef(generated.batch_id, generated.samples), metrics, generated.unfinished)
+        return Finished(BatchRef(held, generated.samples), metrics, generated.unfinished)
 
-    def _result(self, generation: Generation) -> Generated:
+    def _result(self, generation: Generation) -> tuple[Generated, HeldRows]:
         """Waits for it. Servers that are lost meanwhile are replaced."""
         if generation.result is None:
-            generation.result = self._attend(generation.call)
+            generation.result = merged(generation.groups, self._attend(generation.calls))
+            generated, _ = generation.result
             self.running.remove(generation)
-            self.servers.replace(generation.result.missing, generating=bool(self.running))
-            self.num_resubmitted += generation.result.num_resubmitted
+            self.servers.replace(generated.missing, generating=bool(self.running))
+            self.num_resubmitted += generated.num_resubmitted
             if not self.running:
                 # One that took the place of a lost server meanwhile is idle as it was made, or generates like the
                 # others.
@@ -171,62 +196,83 @@ class HybridRollout:
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
         """Rows of several batches, in order, as one; the batches are gone then."""
-        batch_id = self._ask(self.worker.join, [(part.batch_id, list(rows)) for part, rows in parts])
-        columns = {
-            name: np.concatenate([part.samples[name][list(rows)] for part, rows in parts])
-            for name in parts[0][0].samples
-        }
-        return BatchRef(batch_id, columns)
+        return self.workers.join(parts)
 
     def forget(self, groups: Sequence[SampleGroup]) -> None:
         """Interrupted groups that will not come again."""
-        self._ask(self.worker.forget, [group.uid for group in groups])
+        for worker, mine in self.workers.dealt(groups).items():
+            self.workers.ask(worker, "forget", [group.uid for group in mine])
 
-    def _attend(self, call: ray.ObjectRef) -> Generated:
-        """What the generation gives; the servers that it loses are replaced while the others go on."""
+    def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, Generated]:
+        """What each worker gives; the servers that they lose are replaced while the others go on."""
         limit_s = self.rollout.generation_timeout_s
         deadline = time.monotonic() + limit_s
-        while True:
-            of_judge = [] if self.judge is None else [self.judge.lost]
-            ready, _ = ray.wait([call, self.lost, *of_judge], timeout=max(0.0, deadline - time.monotonic()))
-            if self.judge is not None and self.judge.lost in ready:
-                began = time.monotonic()
-                self.judge.replace_lost()
-                deadline += time.monotonic() - began
+        worker_of = {call: worker for worker, call in calls.items()}
+        made: dict[int, Generated] = {}
+        while len(made) < len(calls):
+            of_judge = [] if self.judge is None else list(self.judge.news)
+            waited_for = [*(call for call in worker_of if worker_of[call] not in made), *self.workers.news, *of_judge]
+            ready, _ = ray.wait(waited_for, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(f"generation: not all samples came within {GENERATION_TIMEOUT}={limit_s:.0f} s")
+            (told,) = ready
+            if told in worker_of:
+                (made[worker_of[told]],) = values_of("generation", [told], limit_s, GENERATION_TIMEOUT)
                 continue
-            if self.lost not in ready or call in ready:
-                if not ready:
-                    raise WorkerError(f"generation: not all samples came within {GENERATION_TIMEOUT}={limit_s:.0f} s")
-                return values_of("generation", [call], limit_s, GENERATION_TIMEOUT)[0]
-            lost = self._news()
             began = time.monotonic()
-            self.servers.replace(lost, generating=bool(self.running))
+            if told in self.workers.news:
+                self.servers.replace(self.workers.take_news(told), generating=bool(self.running))
+            elif self.judge is not None:
+                self.judge.replace_lost(told)
             deadline += time.monotonic() - began
-
-    def _news(self) -> list[LostServer]:
-        """Of servers that generations lost; waits for it."""
-        (lost,) = values_of("generation", [self.lost], self.timeout_s)
-        self.lost = self.worker.next_lost.remote()
-        return lost
+        return {worker: made[worker] for worker in calls}
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cut by the first plan; ranks of the others put their rows together from these pieces."""
         role, plan = next(iter(plans.items()))
-        shards = [self.worker.shard.remote(samples.batch_id, plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
-        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, shards)
+        fragments, rows = [], []
+        for dp_rank in range(plan.dp_size):
+            of_rank = plan.rows(dp_rank)
+            for piece in samples.held.pieces(of_rank):
+                fragments.append(self.workers.handles[piece.worker].shard.remote(piece.batch_id, piece.rows))
+                rows.append(tuple(of_rank[place] for place in piece.places))
+        # With one worker each rank's rows are one fragment, which nothing has to be joined to.
+        as_planned = rows == [tuple(plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
+        batch = PlacedBatch(samples.samples, plans)
+        return batch.with_column(TOKENS, role, fragments, None if as_planned else rows)
 
     def drop(self, samples: BatchRef) -> None:
-        self._ask(self.worker.drop, samples.batch_id)
+        self.workers.drop(samples)
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
-        """One parquet of the samples, with what the trainer made of them: the columns of `batch`, which holds the same
-        rows. The trainer's tokens go to the rollout worker, which has the others."""
-        rows, fragments = placed_fragments(batch, leave_out=TOKENS)
+        """The samples as parquet, with what the trainer made of them: the columns of `batch`, which holds the same
+        rows. Each rollout worker writes a part of the rows, with the tokens that it has, and those that others and the
+        trainer have."""
+        made_rows, made = placed_fragments(batch, leave_out=TOKENS)
         columns = batch.samples | update_columns(batch.plans["actor"])
-        self._ask(self.worker.dump, samples.batch_id, columns, str(path), rows, *fragments)
+        parts = parts_of(len(samples), len(self.workers))
+        with parts_at(path, len(parts)) as files:
+            calls = []
+            for worker, (part, file) in enumerate(zip(parts, files, strict=True)):
+                own, rows, fragments = [], [], []
+                for piece in samples.held.pieces(part):
+                    of_step = tuple(part[place] for place in piece.places)
+                    if piece.worker == worker:
+                        own.append((piece.batch_id, piece.rows, of_step))
+                    else:
+                        rows.append(of_step)
+                        fragments.append(self.workers.handles[piece.worker].tokens.remote(piece.batch_id, piece.rows))
+                for of_fragment, fragment in zip(made_rows, made, strict=True):
+                    if any(row in part for row in of_fragment):
+                        rows.append(of_fragment)
+                        fragments.append(fragment)
+                of_part = {name: column[part.start : part.stop] for name, column in columns.items()}
+                handle = self.workers.handles[worker]
+                calls.append(handle.dump.remote(str(file), part, of_part, own, rows, *fragments))
+            values_of("rollout worker dump", calls, self.timeout_s)
 
     def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
-        return self._ask(self.worker.texts, samples.batch_id, list(rows))
+        return self.workers.texts(samples, rows)
 
     def release_device(self) -> None:
         """After generation, as `PolicyServers.release_device`."""
@@ -251,9 +297,9 @@ class HybridRollout:
         if not self.running:
             return False
         failed = self.servers.pause()
-        if ray.wait([self.lost], timeout=0)[0]:
-            down = self.servers.server_set.down
-            failed |= {server.index: server.why for server in self._news() if server.index not in down}
+        down = self.servers.server_set.down
+        lost = self.workers.news_so_far()
+        failed |= {server.index: server.why for server in lost if server.index not in down}
         self.servers.rest(failed)
         return True
 
@@ -271,13 +317,10 @@ class HybridRollout:
         return found
 
     def leave(self) -> None:
-        """What still generates ends; the rollout worker's process waits for another run."""
-        self._ask(self.worker.leave)
-        self.servers.pool.keep([self.process])
+        """What still generates ends; the rollout workers' processes wait for another run."""
+        self.workers.leave()
+        self.servers.pool.keep(self.workers.processes)
 
     def stop(self) -> None:
-        """The rollout worker; the servers are stopped by whoever started them."""
-        ray.kill(self.worker)
-
-    def _ask(self, method: Any, *args: Any) -> Any:
-        return answer_of("rollout worker", method, *args, timeout_s=self.timeout_s)
+        """The rollout workers; the servers are stopped by whoever started them."""
+        self.workers.stop()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from scalerl.cluster.pools import Reusable
+from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.protocol import DataProto, Jagged
 from scalerl.runtime.garbage import collect_garbage
 from scalerl.user_code import forget_files, import_files
@@ -102,6 +103,7 @@ class RolloutWorker(Reusable):
         self.generations: set[asyncio.Task] = set()
         # uid of a group -> where an early end left it.
         self.interrupted: dict[int, Interrupted] = {}
+        self.early_ends = EarlyEnds(0, [])
 
     @property
     def replacements(self) -> Replacements:
@@ -132,18 +134,42 @@ class RolloutWorker(Reusable):
         super().leave()
         forget_files()
 
-    def connect(self, replicas: Sequence[Replica], clients: ClientSettings, seed: int) -> None:
-        """seed: of the samples (rollout.seed)."""
+    def connect(
+        self,
+        replicas: Sequence[Replica],
+        clients: ClientSettings,
+        seed: int,
+        *,
+        servers: Sequence[int] | None = None,
+        workers: Sequence[Any] = (),
+        number: int = 0,
+    ) -> None:
+        """seed: of the samples (rollout.seed).
+
+        servers: indices of the replicas that this worker asks; None: all.  workers: handles of all rollout workers,
+        where there are several.  number: of this one.
+        """
         from scalerl.servers.recovery import Replacements
 
         self.seed = seed
+        self.servers = list(range(len(replicas))) if servers is None else list(servers)
+        self.early_ends = EarlyEnds(number, workers)
         self._replacements = Replacements(clients, replicas)
         # Answers are millions of small objects.
         collect_garbage()
 
     @property
     def clients(self) -> list[RolloutClient]:
-        return self.replacements.clients
+        """Of its own servers."""
+        return [self.replacements.clients[index] for index in self.servers]
+
+    async def count_kept(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
+        """`EarlyEnds.count`, of the first worker."""
+        self.early_ends.count(generation, worker, num_kept, num_groups)
+
+    async def end_early(self, generation: int) -> None:
+        """All workers together have enough groups of it."""
+        self.early_ends.over.add(generation)
 
     async def connect_judge(self, replicas: Sequence[Replica], clients: ClientSettings) -> None:
         self.judge.connect(replicas, clients)
@@ -177,11 +203,13 @@ class RolloutWorker(Reusable):
         keep: bool,
         enough: Enough | None = None,
         carry: bool = False,
+        generation: int = 0,
     ) -> Generated:
         """n samples for each group, scored as they finish; a group that was interrupted goes on where it was.
 
         keep: hold the tokens for `shard` until `drop`.
-        enough: ends the generation early. carry: the groups that are unfinished then may come again; else what they
+        enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
+        the same for them.  carry: the groups that are unfinished then may come again; else what they
         have is given up.
 
         A server that is lost is told by `next_lost`; what it had goes to the others, and to its successor.
@@ -206,7 +234,7 @@ class RolloutWorker(Reusable):
             before += left.finished if left else []
             begun = left.asks if left else {index: [] for index in range(n)}
             requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
-        recovery = GenerationRecovery(self.replacements)
+        recovery = GenerationRecovery(self.replacements, self.servers)
         try:
             for sample in before:
                 scores.add(sample)
@@ -216,7 +244,7 @@ class RolloutWorker(Reusable):
                 self.program,
                 self.tokenizer,
                 scores.add,
-                stop_when=None if enough is None else scores.are_enough,
+                stop_when=None if enough is None else lambda: self.early_ends.is_over(generation, scores),
                 recovery=recovery,
             )
             gen_s = time.perf_counter() - start
@@ -224,6 +252,7 @@ class RolloutWorker(Reusable):
             results = {group.uid: await scores.of(group.uid) for group in whole}
         finally:
             scores.cancel()
+            self.early_ends.forget(generation)
         rows = [row for group in whole for row in results[group.uid]]
         batch = _to_batch(
             [sample for sample, _ in rows],
@@ -323,22 +352,39 @@ class RolloutWorker(Reusable):
     def texts(self, batch_id: int, rows: Sequence[int]) -> list[tuple[str, str]]:
         """(prompt, response) as text, special tokens kept."""
         batch = self.batches[batch_id].select(rows)
+        return self._texts(batch.tokens["input_ids"], batch.samples["prompt_length"])
+
+    def _texts(self, input_ids: Jagged, prompt_lengths: np.ndarray) -> list[tuple[str, str]]:
         decoded = []
-        for row, prompt_length in enumerate(batch.samples["prompt_length"]):
-            ids = batch.tokens["input_ids"][row].tolist()
+        for row, prompt_length in enumerate(prompt_lengths.tolist()):
+            ids = input_ids[row].tolist()
             decoded.append((self.tokenizer.decode(ids[:prompt_length]), self.tokenizer.decode(ids[prompt_length:])))
         return decoded
 
+    def tokens(self, batch_id: int, rows: Sequence[int]) -> DataProto:
+        """All token columns of these rows."""
+        return DataProto(self.batches[batch_id].select(rows).tokens)
+
     async def dump(
-        self, batch_id: int, samples: dict[str, np.ndarray], path: str, rows: list[tuple[int, ...]], *made: DataProto
+        self,
+        path: str,
+        part: range,
+        samples: dict[str, np.ndarray],
+        own: list[tuple[int, list[int], tuple[int, ...]]],
+        rows: list[tuple[int, ...]],
+        *made: DataProto,
     ) -> None:
-        """`rollout_dump.write_dump`. samples: the columns as they are by now. made[i]: the trainer's, of rows[i]."""
+        """`dump.write_dump` of these rows of a step's batch. samples: their columns as they are by now.
+
+        own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: of rows[i], the trainer's
+        columns, and the tokens that other workers have.
+        """
         from scalerl.controller.sampling.dump import joined, write_dump
 
         def write() -> None:
-            batch = self.batches[batch_id]
-            texts = self.texts(batch_id, range(len(batch)))
-            write_dump(Path(path), batch.tokens | joined(rows, made), samples, texts)
+            held = [self.tokens(batch_id, of_batch) for batch_id, of_batch, _ in own]
+            tokens = joined([*(of_step for _, _, of_step in own), *rows], [*held, *made], part)
+            write_dump(Path(path), tokens, samples, self._texts(tokens["input_ids"], samples["prompt_length"]))
 
         # Beside the event loop: a generation may be under way.
         await asyncio.to_thread(write)

@@ -171,6 +171,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "top_p": ([0.0, 1.1], [0.01, 1.0]),
     "top_k": ([0, -2], [-1, 1]),
     "RolloutConfig.name": (["vllm"], ["sglang", "embedded"]),
+    "RolloutConfig.num_workers": ([0], [None, 1]),
     "ProgramConfig.name": ([""], ["f"]),
     "ProgramConfig.path": ([""], [None, "f.py"]),
     "CustomFitConfig.name": ([""], ["f"]),
@@ -282,6 +283,14 @@ PPO_RELATIONS = {
     "too many replicas for their pool": (
         OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.num_replicas": 3},
         ["num_replicas = 3", "2 x 4", "room for 2 replicas", "num_replicas=2 or less"],
+    ),
+    "more rollout workers than servers": (
+        {f"{ROLLOUT}.num_replicas": 2, f"{ROLLOUT}.num_workers": 3},
+        [f"{ROLLOUT}.num_workers = 3", "each has servers of its own, there are 2", f"{ROLLOUT}.num_workers=2 or less"],
+    ),
+    "more rollout workers than servers of their pool": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.num_workers": 5},
+        [f"{ROLLOUT}.num_workers = 5", "there are 4"],
     ),
     "shared memory of other devices": (
         OWN_POOL | {f"{ROLLOUT}.weight_transport": "shared"},

@@ -7,7 +7,7 @@ from scalerl.controller.sampling.policy_servers import PolicyServers
 
 def test_nothing_that_failed_asks_nobody() -> None:
     """A sync in which every server answered makes no remote call for the empty list."""
-    # The rollout worker, which it would ask, is known from `wait_ready` on.
+    # The rollout workers, which it would ask, are known from `wait_ready` on.
     servers = PolicyServers.__new__(PolicyServers)
-    assert not hasattr(servers, "worker")
+    assert not hasattr(servers, "rollout_workers")
     servers._end_failed({})

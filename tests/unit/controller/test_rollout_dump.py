@@ -13,7 +13,7 @@ import torch
 
 from scalerl.balance import StepPlan
 from scalerl.cluster.batch import Column, PlacedBatch
-from scalerl.controller.sampling.dump import joined, placed_fragments, update_columns, write_dump
+from scalerl.controller.sampling.dump import joined, parts_at, parts_of, placed_fragments, update_columns, write_dump
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = [3, 2, 4, 1]
@@ -43,11 +43,13 @@ def placed() -> PlacedBatch:
 
 def test_columns_of_any_plan_come_in_the_order_of_the_batch() -> None:
     rows, pieces = placed_fragments(placed(), leave_out="tokens")
-    found = joined(rows, pieces)
+    found = joined(rows, pieces, range(4))
     assert found.keys() == {"old_logprobs", "values"}
     for name, scale in (("old_logprobs", -1.0), ("values", 0.5)):
         assert found[name].values.tolist() == jagged(scale).values.tolist()
         assert found[name].lengths.tolist() == LENGTHS
+    part = joined(rows, pieces, range(1, 3))
+    assert part["values"].values.tolist() == jagged(0.5, (1, 2)).values.tolist()
 
 
 def test_every_sample_has_its_place_in_the_updates() -> None:
@@ -84,6 +86,26 @@ def test_a_row_for_each_sample(tmp_path: Path) -> None:
         *"abcd"
     ]
     assert np.isnan(rows[2]["score"])
+
+
+def test_parts_are_read_as_one_dump_with_its_rows_in_order(tmp_path: Path) -> None:
+    """The dump of a run before is replaced, whatever it was made of; parts that were left half written are not read."""
+    path = tmp_path / "step_1.parquet"
+    scores = np.arange(40.0)
+    for num_parts in (12, 1, 3, 3):
+        parts = parts_of(40, num_parts)
+        assert [row for part in parts for row in part] == list(range(40))
+        with parts_at(path, len(parts)) as files:
+            for part, file in zip(parts, files, strict=True):
+                texts = [("p", f"r{row}") for row in part]
+                write_dump(file, {}, {"score": scores[part.start : part.stop]}, texts)
+        assert path.is_dir() == (num_parts > 1)
+        assert pq.read_table(path)["score"].to_pylist() == scores.tolist()
+    with pytest.raises(KeyError), parts_at(path, 2) as files:
+        write_dump(files[0], {}, {"score": -scores}, [("p", "r")] * 40)
+        raise KeyError
+    assert pq.read_table(path)["score"].to_pylist() == scores.tolist()
+    assert parts_of(2, 3) == [range(0, 1), range(1, 2)]
 
 
 def test_a_dump_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

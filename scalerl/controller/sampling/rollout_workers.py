@@ -1,0 +1,184 @@
+"""`RolloutWorkers`: which rollout worker has which servers and groups, and calls to all of them. On the driver."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from scalerl.cluster.ask import answer_of, values_of
+from scalerl.cluster.batch import BatchRef, HeldRows
+from scalerl.cluster.pools import PooledActor
+
+if TYPE_CHECKING:
+    from scalerl.controller.sampling.groups import SampleGroup
+    from scalerl.controller.sampling.worker import Generated
+    from scalerl.servers.recovery import LostServer
+    from scalerl.servers.replica import ClientSettings, Replica
+
+# Servers of one worker, where rollout.num_workers does not say.
+SERVERS_PER_WORKER = 8
+
+
+def default_num_workers(num_servers: int) -> int:
+    return -(-num_servers // SERVERS_PER_WORKER)
+
+
+def share_servers(num_servers: int, num_workers: int) -> list[range]:
+    """Indices of each worker's servers: neighbours, which are on one node as far as can be. No worker without any."""
+    bounds = [worker * num_servers // num_workers for worker in range(num_workers + 1)]
+    return [range(start, end) for start, end in itertools.pairwise(bounds)]
+
+
+class RolloutWorkers:
+    """Groups are dealt over the servers by their position in the step, and each worker has those of its servers: a
+    group that comes again comes to where it was, and every worker has its share of any batch."""
+
+    def __init__(self, processes: Sequence[PooledActor], servers: Sequence[range], timeout_s: float) -> None:
+        """servers[i]: of the worker in processes[i]."""
+        self.processes, self.servers, self.timeout_s = list(processes), list(servers), timeout_s
+        self.handles: list[Any] = [process.actor for process in processes]
+        self.owner_of_server = [worker for worker, mine in enumerate(self.servers) for _ in mine]
+        # News of lost servers -> the worker that has them.
+        self.news: dict[ray.ObjectRef, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def wait_ready(self) -> None:
+        values_of("rollout worker start", [process.ready for process in self.processes], self.timeout_s)
+
+    def owner(self, group: SampleGroup) -> int:
+        return self.owner_of_server[group.position % len(self.owner_of_server)]
+
+    def dealt(self, groups: Sequence[SampleGroup]) -> dict[int, list[SampleGroup]]:
+        """Worker -> its groups, in order; workers without any are left out, but for the first if there is no group."""
+        found: dict[int, list[SampleGroup]] = {}
+        for group in groups:
+            found.setdefault(self.owner(group), []).append(group)
+        return dict(sorted(found.items())) or {0: []}
+
+    # --- servers ---
+
+    def connect(self, replicas: Sequence[Replica], clients: ClientSettings, seed: int) -> None:
+        calls = [
+            handle.connect.remote(replicas, clients, seed, servers=list(mine), workers=self.handles, number=number)
+            for number, (handle, mine) in enumerate(zip(self.handles, self.servers, strict=True))
+        ]
+        values_of("rollout worker connect", calls, self.timeout_s)
+        self.news = {handle.next_lost.remote(): worker for worker, handle in enumerate(self.handles)}
+
+    def take_news(self, told: ray.ObjectRef) -> list[LostServer]:
+        """The servers that one of `news` tells of; waits for it."""
+        worker = self.news.pop(told)
+        (lost,) = values_of("generation", [told], self.timeout_s)
+        self.news[self.handles[worker].next_lost.remote()] = worker
+        return lost
+
+    def news_so_far(self) -> list[LostServer]:
+        if not self.news:
+            return []
+        told, _ = ray.wait(list(self.news), num_returns=len(self.news), timeout=0)
+        return [server for news in told for server in self.take_news(news)]
+
+    def replace(self, successors: Mapping[int, Replica]) -> None:
+        """Restarted servers; no generation uses them before `in_service`."""
+        for worker, indices in self._by_owner(successors).items():
+            self.ask(worker, "replace", {index: successors[index] for index in indices})
+
+    def in_service(self, indices: Sequence[int]) -> None:
+        """Restarted servers have the trainer's weights: generations that wait for them go on."""
+        for worker, mine in self._by_owner(indices).items():
+            self.ask(worker, "in_service", mine)
+
+    def _by_owner(self, indices: Sequence[int] | Mapping[int, Any]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index in indices:
+            found.setdefault(self.owner_of_server[index], []).append(index)
+        return found
+
+    # --- what they hold ---
+
+    def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
+        """Rows of several batches, in order, as one; the batches are gone then."""
+        asked: dict[int, list[tuple[int, list[int]]]] = {}
+        sizes: dict[int, int] = {}
+        workers, rows = [], []
+        for part, wanted in parts:
+            worker_R, row_R = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
+            left = set(part.held.batches)
+            for piece in part.held.pieces(wanted):
+                asked.setdefault(piece.worker, []).append((piece.batch_id, piece.rows))
+                left.discard((piece.worker, piece.batch_id))
+                first = sizes.get(piece.worker, 0)
+                sizes[piece.worker] = first + len(piece.rows)
+                worker_R[piece.places] = piece.worker
+                row_R[piece.places] = np.arange(first, first + len(piece.rows))
+            for worker, batch_id in left:
+                self.ask(worker, "drop", batch_id)
+            workers.append(worker_R)
+            rows.append(row_R)
+        batches = tuple((worker, self.ask(worker, "join", of_worker)) for worker, of_worker in sorted(asked.items()))
+        place = {worker: at for at, (worker, _) in enumerate(batches)}
+        batch_S = np.array([place[worker] for worker in np.concatenate(workers).tolist()], dtype=np.int64)
+        columns = {
+            name: np.concatenate([part.samples[name][list(wanted)] for part, wanted in parts])
+            for name in parts[0][0].samples
+        }
+        return BatchRef(HeldRows(batches, batch_S, np.concatenate(rows)), columns)
+
+    def drop(self, samples: BatchRef) -> None:
+        for worker, batch_id in samples.held.batches:
+            self.ask(worker, "drop", batch_id)
+
+    def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
+        """(prompt, response) of these rows."""
+        found: dict[int, tuple[str, str]] = {}
+        for piece in samples.held.pieces(rows):
+            texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows)
+            found |= dict(zip(piece.places, texts, strict=True))
+        return [found[place] for place in range(len(found))]
+
+    # --- calls ---
+
+    def ask(self, worker: int, method: str, *args: Any) -> Any:
+        return answer_of("rollout worker", getattr(self.handles[worker], method), *args, timeout_s=self.timeout_s)
+
+    def leave(self) -> None:
+        values_of("rollout worker leave", [handle.leave.remote() for handle in self.handles], self.timeout_s)
+
+    def stop(self) -> None:
+        for handle in self.handles:
+            ray.kill(handle)
+
+
+def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:
+    """What the workers made of a generation, with its rows in the order of the groups. made: worker -> its part."""
+    workers, place = list(made), {group.uid: at for at, group in enumerate(groups)}
+    # One without a finished group has columns of no type.
+    filled = [worker for worker in workers if len(made[worker].samples["uid"])] or workers[:1]
+    columns = [made[worker].samples for worker in filled]
+    sizes = [len(column["uid"]) for column in columns]
+    # All batches are named, so that all are dropped.
+    batches = tuple((worker, part.batch_id) for worker, part in made.items())
+    batch_S = np.repeat([workers.index(worker) for worker in filled], sizes)
+    held, samples = HeldRows(batches, batch_S, np.concatenate([np.arange(size) for size in sizes])), columns[0]
+    if len(columns) > 1:
+        samples = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+        order = np.argsort([place[uid] for uid in samples["uid"].tolist()], kind="stable")
+        samples, held = {name: column[order] for name, column in samples.items()}, held.select(order.tolist())
+    left = [group for part in made.values() for group in part.unfinished]
+    whole = replace(
+        made[workers[0]],
+        samples=samples,
+        gen_s=max(part.gen_s for part in made.values()),
+        reward_wait_s=max(part.reward_wait_s for part in made.values()),
+        num_resubmitted=sum(part.num_resubmitted for part in made.values()),
+        missing=[server for part in made.values() for server in part.missing],
+        unfinished=sorted(left, key=lambda group: place[group.uid]),
+    )
+    return whole, held
