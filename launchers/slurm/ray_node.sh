@@ -1,5 +1,5 @@
 #!/bin/bash
-# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean CODE | ip HOST
+# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean | ip HOST
 set -uo pipefail
 
 fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
@@ -41,7 +41,7 @@ enter_venv() {
 }
 
 start_ray() { # start_ray OPTION ...
-  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus extra=()
+  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus code extra=()
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
@@ -51,17 +51,26 @@ start_ray() { # start_ray OPTION ...
   leave_slurm
   ulimit -n "$(ulimit -Hn)"
   echo "$name: ip $ip, $cpus CPUs, $num_gpus GPUs, $(python --version), $SCALERL_VENV"
-  # python -m would do as well; the script is called by its interpreter because a path with spaces breaks its first line.
-  exec python "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
-    --num-gpus="$num_gpus" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"}
+  # Slurm sends TERM to all steps when it cancels or preempts. The command is to save then, with a cluster that is whole:
+  # Ray and all below it hold TERM back, and end by KILL when the step ends.
+  trap '' TERM
+  trap 'clean; exit 0' USR2
+  python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
+    "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
+    --num-gpus="$num_gpus" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"} &
+  wait $!
+  code=$?
+  echo "$(date +%s%N) $name $code" >"$SCALERL_ATTEMPT_DIR/.ended-$name"
+  exit $code
 }
 
-clean() { # clean CODE: keep Ray's logs of a failed attempt, remove this attempt's session and nothing else
-  local session name=${SLURMD_NODENAME:-$(hostname -s)}
+clean() { # keep Ray's logs of a failed attempt, remove this attempt's session and nothing else
+  local session tries name=${SLURMD_NODENAME:-$(hostname -s)}
   session=$(cat "$SCALERL_ATTEMPT_DIR/.ray_session")
   [[ $session == */session_* && -d $session ]] || return 0
-  if (($1 != 0)); then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
-  rm -rf "$session"
+  if [[ $(cat "$SCALERL_ATTEMPT_DIR/.end_code" 2>/dev/null) != 0 ]]; then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
+  # What writes there is being killed, too.
+  for ((tries = 0; tries < 20; tries++)); do rm -rf "$session" 2>/dev/null && break; sleep 0.1; done
 }
 
 mode=$1
@@ -74,13 +83,15 @@ case $mode in
     ;;
   worker) start_ray --address="$SCALERL_RAY_ADDRESS" ;;
   run)
-    echo "$SLURM_STEP_ID" >"$SCALERL_ATTEMPT_DIR/.driver_step"
     enter_venv
     leave_slurm
     export RAY_ADDRESS=$SCALERL_RAY_ADDRESS
+    # Until the command listens a notice must not end it.
+    trap '' USR1
+    echo $$ >"$SCALERL_ATTEMPT_DIR/.command_pid"
     exec "$@"
     ;;
-  clean) clean "$1" ;;
+  clean) clean ;;
   ip) node_ip "$1" ;;
   *) fail "unknown mode $mode" ;;
 esac

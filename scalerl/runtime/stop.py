@@ -1,4 +1,4 @@
-"""Signals that end a run: SIGUSR1 (a scheduler's notice) after the current step, SIGTERM at once."""
+"""Signals that end a run: SIGUSR1 (a scheduler's notice) after the current step, SIGTERM at once or by a deadline."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ class StopRequest:
 
     SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
     SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
+    With save_deadline_s above 0 it asks as SIGUSR1 does, and interrupts when that many seconds were not enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, save_deadline_s: float = 0.0) -> None:
         self.requested = self.terminated = False
+        self._save_deadline_s = save_deadline_s
+        self._deadline_runs = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -33,16 +36,23 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+        numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
+        before = {number: signal.getsignal(number) for number in numbers}
         signal.signal(signal.SIGUSR1, self._after_step)
-        signal.signal(signal.SIGTERM, self._now)
+        signal.signal(signal.SIGTERM, self._by_deadline if self._save_deadline_s > 0 else self._now)
+        signal.signal(signal.SIGALRM, self._now)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            # Ray's own handler has cut its start short, so there is nothing to save.
+            if self._deadline_runs and isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+                self.terminated = True
             # Any exception here comes from the interrupt, as an interrupted call may fail in its own way.
             if not self.terminated:
                 raise
         finally:
+            if self._deadline_runs:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.terminated:
@@ -51,6 +61,13 @@ class StopRequest:
 
     def _after_step(self, *_: object) -> None:
         self.requested = True
+
+    def _by_deadline(self, *_: object) -> None:
+        self.requested = True
+        # Ray's own handler, as below, may have set the alarm; a second SIGTERM does not begin anew.
+        if not self._deadline_runs:
+            self._deadline_runs = True
+            signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s)
 
     def _now(self, *_: object) -> None:
         # Ray's handler, if installed at this moment below Python's, sets an alarm that ends the process in 3 seconds.

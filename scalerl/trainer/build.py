@@ -54,7 +54,7 @@ LOGS = "logs"
 def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None) -> Iterator[Run]:
     """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    resumed, stop = inputs.resumed, StopRequest()
+    resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.

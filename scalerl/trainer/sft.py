@@ -128,7 +128,7 @@ def save(run: SFTRun) -> Path:
 def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None) -> Iterator[SFTRun]:
     """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer = cfg.trainer
-    resumed, stop = inputs.resumed, StopRequest()
+    resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.

@@ -1,4 +1,7 @@
-"""What the jobs of test_ray_job.py run on the head: a real Ray driver. Modes: report, sleep (until USR1, then 75)."""
+"""What the jobs of test_ray_job.py run on the head: a real Ray driver.
+
+Modes: `report`; `wait`, until USR1 or TERM: then it asks every node, as a checkpoint does, and ends with 75.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import time
 
 import ray
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 
 @ray.remote(num_cpus=1)
@@ -40,20 +43,32 @@ def report(num_nodes: int, gpus: int) -> dict[str, object]:
     return {"nodes": nodes, "tasks": ray.get(tasks, timeout=60), "driver_leaked": leaked, "cpus": cpus}
 
 
-def main() -> int:
-    mode, *rest = sys.argv[1:]
-    got_usr1: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda signum, frame: got_usr1.append(signum))
-    ray.init(log_to_driver=False)  # the address comes from RAY_ADDRESS
-    if mode == "report":
-        print("REPORT", json.dumps(report(int(rest[0]), int(rest[1]))), flush=True)
-        return int(rest[2])
+def wait() -> int:
+    told: list[signal.Signals] = []
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(signum, lambda number, frame: told.append(signal.Signals(number)))
     # A task that holds a worker process, so that there is something to clean up.
     task = hold.remote()
     print("WAITING", flush=True)
-    while not got_usr1:
+    while not told:
         ray.wait([task], timeout=0.1)
+    # Ray may be told at the same moment: late enough to see what it makes of it.
+    time.sleep(1)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    asked = [where.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    hosts = sorted(str(answer["host"]) for answer in ray.get(asked, timeout=30))
+    print("SAVED", told[0].name, *hosts, flush=True)
     return 75
+
+
+def main() -> int:
+    mode, *rest = sys.argv[1:]
+    ray.init(log_to_driver=False)  # the address comes from RAY_ADDRESS
+    if mode == "wait":
+        return wait()
+    print("REPORT", json.dumps(report(int(rest[0]), int(rest[1]))), flush=True)
+    return int(rest[2])
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ munged --socket=/run/munge/munge.socket.2 --key-file="$root/munge/munge.key" --p
   --log-file="$root/munge/munged.log" --seed-file="$root/munge/munged.seed"
 export SLURM_CONF=$root/etc/slurm.conf
 slurmctld -D >"$root/log/slurmctld.out" 2>&1 &
-for i in $(seq "$nodes"); do
-  n=n$i; mkdir -p "$root/nodes/$n"; mkfifo "$root/nodes/$n/go"
+boot() {
+  local n=n$1 i=$1 outer init
+  mkdir -p "$root/nodes/$n"; rm -f "$root/nodes/$n/go"; mkfifo "$root/nodes/$n/go"
   unshare --fork --pid --mount-proc --net --uts --mount --ipc --kill-child=KILL \
     bash "$root/etc/node.sh" $n "$root" 10.99.0.$((10 + i)) 8<>"$root/nodes/$n/go" &
-  outer=$! init=
+  outer=$!
   for _ in $(seq 500); do
     init=$(cut -d' ' -f1 "/proc/$outer/task/$outer/children" 2>/dev/null || true)
     [ -n "$init" ] && [ "$(readlink "/proc/$init/ns/net")" != "$(readlink /proc/self/ns/net)" ] && break
@@ -44,9 +45,11 @@ for i in $(seq "$nodes"); do
   echo "$init" >"$root/nodes/$n/init.pid"
   ip link add v$n type veth peer name eth0 netns "$init"; ip link set v$n master br0 up
   echo go >"$root/nodes/$n/go"
-done
+}
+for i in $(seq "$nodes"); do boot "$i"; done
 touch "$root/state/booted"
-while :; do wait || true; sleep 0.2; done # first process of the namespace: reaps orphans
+exec 9<>"$root/state/boot" # numbers of nodes that are to be switched on again
+while :; do if read -r -t 1 i <&9; then boot "$i"; fi; done # first process of the namespace: bash reaps orphans
 """
 
 NODE_SH = r"""
@@ -92,14 +95,17 @@ JobRequeue=1
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=10
-KillWait=5
+KillWait=20
 MinJobAge=3600
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 EnforcePartLimits=ALL
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 PlugStackConfig={root}/etc/plugstack.conf
 {node_lines}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=low Nodes=ALL MaxTime=60 State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE
 """
 
 
@@ -139,6 +145,7 @@ class MiniSlurm:
         device_files = f"{root}/dev/nvidia[0-{self.gpus - 1}]"
         (root / "etc/gres.conf").write_text(f"NodeName=n[1-{self.num_nodes}] Name=gpu Type=h100 File={device_files}\n")
         (root / "etc/plugstack.conf").write_text("")
+        os.mkfifo(root / "state/boot")
         node_lines = "\n".join(
             f"NodeName={host} NodeAddr={ip} CPUs={self.cpus} RealMemory=16000 Gres=gpu:h100:{self.gpus} State=UNKNOWN"
             for host, ip in addresses.items()
@@ -197,6 +204,20 @@ class MiniSlurm:
         if check and done.returncode:
             raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done
+
+    def power_off(self, host: str) -> None:
+        """As if its plug were pulled: nothing on it ends in order, and it answers no more."""
+        self.run("kill", "-KILL", (self.root / f"nodes/{host}/init.pid").read_text().strip())
+
+    def power_on(self, host: str, timeout_s: float = 60) -> None:
+        """Until Slurm has it back."""
+        with (self.root / "state/boot").open("w") as boot:
+            boot.write(f"{self.hosts.index(host) + 1}\n")
+        deadline = time.monotonic() + timeout_s
+        while (state := self.run("sinfo", "-h", "-n", host, "-p", "main", "-o", "%T").stdout.strip()) != "idle":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{host} is {state} {timeout_s} s after it was switched on")
+            time.sleep(POLL_S)
 
     def sbatch(self, *arguments: str, cwd: Path) -> str:
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd).stdout.strip().split(";")[0]

@@ -108,42 +108,135 @@ def test_exit_code_passes_and_paths_may_have_spaces(
     assert_nothing_left(slurm)
 
 
-def test_exit_code_75_after_usr1_requeues_once(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
-    script = f'[[ $(readlink logs/*/latest) == attempt_0 ]] || exit 0; exec python "{DRIVER}" sleep'
-    job_id = submit(1, "bash", "-c", script)
-    out = tmp_path / f"out-{job_id}.txt"
-    wait_for_driver(slurm, job_id, out)
-    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
-    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1")
+SEVERAL_AND_ONE = pytest.mark.parametrize("num_nodes", [3, pytest.param(1, marks=pytest.mark.full)])
+# The command of a job that is to come back: it waits in the first attempt and is done in the second.
+WAIT_ONCE = ("bash", "-c", f'[[ $(readlink logs/*/latest) == attempt_0 ]] || exit 0; exec python "{DRIVER}" wait')
+
+
+def hosts_text(num_nodes: int) -> str:
+    return " ".join(f"n{i}" for i in range(1, num_nodes + 1))
+
+
+def assert_came_back(slurm: MiniSlurm, job_id: str, out: Path, *, because: str) -> None:
+    """The second attempt is the last, and did what was left."""
+    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 90)
     job = slurm.wait(job_id)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), out.read_text()
-    assert "exit code 75: requeue" in out.read_text()
-    assert sorted(path.name for path in (tmp_path / f"logs/{job_id}").iterdir()) == ["attempt_0", "attempt_1", "latest"]
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+    assert f"exit code {because}: requeue" in text
+    attempts = sorted(path.name for path in (out.parent / f"logs/{job_id}").iterdir() if path.name[0] != ".")
+    assert attempts == ["attempt_0", "attempt_1", "latest"]
     assert_nothing_left(slurm)
 
 
-def test_killed_worker_node_ends_the_job(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
-    job_id = submit(3, "python", DRIVER, "sleep")
+@SEVERAL_AND_ONE
+def test_usr1_reaches_the_command_and_requeues(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    job_id = submit(num_nodes, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
-    raylet = next(pid for pid, args in slurm.processes("n3") if "raylet/raylet" in args.split()[0])
-    slurm.run("kill", "-KILL", str(raylet), host="n3")
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert_came_back(slurm, job_id, out, because="75")
+    assert f"SAVED SIGUSR1 {hosts_text(num_nodes)}\n" in out.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [3, 1])
+def test_preemption_leaves_ray_whole_and_requeues(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    """Slurm sends TERM to the command and to Ray on every node at once."""
+    job_id = submit(num_nodes, *WAIT_ONCE, options=("--partition=low",))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
+    assert_came_back(slurm, job_id, out, because="75")
+    assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
+
+
+@SEVERAL_AND_ONE
+def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    job_id = submit(num_nodes, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.run("scancel", job_id)
     job = slurm.wait(job_id)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out.read_text()
-    assert "Ray's workers step ended before the command" in out.read_text()
-    assert list((tmp_path / f"logs/{job_id}/latest/ray/n3").iterdir())
+    wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), 20)
+    assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
+    assert "not started again, Slurm is ending the job" in out.read_text()
+    assert_nothing_left(slurm)
+    assert (slurm.job(job_id)["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+
+
+@pytest.mark.parametrize(("num_nodes", "host"), [(3, "n3"), pytest.param(1, "n1", marks=pytest.mark.full)])
+def test_a_killed_raylet_is_named_and_requeues(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int, host: str
+) -> None:
+    job_id = submit(num_nodes, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    raylet = next(pid for pid, args in slurm.processes(host) if "raylet/raylet" in args.split()[0])
+    slurm.run("kill", "-KILL", str(raylet), host=host)
+    assert_came_back(slurm, job_id, out, because="70")
+    assert f"error: Ray is no longer up on all nodes; first to end: Ray on {host}, code 1\n" in out.read_text()
+    assert list((tmp_path / f"logs/{job_id}/attempt_0/ray/{host}").iterdir())
+
+
+@pytest.mark.full
+def test_a_lost_node_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    job_id = submit(3, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.power_off("n3")
+    try:
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 120)
+        job = slurm.wait(job_id)
+    finally:
+        slurm.power_on("n3")
+    assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[1-2,4]", "1"), out.read_text()
     assert_nothing_left(slurm)
 
 
 @pytest.mark.full
-def test_killed_driver_leaves_nothing(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
-    job_id = submit(2, "python", DRIVER, "sleep")
+@pytest.mark.parametrize("num_nodes", [2, 1])
+def test_a_killed_command_is_not_run_again(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    job_id = submit(num_nodes, "python", DRIVER, "wait")
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
-    driver = next(pid for pid, args in slurm.processes("n1") if args == f"python {DRIVER} sleep")
+    driver = next(pid for pid, args in slurm.processes("n1") if args == f"python {DRIVER} wait")
     slurm.run("kill", "-KILL", str(driver), host="n1")
     job = slurm.wait(job_id)
-    assert (job["JobState"], job["ExitCode"]) == ("FAILED", f"{128 + signal.SIGKILL}:0"), out.read_text()
+    assert (job["ExitCode"], job["Restarts"]) == (f"{128 + signal.SIGKILL}:0", "0"), out.read_text()
+    assert "not started again, code 137 is the command's own" in out.read_text()
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.parametrize("num_nodes", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_restarts_have_an_end(
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_nodes: int,
+) -> None:
+    """Of attempts that fail soon, and of all; a mistake of the user's is not tried again at all."""
+    monkeypatch.setenv("SCALERL_MAX_FAILURES", "2")
+    monkeypatch.setenv("SCALERL_MAX_RESTARTS", "1")
+    ends = {
+        "70": "2 attempts in a row failed within 1800s (SCALERL_MAX_FAILURES)",
+        "75": "this was restart 1 of at most 1 (SCALERL_MAX_RESTARTS)",
+        "2": "code 2 is the command's own",
+    }
+    jobs = {code: submit(num_nodes, "bash", "-c", f"exit {code}") for code in ends}
+    for code, reason in ends.items():
+        job, out = slurm.wait(jobs[code]), (tmp_path / f"out-{jobs[code]}.txt").read_text()
+        assert (job["ExitCode"], job["Restarts"]) == (f"{code}:0", "0" if code == "2" else "1"), out
+        assert f"exit code {code}: not started again, {reason}\n" in out
     assert_nothing_left(slurm)
 
 
@@ -182,6 +275,6 @@ def test_usage_errors_hold_no_ray(
     for job_id, message in ((no_command, "no command given"), (no_venv, "nothing here/bin/ray: run 'make setup'")):
         job = slurm.wait(job_id)
         out = (tmp_path / f"out-{job_id}.txt").read_text()
-        assert job["ExitCode"] == "64:0", out
+        assert (job["ExitCode"], job["Restarts"]) == ("64:0", "0"), out
         assert message in out
         assert not (tmp_path / "logs").exists()

@@ -51,6 +51,9 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
     # Seconds that writing or reading a checkpoint, as a whole, may take.
     save_timeout_s: float = key(3600.0, above(0))
+    # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; 0: it
+    # ends at once, with the last checkpoint as the newest.
+    save_deadline_s: float = key(0.0, at_least(0))
 
 
 @dataclass

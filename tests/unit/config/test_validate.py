@@ -188,6 +188,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_restarts": ([-1], [0]),
     "timeout_s": ([0.0, float("inf")], [0.1]),
     "save_timeout_s": ([0.0, float("inf")], [0.1]),
+    "save_deadline_s": ([-1.0, float("inf")], [0.0, 0.1]),
     "generation_timeout_s": ([0.0, float("inf")], [0.1]),
     "engine_kwargs": (
         [{"vllm": {}}, {"sglang": 3}, {"attention_backend": "x"}, {"sglang": {"api-key": "x"}}],

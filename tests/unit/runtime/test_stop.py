@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from scalerl.runtime.stop import EXIT_REQUEUE, EXIT_TERMINATED, TERMINATED, StopRequest
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,39 @@ def test_a_second_sigterm_does_not_cut_short_the_end() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             closed.append(True)
     assert closed
+
+
+def test_with_a_deadline_sigterm_lets_the_step_end() -> None:
+    """However often it comes; the deadline goes with the block."""
+    stop = StopRequest(save_deadline_s=60)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested and not stop.terminated
+        assert signal.getitimer(signal.ITIMER_REAL)[0] <= left_s <= 60
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_what_takes_longer_than_the_deadline_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = StopRequest(save_deadline_s=0.05)
+    went_on = []
+    with pytest.raises(SystemExit) as error, stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested and not stop.terminated
+        time.sleep(30)
+        went_on.append(True)
+    assert error.value.code == EXIT_TERMINATED and not went_on
+    assert capsys.readouterr().err == f"{TERMINATED}\n"
+
+
+def test_a_start_of_ray_that_sigterm_cuts_short_has_nothing_to_save() -> None:
+    """As `sigterm_kept` passes it on: the handler is called, then Ray's own exit goes on."""
+    stop = StopRequest(save_deadline_s=60)
+    with pytest.raises(SystemExit) as error, stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(signal.SIGTERM)
+    assert error.value.code == EXIT_TERMINATED
 
 
 def test_what_the_interrupt_breaks_is_no_error_of_its_own() -> None:
