@@ -109,14 +109,14 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
     final = root / DIRECTORY_FORMAT.format(step)
     files = sorted(p for p in tmp.rglob("*") if p.is_file() and p.name != COMPLETE_NAME)
     for file in files:
-        _fsync(file)
+        fsync(file)
     for directory in [*(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
-        _fsync(directory)
+        fsync(directory)
     manifest = {"step": step, "files": {str(f.relative_to(tmp)): f.stat().st_size for f in files}}
     _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))
     replaced = _set_aside(final) if final.exists() else None
     tmp.rename(final)
-    _fsync(root)
+    fsync(root)
     _write_atomic(root / TRACKER_NAME, str(step))
     if replaced is not None:
         shutil.rmtree(replaced)
@@ -142,6 +142,15 @@ def rotate(root: str | os.PathLike[str], keep: int | None) -> list[str]:
     for name in removed:
         shutil.rmtree(_set_aside(root / name))
     return removed
+
+
+def fsync(path: Path) -> None:
+    """What was written to a file or directory is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_trainer_state(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -184,7 +193,7 @@ def _finish_commit(root: Path, step: int, directory_format: str) -> None:
         found = _TMP_NAME.fullmatch(path.name)
         if found and int(found["step"]) == step and integrity_problem(path) is None:
             path.rename(final)
-            _fsync(root)
+            fsync(root)
             return
 
 
@@ -225,12 +234,4 @@ def _write_atomic(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     tmp.replace(path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(path.parent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scalerl.families.registry import FAMILIES, family_of
 from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
-from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, padded_vocab_size
+from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, RowRange, padded_vocab_size
 from scalerl.families.weights import HFWeights, files_beside_weights
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Head",
     "ModelShape",
     "Param",
+    "RowRange",
     "family_of",
     "files_beside_weights",
     "padded_vocab_size",

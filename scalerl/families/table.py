@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -91,6 +92,16 @@ def dim_sizes(shape: ModelShape) -> dict[str, int]:
         "kv_latent": heads * (nope + value),
         "v_latent": heads * value,
     }
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """`count` rows of the joined tensor from `start` on: those of Hugging Face's tensor `name` from `hf_start` on."""
+
+    name: str
+    hf_start: int
+    start: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,20 @@ class Param:
         else:
             parts = [full]
         return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
+
+    def rows_of(self, shape: ModelShape) -> list[RowRange]:
+        """What `to_hf` does, as rows (or numbers, of a tensor with one dimension); each row of Hugging Face's once."""
+        sizes = [size[0] for size in self.hf_shapes(shape).values()]
+        if self.kind == "qkv":
+            counts = [size // shape.num_kv_heads for size in sizes]
+            parts, start = [], 0
+            for group in range(shape.num_kv_heads):
+                for name, count in zip(self.hf, counts, strict=True):
+                    parts.append(RowRange(name, group * count, start, count))
+                    start += count
+            return parts
+        starts = accumulate([0, *sizes[:-1]])
+        return [RowRange(name, 0, start, size) for name, start, size in zip(self.hf, starts, sizes, strict=True)]
 
     def check_joined(self, stored: Sequence[int], shape: ModelShape) -> None:
         """Raises ValueError unless `stored` is the joined shape (of a vocab tensor: or has more, padded, rows)."""

@@ -1,4 +1,4 @@
-"""From `actor/` of a checkpoint to a Hugging Face model directory, one tensor in memory at a time."""
+"""From `actor/` of a checkpoint to a Hugging Face model directory, whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 
 import torch
 
+from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelShape, Param, family_of, read_config
-from scalerl.merge.reader import DistCheckpoint
+from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
 MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth)(\.index\.json)?")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def merge(
 ) -> MergeSummary:
     """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
 
-    local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16; None keeps what is stored.
+    local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
     """
@@ -114,7 +116,7 @@ def _check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
 
 def _check_complete(checkpoint: DistCheckpoint, family: Family, shape: ModelShape) -> dict[str, str]:
     """Checkpoint key of every Param.name. Raises one ValueError with all that is wrong."""
-    tensors = checkpoint.tensors()
+    tensors = checkpoint.tensors
     params = family.params(shape)
     prefix = CHECKPOINT_MODEL_PREFIX if any(k.startswith(CHECKPOINT_MODEL_PREFIX) for k in tensors) else ""
     keys = {p.name: prefix + p.name for p in params}
@@ -126,7 +128,7 @@ def _check_complete(checkpoint: DistCheckpoint, family: Family, shape: ModelShap
             problems.append(f"missing {key}")
             continue
         try:
-            param.check_joined(tensors[key].size, shape)
+            param.check_joined(tensors[key].shape, shape)
         except ValueError as error:
             problems.append(str(error))
         problem = checkpoint.problem(key)
@@ -149,13 +151,15 @@ def _out_dtype(checkpoint: DistCheckpoint, keys: Sequence[str], wanted: str | No
         if wanted not in DTYPES:
             raise ValueError(f"--dtype {wanted!r} is not one of {', '.join(DTYPES)}")
         return DTYPES[wanted]
-    tensors = checkpoint.tensors()
-    stored = {tensors[k].properties.dtype for k in keys}
+    tensors = checkpoint.tensors
+    stored = {tensors[k].dtype for k in keys}
     names = ", ".join(sorted(str(d) for d in stored))
     if len(stored) > 1:
         raise ValueError(f"{checkpoint.dir} stores the model in several dtypes ({names}); choose one with --dtype")
     if not stored <= set(DTYPE_NAMES):
-        raise ValueError(f"{checkpoint.dir} stores the model as {names}; choose float32 or bfloat16 with --dtype")
+        raise ValueError(
+            f"{checkpoint.dir} stores the model as {names}; choose one of {', '.join(DTYPES)} with --dtype"
+        )
     return stored.pop()
 
 
@@ -168,27 +172,25 @@ def _write_tensors(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> tuple[dict[str, TensorSpec], int]:
-    stored = checkpoint.tensors()
-    dtypes = [stored[keys[p.name]].properties.dtype if p.keeps_float32 else dtype for p in params]
+    dtypes = [checkpoint.tensors[keys[p.name]].dtype if p.keeps_float32 else dtype for p in params]
     groups = [
         {n: TensorSpec(size, to) for n, size in p.hf_shapes(shape).items()}
         for p, to in zip(params, dtypes, strict=True)
     ]
-    files = plan_files(groups, max_shard_bytes)
-    file_of: dict[str, str] = {}
-    for index, members in enumerate(files):
-        name = file_name(index, len(files))
-        specs = {n: spec for i in members for n, spec in groups[i].items()}
-        file_of |= dict.fromkeys(specs, name)
-        with SafetensorsFile(out_dir / name, specs) as file:
-            for i in members:
-                full = checkpoint.read(keys[params[i].name])
-                for hf_name, tensor in params[i].to_hf(full, shape).items():
-                    file.write(hf_name, tensor.to(dtypes[i]))
+    plan = plan_files(groups, max_shard_bytes)
+    names = [file_name(index, len(plan)) for index in range(len(plan))]
+    specs = [{n: spec for i in members for n, spec in groups[i].items()} for members in plan]
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(SafetensorsFile(out_dir / name, of_file))
+            for name, of_file in zip(names, specs, strict=True)
+        ]
+        files = {n: file for file, of_file in zip(opened, specs, strict=True) for n in of_file}
+        copy_all(checkpoint, copies(params, keys, shape, dtypes, files))
     all_specs = {n: spec for group in groups for n, spec in group.items()}
-    if len(files) > 1:
-        write_index(out_dir, file_of, all_specs)
-    return all_specs, len(files)
+    if len(plan) > 1:
+        write_index(out_dir, {n: name for name, of_file in zip(names, specs, strict=True) for n in of_file}, all_specs)
+    return all_specs, len(plan)
 
 
 def _copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Writing safetensors tensor by tensor. Format: https://huggingface.co/docs/safetensors/index#format"""
+"""Writing safetensors from several threads, in any order. Format: https://huggingface.co/docs/safetensors/index#format"""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+
+from scalerl.checkpoint.torch_dist import as_bytes
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,33 +31,39 @@ class TensorSpec:
 
 
 class SafetensorsFile:
-    """One file whose header is written first; tensors follow in the order of `specs`, so none is kept in memory."""
+    """One file whose header is written first; numbers follow at their places, so none is kept in memory."""
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
-        self._pending = list(specs.items())[::-1]
-        self._file = path.open("wb")
+        self._specs = dict(specs)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._starts: dict[str, int] = {}
         offset = 0
         for name, spec in specs.items():
             end = offset + spec.num_bytes
             header[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+            self._starts[name] = offset
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._first = 8 + len(text)
+        self._put(len(text).to_bytes(8, "little") + text, 0)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor of the header."""
-        expected, spec = self._pending.pop()
-        assert (name, tuple(tensor.shape), tensor.dtype) == (expected, spec.shape, spec.dtype), (name, expected, spec)
-        self._file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data))
+    def write(self, name: str, start: int, numbers: torch.Tensor) -> None:
+        """numbers: contiguous and of the tensor's dtype; those from number `start` on of the tensor."""
+        spec = self._specs[name]
+        assert numbers.dtype == spec.dtype and start + numbers.numel() <= prod(spec.shape), (name, numbers.dtype)
+        self._put(as_bytes(numbers), self._first + self._starts[name] + start * spec.dtype.itemsize)
+
+    def _put(self, data: memoryview | bytes, at: int) -> None:
+        while data:
+            size = os.pwrite(self._file, data, at)
+            data, at = data[size:], at + size
 
     def close(self) -> None:
         """Flushes to disk."""
-        assert not self._pending, f"not written: {[name for name, _ in self._pending]}"
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        os.fsync(self._file)
+        os.close(self._file)
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -64,7 +72,7 @@ class SafetensorsFile:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            os.close(self._file)
 
 
 def plan_files(groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:

@@ -141,6 +141,7 @@ class Groups:
     """The process groups that scalerl's own collectives use, and this rank's place in them.
 
     dp: the copies that see other samples. dp_cp: those that see other tokens (dp x cp). etp, ep: of the experts.
+    expert_dp: the copies of an expert.
     hierarchical_cp: of each of the layout's hierarchical_cp_sizes; () without them.
     """
 
@@ -153,6 +154,7 @@ class Groups:
     pp: dist.ProcessGroup
     etp: dist.ProcessGroup
     ep: dist.ProcessGroup
+    expert_dp: dist.ProcessGroup
     hierarchical_cp: tuple[dist.ProcessGroup, ...] = ()
 
     @property
@@ -220,6 +222,7 @@ def initialize(
         pp=state.get_pipeline_model_parallel_group(),
         etp=state.get_expert_tensor_parallel_group(),
         ep=state.get_expert_model_parallel_group(),
+        expert_dp=state.get_expert_data_parallel_group(),
         hierarchical_cp=tuple(state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()),
     )
 

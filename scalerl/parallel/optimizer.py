@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 if TYPE_CHECKING:
@@ -106,6 +109,73 @@ def clip_gradients(optimizer: Any, grad_norm: float) -> None:
         parameters = part.get_parameters()
         if part.config.clip_grad > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+
+
+def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor], bool]]:
+    """What this rank keeps for each parameter of its model: (parameter, start, tensors, is_range).
+
+    tensors: `param` (the main parameter), `exp_avg`, `exp_avg_sq`, as they are in use. They are the numbers of the
+    parameter from `start` on: those of this rank alone (is_range, the distributed optimizer), or all of them.
+    """
+    for part in optimizer_parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part, DistributedOptimizer):
+            for bucket in (b for ranges in part.gbuf_ranges for buckets in ranges.values() for b in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    yield parameter, ranges["param"].start, _with_moments(part, main), True
+        else:
+            for parameter, main in _main_parameters(part):
+                yield parameter, 0, _with_moments(part, main), False
+
+
+def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of an optimizer that every data-parallel rank has whole: model's parameter and the one that is updated."""
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        for ours, theirs in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from zip(ours, theirs, strict=True)
+        groups = part.fp32_from_fp32_groups
+    else:
+        groups = [group["params"] for group in part.optimizer.param_groups]
+    yield from ((parameter, parameter) for group in groups for parameter in group)
+
+
+def _with_moments(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = part.optimizer.state[main]
+    return {"param": main} | {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+
+
+@torch.no_grad()
+def adopt_main_parameters(optimizer: Any) -> None:
+    """Collective. The model's parameters become what the main parameters are: of this rank's range, then of all."""
+    parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
+    for part in parts:
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
+    chunks = {
+        id(chunk): chunk
+        for part in optimizer_parts(optimizer)
+        if isinstance(part, DistributedOptimizer)
+        for chunk in part.model_chunks
+    }
+    chunk: Any
+    for chunk in chunks.values():
+        chunk.start_param_sync()
+
+
+def set_num_updates(optimizer: Any, num_updates: int) -> None:
+    """How many updates Adam believes to have made: torch's knows it by parameter, the fused ones by group."""
+    for part in optimizer_parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(num_updates)
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = num_updates
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:

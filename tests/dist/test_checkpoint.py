@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scalerl.checkpoint import megatron as checkpoint
 from scalerl.merge import merge
+from scalerl.parallel import checkpoint
 from scalerl.trainer import checkpoints
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
@@ -291,19 +291,26 @@ def test_the_schedule_goes_on(saved: Saved) -> None:
         assert [update["lr"] for update in last_stage(ranks).updates] == rates, name
 
 
-@pytest.mark.parametrize("broken", ["share_adam_step", "skip_optimizer"])
+@pytest.mark.parametrize("broken", ["lost_step", "lost_moments"])
 def test_the_comparison_sees_a_lost_optimizer(saved: Saved, broken: str) -> None:
     ranks = run_ranks(1, load_broken, str(saved.model), saved.on("one"), broken, fresh=True)
     with pytest.raises(AssertionError):
         assert_goes_on(ranks, saved.continued["one"])
 
 
+def without_moments(optimizer: Any) -> Iterator[Any]:
+    from scalerl.parallel.optimizer import main_tensors
+
+    for parameter, start, tensors, is_range in main_tensors(optimizer):
+        yield parameter, start, {"param": tensors["param"]}, is_range
+
+
 def load_broken(model: str, directory: str, broken: str) -> Continued:
     trainer = Trainer(model, LAYOUTS["one"])
-    if broken == "share_adam_step":
-        checkpoint._unshare_adam_step = lambda optimizer: None
+    if broken == "lost_step":
+        checkpoint.set_num_updates = lambda optimizer, num_updates: None
     else:
-        trainer.engine.optimizer.load_state_dict = lambda state: None
+        checkpoint.main_tensors = without_moments
     checkpoint.load_engine(trainer.engine, directory)
     return trainer.go_on()
 

@@ -344,7 +344,7 @@ def test_bias_moves_against_the_load(tmp_path: Path, layout: str) -> None:
 
 def train_and_save(model: str, layout: dict[str, int], directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights as saved, and after one more update."""
-    from scalerl.checkpoint import megatron as checkpoint
+    from scalerl.parallel import checkpoint
 
     rank = Rank(model, layout)
     rank.update()
@@ -355,7 +355,7 @@ def train_and_save(model: str, layout: dict[str, int], directory: str) -> tuple[
 
 
 def load_and_train(model: str, layout: dict[str, int], directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    from scalerl.checkpoint import megatron as checkpoint
+    from scalerl.parallel import checkpoint
 
     rank = Rank(model, layout)
     checkpoint.load_engine(rank.engine, directory)

@@ -87,7 +87,7 @@ def test_the_model_of_a_run_is_gone_with_it(tmp_path: Path, family: str) -> None
 
 
 def save(model: str, layout: tuple[int, int, int], directory: str) -> None:
-    from scalerl.checkpoint.megatron import save_engine
+    from scalerl.parallel.checkpoint import save_engine
 
     save_engine(Trainee(model, layout).engine, directory)
 

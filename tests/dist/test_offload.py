@@ -148,7 +148,7 @@ def test_a_part_comes_back_as_one_flat_storage(model: str, distributed: bool) ->
 
 
 def refusals(model: str, layout: tuple[int, int, int], directory: str) -> Any:
-    from scalerl.checkpoint.megatron import load_engine, save_engine
+    from scalerl.parallel.checkpoint import load_engine, save_engine
     from scalerl.parallel.offload import OffloadedError
 
     trainee = Trainee(model, layout)
@@ -193,7 +193,7 @@ def test_work_that_needs_what_is_away_is_refused(model: str, tmp_path: Path) -> 
 
 def resumed(model: str, layout: tuple[int, int, int], directory: str, away: bool) -> Any:
     """Saves after an update, changes everything, loads, and goes on; away: with moves to the host around each."""
-    from scalerl.checkpoint.megatron import load_engine, save_engine
+    from scalerl.parallel.checkpoint import load_engine, save_engine
 
     trainee = Trainee(model, layout, dtype="bfloat16", param_offload=away, grad_offload=away, optimizer_offload=away)
     trainee.engine.leave_device()

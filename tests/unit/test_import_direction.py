@@ -15,10 +15,11 @@ LAYERS = [
     # Registries know from it what is the user's own.
     {"user_code"},
     {"protocol", "config", "configs", "metrics"},
-    {"algorithms", "balance", "families", "data", "rewards", "runtime", "tracking"},
+    # checkpoint is files: an engine of parallel writes them, merge reads them.
+    {"algorithms", "balance", "checkpoint", "families", "data", "rewards", "runtime", "tracking"},
     {"parallel", "merge"},
-    # checkpoint saves an engine of parallel; the cluster's groups of workers have its layouts.
-    {"checkpoint", "cluster"},
+    # The cluster's groups of workers have the layouts of parallel.
+    {"cluster"},
     # Servers are processes of the cluster.
     {"servers"},
     # hybrid joins parallel and servers.
@@ -32,7 +33,7 @@ LAYERS = [
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
 # doctor reports on everything that is installed.
 ONLY_IN = {
-    "megatron": {"parallel", "checkpoint", "doctor"},
+    "megatron": {"parallel", "doctor"},
     "sglang": {"servers", "doctor"},
     "mlflow": {"tracking", "doctor"},
     "tensorboard": {"tracking"},
@@ -47,6 +48,7 @@ ONLY_IN = {
 WITHOUT = {
     "config": {"torch", "megatron", "sglang", "ray", "mlflow"},
     "families": {"megatron", "sglang", "ray", "mlflow"},
+    "checkpoint": {"megatron", "sglang", "ray", "mlflow"},
     "merge": {"megatron", "sglang", "ray", "mlflow"},
 }
 

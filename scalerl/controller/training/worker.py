@@ -184,14 +184,14 @@ class MegatronWorker(Worker):
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def save_checkpoint(self, role: str, directory: str) -> None:
         """Writes that role's distributed checkpoint into an existing directory."""
-        from scalerl.checkpoint.megatron import save_engine
+        from scalerl.parallel.checkpoint import save_engine
 
         with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
             save_engine(self.engines[role], directory)
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def load_checkpoint(self, role: str, directory: str) -> None:
-        from scalerl.checkpoint.megatron import load_engine
+        from scalerl.parallel.checkpoint import load_engine
 
         with memory_phase("load_checkpoint"), self.engines[role].on_device("params", "optimizer"):
             load_engine(self.engines[role], directory)

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalerl
+from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
 from scalerl.merge import main, merge
 from scalerl.merge.command import parse_bytes
-from scalerl.merge.reader import DistCheckpoint
 from tests.tiny_models import WITH_EXPERTS, make_tiny_model
 
 REPO = Path(next(iter(scalerl.__path__))).parent

@@ -1,0 +1,236 @@
+"""Writing a torch_dist directory in which every rank has a file of its own.
+
+A rank gives the pieces that it holds; nothing is gathered but what describes them. The format is torch's (each piece is
+what `torch.save` makes of it), so that whatever reads torch_dist directories reads these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.serialization import get_crc32_options, set_crc32_options
+
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, Data, Digest, digest_of_blocks
+from scalerl.checkpoint.store import fsync
+from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
+
+# What of a tensor is copied from its device, read or checked at a time.
+MAX_PIECE_BYTES = 64 * 2**20
+# Small writes are collected up to this.
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of the tensor `key`: tensor, contiguous, has what is at `offsets` of the whole, whose shape is `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """Where a piece is in its rank's file."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    num_bytes: int
+    payload: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What a rank wrote. digest: of the whole file."""
+
+    name: str
+    num_bytes: int
+    digest: str
+    pieces: list[WrittenPiece]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The numbers [start, stop) of a tensor in the order of its memory, as few boxes: (first number, offsets, sizes).
+
+    Each box is one stretch of memory, of at most as many numbers as make MAX_PIECE_BYTES of float32.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        most = MAX_PIECE_BYTES // 4
+        for first in range(start, stop, most):
+            size = min(most, stop - first)
+            yield (first, (first,), (size,)) if shape else (0, (), ())
+        return
+    inner = prod(shape[1:])
+    row, rest = start // inner, shape[1:]
+    while start < stop:
+        whole = min(stop // inner - row, max(1, MAX_PIECE_BYTES // 4 // inner))
+        if start == row * inner and whole > 0 and inner * 4 <= MAX_PIECE_BYTES:
+            yield start, (row, *(0 for _ in rest)), (whole, *rest)
+            row += whole
+        else:
+            end = min(stop, (row + 1) * inner)
+            for first, offsets, sizes in boxes(rest, start - row * inner, end - row * inner):
+                yield row * inner + first, (row, *offsets), (1, *sizes)
+            row += 1
+        start = min(stop, row * inner)
+
+
+def write_file(path: Path, pieces: Iterable[Piece]) -> WrittenFile:
+    """One rank's file, on the disk when this returns. Tensors on a device come to the host one after the other."""
+    with _File(path) as file, _without_crc32():
+        for piece in pieces:
+            file.add(piece)
+    return file.written
+
+
+class _File:
+    """What torch.save writes to; counts and hashes all that goes by. Pieces begin at blocks of the digest."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._at = 0
+        self._digest = Digest()
+        self._hashes: list[np.ndarray] = []
+        self._pieces: list[WrittenPiece] = []
+        # Address of the numbers that are being written, and where they came.
+        self._address, self._payload = 0, None
+
+    def add(self, piece: Piece) -> None:
+        assert piece.tensor.is_contiguous(), piece.key
+        start, sizes = self._at, tuple(piece.tensor.shape)
+        host = piece.tensor.detach().to("cpu")
+        # Else torch.save would write all of the memory that the piece is a part of.
+        alone = torch.frombuffer(as_bytes(host), dtype=host.dtype).view(sizes)
+        self._digest, self._payload, self._address = Digest(), None, alone.data_ptr()
+        torch.save(alone, self)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
+        assert self._payload is not None, f"torch.save did not write the numbers of {piece.key} in one stretch"
+        hashes = self._digest.block_hashes()
+        num_bytes = self._at - start
+        self._pieces.append(
+            WrittenPiece(
+                piece.key,
+                piece.shape,
+                piece.offsets,
+                sizes,
+                host.dtype,
+                start,
+                num_bytes,
+                self._payload - start,
+                digest_of_blocks([hashes], num_bytes),
+            )
+        )
+        self._hashes.append(hashes)
+        self._file.write(bytes(-num_bytes % BLOCK_BYTES))
+        self._at += -num_bytes % BLOCK_BYTES
+
+    def write(self, data: Data) -> int:
+        view = np.frombuffer(data, np.uint8)
+        if view.size and view.ctypes.data == self._address:
+            self._payload = self._at
+        self._digest.update(view)
+        self._file.write(view.data)
+        self._at += view.size
+        return view.size
+
+    def flush(self) -> None:
+        """When the file is closed."""
+
+    @property
+    def written(self) -> WrittenFile:
+        return WrittenFile(self._path.name, self._at, digest_of_blocks(self._hashes, self._at), self._pieces)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+class _without_crc32:
+    """torch's own checksums cost as much as the writing, and nothing reads them."""
+
+    def __enter__(self) -> None:
+        self.before = get_crc32_options()
+        set_crc32_options(False)
+
+    def __exit__(self, *_: Any) -> None:
+        set_crc32_options(self.before)
+
+
+def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[str, Any]) -> None:
+    """What one rank adds when all have written: where everything is, and what no rank has for itself (`common`).
+
+    Raises ValueError when a tensor has a hole, or a place in two pieces.
+    """
+    pieces = {file.name: file.pieces for file in files if file.pieces}
+    by_key: dict[str, list[WrittenPiece]] = {}
+    storage = {}
+    for name, written in pieces.items():
+        for piece in written:
+            by_key.setdefault(piece.key, []).append(piece)
+            at = metadata.MetadataIndex(piece.key, torch.Size(piece.offsets))
+            storage[at] = filesystem._StorageInfo(name, piece.start, piece.num_bytes)
+    content = metadata.Metadata(
+        state_dict_metadata={key: _tensor_metadata(key, found) for key, found in by_key.items()},
+        planner_data=None,
+        storage_data=storage,
+    )
+    index = {
+        "algorithm": ALGORITHM,
+        "files": {name: [[p.start, p.payload, p.digest] for p in written] for name, written in pieces.items()},
+        "digests": {file.name: file.digest for file in files if file.pieces},
+    }
+    torch.save(dict(common), directory / "common.pt")
+    # Megatron's own load looks here for the format.
+    (directory / "metadata.json").write_text(
+        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"})
+    )
+    (directory / INDEX_NAME).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
+    (directory / METADATA_NAME).write_bytes(pickle.dumps(content))
+    for name in ("common.pt", "metadata.json", INDEX_NAME, METADATA_NAME):
+        fsync(directory / name)
+    for file in files:
+        if not file.pieces:
+            (directory / file.name).unlink()
+
+
+def _tensor_metadata(key: str, pieces: list[WrittenPiece]) -> metadata.TensorStorageMetadata:
+    _check_cover(key, pieces)
+    return metadata.TensorStorageMetadata(
+        properties=metadata.TensorProperties(dtype=pieces[0].dtype),
+        size=torch.Size(pieces[0].shape),
+        chunks=[metadata.ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in pieces],
+    )
+
+
+def _check_cover(key: str, pieces: list[WrittenPiece]) -> None:
+    shapes = {(piece.shape, piece.dtype) for piece in pieces}
+    if len(shapes) > 1:
+        raise ValueError(f"ranks disagree about {key}: {sorted(map(str, shapes))}")
+    found, whole = sum(prod(piece.sizes) for piece in pieces), prod(pieces[0].shape)
+    starts = sorted(piece.offsets for piece in pieces)
+    if found != whole or any(one == other for one, other in pairwise(starts)):
+        raise ValueError(f"{key}: its {len(pieces)} pieces hold {found} of {whole} elements")

@@ -1,0 +1,350 @@
+"""Reading a torch_dist directory, piece by piece, without running code from it and without Megatron.
+
+A tensor is stored as pieces (boxes of it), each what `torch.save` makes of one tensor, at a place in some file. What
+`checkpoint.pieces` wrote has an index beside it, with the digest of each piece and the place of its numbers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from scalerl.checkpoint.digest import ALGORITHM, Digest
+from scalerl.errors import UserError
+
+METADATA_NAME = ".metadata"
+INDEX_NAME = "pieces.json"
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (item.__module__, item.__qualname__): item
+    for item in (
+        metadata.Metadata,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        filesystem._StoragePrefix,
+        planner.SavePlan,
+        planner.WriteItem,
+        planner.WriteItemType,
+        planner.TensorWriteData,
+        planner.BytesIOWriteData,
+        torch.Size,
+        torch.serialization._get_layout,
+        OrderedDict,
+    )
+}
+# Where the checkpoint was written; of no use here, and not worth making a path of.
+_PATH_CLASSES = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"})
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class DamagedCheckpointError(UserError):
+    """Something of a checkpoint is not what was saved. The message names the file and, where it has one, the tensor."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """shape: of the whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box of a tensor in a file. payload: where its numbers begin, in bytes from `start`; None, as `digest`, where
+    there is no index."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    file: str
+    start: int
+    num_bytes: int
+    payload: int | None
+    digest: str | None
+
+    @property
+    def payload_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+class DistCheckpoint:
+    """The tensors of a torch_dist directory. Use as a context manager, or call close().
+
+    Raises ValueError when the directory is not one, or when its metadata holds anything but metadata. Several threads
+    may read at the same time.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.dir = Path(directory)
+        # FileSystemReader.read_metadata would unpickle whatever is there.
+        self._metadata = _read_metadata(self.dir / METADATA_NAME)
+        self._index = _read_index(self.dir / INDEX_NAME)
+        self._files: dict[str, int] = {}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By key, optimizer state included."""
+        entries = self._metadata.state_dict_metadata
+        return {
+            key: StoredTensor(tuple(entry.size), entry.properties.dtype)
+            for key, entry in entries.items()
+            if isinstance(entry, metadata.TensorStorageMetadata)
+        }
+
+    @property
+    def has_digests(self) -> bool:
+        return bool(self._index)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of the whole tensor. Raises DamagedCheckpointError when it is not there."""
+        if key not in self.tensors:
+            raise DamagedCheckpointError(f"{self.dir}: {key}: not in the checkpoint")
+        return self.tensors[key].shape
+
+    def pieces(self, key: str) -> Iterator[StoredPiece]:
+        """Raises DamagedCheckpointError for one that has no place."""
+        self.shape(key)
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, metadata.TensorStorageMetadata), key
+        for chunk in entry.chunks:
+            offsets = tuple(chunk.offsets)
+            stored = self._metadata.storage_data.get(metadata.MetadataIndex(key, chunk.offsets))
+            if stored is None:
+                raise DamagedCheckpointError(f"{self.dir}: {key}: the piece at {offsets} was not saved")
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise DamagedCheckpointError(
+                    f"{self.dir}: {key}: file name {stored.relative_path!r} leaves the checkpoint directory"
+                )
+            payload, digest = self._index.get((stored.relative_path, stored.offset), (None, None))
+            yield StoredPiece(
+                key,
+                offsets,
+                tuple(chunk.sizes),
+                entry.properties.dtype,
+                stored.relative_path,
+                stored.offset,
+                stored.length,
+                payload,
+                digest,
+            )
+
+    def problem(self, key: str) -> str | None:
+        """What keeps the tensor from being read whole, from metadata and file sizes alone; None when nothing does."""
+        try:
+            pieces = list(self.pieces(key))
+        except DamagedCheckpointError as error:
+            return str(error).removeprefix(f"{self.dir}: ")
+        covered, whole = sum(prod(piece.sizes) for piece in pieces), prod(self.tensors[key].shape)
+        if covered != whole:
+            return f"{key}: saved pieces hold {covered} of {whole} elements"
+        for piece in pieces:
+            file = self.dir / piece.file
+            if not file.is_file():
+                return f"{key}: file {piece.file} is missing"
+            if file.stat().st_size < piece.start + piece.num_bytes:
+                return f"{key}: file {piece.file} is cut short at {file.stat().st_size} bytes"
+        return None
+
+    def read(self, key: str) -> torch.Tensor:
+        """The whole tensor, on the CPU, in the stored dtype. Raises DamagedCheckpointError."""
+        stored = self.tensors[key]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self.read_box(key, ((0,) * out.dim(), stored.shape), out)
+        return out
+
+    def read_box(self, key: str, box: Box, out: torch.Tensor) -> None:
+        """Fills `out`, of the box's sizes and any dtype, on any device. Every piece that is read is checked.
+
+        Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
+        """
+        offsets, sizes = box
+        missing = prod(sizes)
+        for piece in self.pieces(key):
+            shared = _intersection(box, (piece.offsets, piece.sizes))
+            if shared is None:
+                continue
+            missing -= prod(shared[1])
+            target = _part(out, shared, offsets)
+            if shared[1] == piece.sizes and _is_plain(target, piece):
+                self._read_into(piece, target)
+            else:
+                target.copy_(_part(self.read_piece(piece), shared, piece.offsets))
+        if missing:
+            raise DamagedCheckpointError(
+                f"{self.dir}: {key}: {missing} of {prod(sizes)} elements at {offsets} were not saved"
+            )
+
+    def read_piece(self, piece: StoredPiece) -> torch.Tensor:
+        """Of the piece's sizes. Raises DamagedCheckpointError."""
+        if piece.payload is None:
+            return self._unpickle(piece)
+        tensor = torch.empty(piece.sizes, dtype=piece.dtype)
+        self._read_into(piece, tensor)
+        return tensor
+
+    def _read_into(self, piece: StoredPiece, target: torch.Tensor) -> None:
+        """target: contiguous, of the piece's sizes and dtype, on the CPU."""
+        assert piece.payload is not None
+        head = bytearray(piece.payload)
+        tail = bytearray(piece.num_bytes - piece.payload - piece.payload_bytes)
+        parts = [memoryview(part) for part in (head, as_bytes(target), tail)]
+        self._read_parts(piece, parts)
+        digest = Digest()
+        for part in parts:
+            digest.update(part)
+        if piece.digest is not None and digest.hexdigest() != piece.digest:
+            raise self._damaged(piece, "its bytes are not those that were saved")
+
+    def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
+        data = bytearray(piece.num_bytes)
+        self._read_parts(piece, [memoryview(data)])
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            raise self._damaged(piece, f"cannot be read: {error}") from None
+        if not torch.is_tensor(tensor) or tensor.numel() != prod(piece.sizes) or tensor.dtype != piece.dtype:
+            raise self._damaged(piece, "is something else than its metadata says")
+        return tensor.reshape(piece.sizes)
+
+    def _read_parts(self, piece: StoredPiece, parts: Sequence[memoryview]) -> None:
+        """Fills the buffers with what follows each other from the piece's start."""
+        at = piece.start
+        try:
+            file = self._file(piece.file)
+            for part in parts:
+                while part:
+                    size = os.preadv(file, [part], at)
+                    if not size:
+                        raise self._damaged(piece, f"the file is cut short at {at} bytes")
+                    part, at = part[size:], at + size
+        except OSError as error:
+            raise self._damaged(piece, f"cannot be read: {error}") from None
+
+    def _file(self, name: str) -> int:
+        # Two threads may open it both; the later one is closed.
+        if name not in self._files:
+            opened = os.open(self.dir / name, os.O_RDONLY)
+            if self._files.setdefault(name, opened) != opened:
+                os.close(opened)
+        return self._files[name]
+
+    def _damaged(self, piece: StoredPiece, what: str) -> DamagedCheckpointError:
+        place = f"{list(piece.offsets)} + {list(piece.sizes)}"
+        return DamagedCheckpointError(f"{self.dir / piece.file}: tensor {piece.key} at {place}: {what}")
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __enter__(self) -> DistCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _is_plain(target: torch.Tensor, piece: StoredPiece) -> bool:
+    """Whether the piece's bytes may be read right into it."""
+    return (
+        piece.payload is not None
+        and target.device.type == "cpu"
+        and target.dtype == piece.dtype
+        and target.is_contiguous()
+    )
+
+
+def _intersection(one: Box, other: Box) -> Box | None:
+    """What both have; None where they share nothing."""
+    starts = tuple(map(max, one[0], other[0]))
+    stops = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
+    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _part(tensor: torch.Tensor, box: Box, origin: Sequence[int]) -> torch.Tensor:
+    """View of the box in a tensor that begins at `origin`."""
+    for dim, (start, size, first) in enumerate(zip(*box, origin, strict=True)):
+        tensor = tensor.narrow(dim, start - first, size)
+    return tensor
+
+
+def _joined(*parts: Any) -> str:
+    return "/".join(str(p) for p in parts)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes that checkpoint metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.split(".")[0] == "pathlib" and name in _PATH_CLASSES:
+            return _joined
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in checkpoint metadata")
+
+
+def _read_metadata(path: Path) -> metadata.Metadata:
+    if not path.is_file():
+        raise DamagedCheckpointError(
+            f"{path} is missing: {path.parent} is not a torch_dist checkpoint, or its save did not finish"
+        )
+    try:
+        with path.open("rb") as file:
+            content = _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpointError(f"{path} is refused: {error}") from None
+    except (EOFError, AttributeError, IndexError, TypeError, KeyError, ValueError, ImportError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from None
+    if not isinstance(content, metadata.Metadata) or content.storage_data is None:
+        raise DamagedCheckpointError(f"{path} is not the metadata of a torch_dist checkpoint")
+    return content
+
+
+def _read_index(path: Path) -> dict[tuple[str, int], tuple[int, str]]:
+    """(file, start) -> (payload, digest); empty where the directory has none, as those that megatron wrote itself."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["algorithm"] != ALGORITHM:
+            raise ValueError(f"its digests are {content['algorithm']!r}, not {ALGORITHM}")
+        return {
+            (file, int(start)): (int(payload), str(digest))
+            for file, pieces in content["files"].items()
+            for start, payload, digest in pieces
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None

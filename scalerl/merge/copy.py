@@ -1,0 +1,138 @@
+"""The numbers of a checkpoint into Hugging Face files, by several threads, a stored piece at a time.
+
+Each Hugging Face tensor is rows of one stored tensor (`Param.rows_of`), so a piece goes from its file to its places as
+it is: read into a buffer, checked, converted where another dtype is asked for, written. No tensor is ever whole in
+memory but those that are split over their columns, which are put together first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from scalerl.checkpoint.torch_dist import DistCheckpoint, StoredPiece
+from scalerl.families import ModelShape, Param, RowRange
+from scalerl.merge.writer import SafetensorsFile
+
+MAX_WORKERS = 8
+# Of a tensor at a time while it is converted.
+_CHUNK_BYTES = 16 * 2**20
+# Pieces of more rows than these that have not all columns are put together in memory.
+_FEW_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One stored tensor and where its rows go. files: by Hugging Face name."""
+
+    key: str
+    rows: Sequence[RowRange]
+    files: Mapping[str, SafetensorsFile]
+    dtype: torch.dtype
+
+
+def copies(
+    params: Sequence[Param],
+    keys: Mapping[str, str],
+    shape: ModelShape,
+    dtypes: Sequence[torch.dtype],
+    files: Mapping[str, SafetensorsFile],
+) -> list[Copy]:
+    """files: of every Hugging Face tensor."""
+    return [
+        Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, dtype)
+        for param, dtype in zip(params, dtypes, strict=True)
+    ]
+
+
+def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
+    """Raises what the first that failed did. Memory: of the largest tensor twice, or of a few pieces."""
+    num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
+    memory = _Memory(2 * largest)
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
+        # The largest first: nobody waits for them in the end.
+        order = sorted(wanted, key=lambda copy: -checkpoint.tensors[copy.key].num_bytes)
+        waiting = [
+            pool.submit(_copy, checkpoint, copy, job, memory) for copy in order for job in _jobs(checkpoint, copy)
+        ]
+        done, others = wait(waiting, return_when=FIRST_EXCEPTION)
+        for future in others:
+            future.cancel()
+    for future in done:
+        future.result()
+
+
+class _Memory:
+    """Bytes that tensors which are put together may take together."""
+
+    def __init__(self, size: int) -> None:
+        self._free, self._changed = size, threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+
+    def give_back(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
+    """Its pieces, each by itself; or None: all of it at once."""
+    pieces = list(checkpoint.pieces(copy.key))
+    columns = checkpoint.tensors[copy.key].shape[1:]
+    if all(piece.sizes[1:] == columns or (len(columns) == 1 and piece.sizes[0] <= _FEW_ROWS) for piece in pieces):
+        return list(pieces)
+    return [None]
+
+
+def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, memory: _Memory) -> None:
+    if piece is not None:
+        _scatter(copy, checkpoint.tensors[copy.key].shape, piece.offsets, checkpoint.read_piece(piece))
+        return
+    stored = checkpoint.tensors[copy.key]
+    memory.take(stored.num_bytes)
+    try:
+        _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key))
+    finally:
+        memory.give_back(stored.num_bytes)
+
+
+def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: torch.Tensor) -> None:
+    """box: what is at `offsets` of the stored tensor."""
+    width, first_row = prod(shape[1:]), offsets[0]
+    is_wide = tuple(box.shape[1:]) == shape[1:]
+    # Of a box that has not all columns: where each of its rows begins in the tensor's row, and how long it is.
+    column = 0
+    for offset, size in zip(offsets[1:], shape[1:], strict=True):
+        column = column * size + offset
+    for rows in copy.rows:
+        start, stop = max(first_row, rows.start), min(first_row + box.shape[0], rows.start + rows.count)
+        if start >= stop:
+            continue
+        at = (rows.hf_start + start - rows.start) * width
+        part = box[start - first_row : stop - first_row]
+        if is_wide:
+            for chunk_at, chunk in _chunks(part.reshape(-1), copy.dtype):
+                copy.files[rows.name].write(rows.name, at + chunk_at, chunk)
+        else:
+            for number, row in enumerate(part):
+                copy.files[rows.name].write(rows.name, at + number * width + column, row.to(copy.dtype).contiguous())
+
+
+def _chunks(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first number, numbers) in that dtype."""
+    if flat.dtype == dtype:
+        yield 0, flat
+        return
+    for at, chunk in enumerate(flat.split(_CHUNK_BYTES // dtype.itemsize)):
+        yield at * (_CHUNK_BYTES // dtype.itemsize), chunk.to(dtype)

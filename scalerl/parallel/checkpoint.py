@@ -1,0 +1,296 @@
+"""One engine's model, optimizer and random state as a distributed checkpoint that any layout can load.
+
+Every rank writes and reads what it holds: its range of the optimizer's state, as the distributed optimizer splits it,
+and its share of the weights that its data-parallel copies hold too. A range of a flat tensor is a few boxes of the
+tensor, so what is stored has no trace of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+
+from scalerl.checkpoint.pieces import Piece, WrittenFile, boxes, write_file, write_index
+from scalerl.checkpoint.store import fsync
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+from scalerl.errors import RunError, UserError
+from scalerl.families import ModelShape, Param, padded_vocab_size
+from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
+
+if TYPE_CHECKING:
+    from scalerl.parallel.engine import MegatronEngine
+
+DIST_CKPT = "dist_ckpt"
+RNG = "rng"
+COMMON = "common.pt"
+# First parts of the model's own keys; the optimizer's begin with `optimizer.`.
+_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
+_OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
+# What of an engine a checkpoint holds.
+_STATE = ("params", "optimizer")
+# Tensors that an error names.
+_MAX_SHOWN = 8
+# One key per layer, so that merge can read layer by layer.
+_METADATA = {"non_homogeneous_layers": True}
+
+
+class CheckpointMismatchError(UserError):
+    """The checkpoint belongs to another model."""
+
+
+class CheckpointWriteError(RunError):
+    """A rank could not write its part: the disk is full, or the directory cannot be written."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stretch of a parameter's memory that is a box of a stored tensor.
+
+    start: of the stretch in the parameter.  shape: of the stored tensor.  offsets, sizes: of the box.
+    """
+
+    key: str
+    start: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    # Whether this rank, with its data-parallel copies, is the one that saves it.
+    is_main: bool
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """Boxes of the stored tensor that make up [start, stop) of the parameter: (start in it, offsets, sizes)."""
+        first, last = max(start, self.start), min(stop, self.start + prod(self.sizes))
+        for at, offsets, sizes in boxes(self.sizes, first - self.start, last - self.start):
+            whole = tuple(a + b for a, b in zip(self.offsets, offsets, strict=True))
+            yield at + self.start, whole, sizes
+
+
+def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
+    """Collective. Writes directory/dist_ckpt and directory/rng/rank_*.safetensors; the caller commits the directory.
+
+    Takes the memory of one piece at most. Raises CheckpointWriteError on every rank where one could not write.
+    """
+    directory = Path(directory)
+    engine.require_on_device(*_STATE, work="saving a checkpoint")
+    if dist.get_rank() == 0:
+        _together(lambda: [(directory / name).mkdir(parents=True) for name in (DIST_CKPT, RNG)])
+    else:
+        _together(lambda: None)
+    rank = dist.get_rank()
+
+    def write() -> WrittenFile:
+        rng_file = directory / RNG / f"rank_{rank}.safetensors"
+        save_file(_rng_state(), rng_file)
+        fsync(rng_file)
+        return write_file(directory / DIST_CKPT / f"__{rank}_0.distcp", _own_pieces(engine))
+
+    written = _together(write)
+    files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(written, files)
+    if files is None:
+        _together(lambda: None)
+    else:
+        _together(lambda: write_index(directory / DIST_CKPT, files, _common_state(engine)))
+
+
+def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
+    """Collective. Raises CheckpointMismatchError, before any weight changes, if the checkpoint is another model's, and
+    DamagedCheckpointError, on every rank, where one reads what was not saved: load another one then."""
+    directory = Path(directory)
+    engine.require_on_device(*_STATE, work="loading a checkpoint")
+    with DistCheckpoint(directory / DIST_CKPT) as stored:
+        _check_model(engine, stored)
+        common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
+        _together(lambda: _read(engine, stored))
+    adopt_main_parameters(engine.optimizer)
+    engine.num_updates = int(common["num_updates"])
+    set_num_updates(engine.optimizer, engine.num_updates)
+    _set_loss_scale(engine.optimizer, common)
+    engine.schedule.num_steps = engine.num_updates + 1
+    engine.schedule.step(0)
+    rng_file = directory / RNG / f"rank_{dist.get_rank()}.safetensors"
+    if len(list(rng_file.parent.glob("rank_*"))) == dist.get_world_size():
+        _set_rng_state(load_file(rng_file))
+
+
+def _together(work: Callable[[], Any]) -> Any:
+    """Collective: what `work` returned; where it failed on any rank, the first such failure on all of them."""
+    result, failure = None, None
+    try:
+        result = work()
+    except (OSError, UserError, ValueError) as error:
+        failure = error
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else (type(failure).__name__, str(failure)))
+    found = [(rank, *what) for rank, what in enumerate(failures) if what is not None]
+    if not found:
+        return result
+    rank, kind, message = found[0]
+    if kind == DamagedCheckpointError.__name__:
+        raise DamagedCheckpointError(message) from failure
+    raise CheckpointWriteError(f"rank {rank} could not write its part of the checkpoint: {message}") from failure
+
+
+def _own_pieces(engine: MegatronEngine) -> Iterator[Piece]:
+    """What this rank saves."""
+    for tensor, parts, (dp_rank, dp_size) in _model_tensors(engine):
+        yield from _pieces("{key}", tensor.detach().view(-1), 0, parts, dp_rank, dp_size)
+    places = {tensor: (parts, place) for tensor, parts, place in _model_tensors(engine)}
+    for parameter, start, tensors, is_range in main_tensors(engine.optimizer):
+        parts, (dp_rank, dp_size) = places[parameter]
+        for name, tensor in tensors.items():
+            key = _OPTIMIZER_KEY.format(name=name, key="{key}")
+            yield from _pieces(
+                key, tensor.detach().view(-1), start, parts, *((0, 1) if is_range else (dp_rank, dp_size))
+            )
+
+
+def _pieces(
+    key: str, flat: torch.Tensor, start: int, parts: list[_Part], dp_rank: int, dp_size: int
+) -> Iterator[Piece]:
+    """flat: numbers of a parameter from `start` on. Of what its dp_size copies hold, each saves an equal stretch."""
+    first, last = (start + flat.numel() * rank // dp_size for rank in (dp_rank, dp_rank + 1))
+    for part in parts:
+        if part.is_main:
+            for at, offsets, sizes in part.within(first, last):
+                tensor = flat[at - start : at - start + prod(sizes)].view(sizes)
+                yield Piece(key.format(key=part.key), part.shape, offsets, tensor)
+
+
+def _read(engine: MegatronEngine, stored: DistCheckpoint) -> None:
+    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds."""
+    places = {tensor: parts for tensor, parts, _ in _model_tensors(engine)}
+    held = set()
+    for parameter, start, tensors, _ in main_tensors(engine.optimizer):
+        held.add(parameter)
+        for name, tensor in tensors.items():
+            for part in places[parameter]:
+                key = _OPTIMIZER_KEY.format(name=name, key=part.key)
+                _read_part(stored, key, part, start, tensor.detach().view(-1))
+    for tensor, parts in places.items():
+        if tensor not in held and not getattr(tensor, "requires_grad", False):
+            for part in parts:
+                _read_part(stored, part.key, part, 0, tensor.detach().view(-1))
+
+
+def _read_part(stored: DistCheckpoint, key: str, part: _Part, start: int, flat: torch.Tensor) -> None:
+    """flat: numbers of the parameter from `start` on; those of the part are read into it.
+
+    A layout with more padding of the vocabulary than the one that saved gets zeros for what was not there.
+    """
+    for at, offsets, sizes in part.within(start, start + flat.numel()):
+        target = flat[at - start : at - start + prod(sizes)].view(sizes)
+        if part.shape != stored.shape(key):
+            target.zero_()
+            rows = min(sizes[0], stored.shape(key)[0] - offsets[0])
+            if rows <= 0:
+                continue
+            sizes, target = (rows, *sizes[1:]), target[:rows]
+        stored.read_box(key, (offsets, sizes), target)
+
+
+def _model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[_Part], tuple[int, int]]]:
+    """Every parameter and buffer that a checkpoint holds, its parts, and (rank, size) among its copies."""
+    for chunk in engine.chunks:
+        for sharded in nested_values(chunk.sharded_state_dict(metadata=dict(_METADATA))):
+            if isinstance(sharded, ShardedTensorFactory | ShardedTensor):
+                tensor = sharded.data
+                assert tensor is not None
+                built = list(nested_values(sharded.build())) if isinstance(sharded, ShardedTensorFactory) else [sharded]
+                yield tensor, [_part(tensor, one) for one in built], _copies(engine, tensor, sharded.replica_id)
+
+
+def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> _Part:
+    data = sharded.data
+    assert data is not None and data.is_contiguous(), sharded.key
+    replicas = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id, 0)
+    return _Part(
+        sharded.key,
+        int(data.storage_offset() - tensor.storage_offset()),
+        tuple(sharded.global_shape),
+        tuple(sharded.global_offset),
+        (1,) * sharded.prepend_axis_num + tuple(data.shape),
+        not any(replicas[:-1]),
+    )
+
+
+def _copies(engine: MegatronEngine, tensor: torch.Tensor, replica_id: Any) -> tuple[int, int]:
+    # What marks parameters of experts, whose copies are fewer.
+    of_expert = not getattr(tensor, "allreduce", True)
+    group = engine.groups.expert_dp if of_expert else engine.groups.dp_cp
+    assert isinstance(replica_id, tuple) and replica_id[-1] == group.rank(), "megatron counts other copies"
+    return group.rank(), group.size()
+
+
+def _common_state(engine: MegatronEngine) -> dict[str, Any]:
+    """What all ranks have alike."""
+    scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
+    return {"num_updates": engine.num_updates} | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
+
+
+def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:
+    scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
+    # Megatron's own saves have it among the state of the (first) optimizer.
+    before = common.get("optimizer", {})
+    state = common.get("grad_scaler") or before.get("grad_scaler") or before.get(0, {}).get("grad_scaler")
+    if scaler is not None and state is not None:
+        scaler.load_state_dict(state)
+
+
+def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
+    """Every rank compares the whole model, not its part: all refuse together, none waits in a collective."""
+    stored = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
+    params = {param.name: param for param in engine.family.params(engine.shape)}
+    wrong = []
+    for name, param in params.items():
+        shapes = _joined_shapes(param, engine.shape)
+        if name not in stored:
+            wrong.append(f"{name}: not in the checkpoint")
+        elif stored[name] not in shapes:
+            wrong.append(f"{name}: {stored[name]}, the model has {' or '.join(map(str, shapes))}")
+    wrong += [
+        f"{key}: not in the model" for key in sorted(stored) if key.startswith(_MODEL_ROOTS) and key not in params
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
+        raise CheckpointMismatchError(
+            f"{checkpoint.dir} is from another model; set trainer.resume_mode=disable or another "
+            "trainer.default_local_dir. " + "; ".join(wrong[:_MAX_SHOWN]) + more
+        )
+
+
+def _joined_shapes(param: Param, shape: ModelShape) -> list[tuple[int, ...]]:
+    """What a layout may have stored: the vocabulary is padded for the tp_size of the run that saved."""
+    tp_sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
+    return sorted({param.joined_shape(shape, padded_vocab_size(shape.vocab_size, size)) for size in tp_sizes})
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    state = {f"tracker.{name}": value for name, value in _rng_tracker().get_states().items()}
+    state["torch"] = torch.get_rng_state()
+    state["device"] = torch.cuda.get_rng_state()
+    return {name: value.clone().contiguous() for name, value in state.items()}
+
+
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "the ranks have not joined"
+    return tracker
+
+
+def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    prefix = "tracker."
+    _rng_tracker().set_states({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])

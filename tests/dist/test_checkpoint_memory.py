@@ -1,0 +1,109 @@
+"""Saving and loading on data-parallel ranks: what each writes and reads, and the memory that takes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scalerl.checkpoint.torch_dist import DistCheckpoint
+from scalerl.families import ModelShape, family_of
+from scalerl.parallel import checkpoint
+from tests.dist.launch import run_ranks
+from tests.dist.test_load_memory import CLEAR_REFS, resident_bytes
+
+WORLD_SIZE = 4
+# Running code for the first time, buffers of files, and a piece that is on its way.
+SMALL_BYTES = 24 * 2**20
+CONFIG = dict(
+    model_type="qwen2",
+    hidden_size=512,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    vocab_size=24576,
+    intermediate_size=2048,
+    num_hidden_layers=2,
+    tie_word_embeddings=True,
+)
+# Main parameter and Adam's two moments, in float32.
+STATE_BYTES = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    shape = ModelShape.from_hf(path)
+    sizes = family_of(shape).hf_shapes(shape)
+    save_file({hf: torch.ones(size, dtype=torch.bfloat16) for hf, size in sizes.items()}, path / "model.safetensors")
+    return path
+
+
+def measured(work: Any) -> int:
+    """Bytes that became resident at most while `work` ran, over those before it."""
+    before = resident_bytes("VmRSS")
+    Path(CLEAR_REFS).write_text("5", encoding="ascii")
+    work()
+    return resident_bytes("VmHWM") - before
+
+
+def save_and_load(model: str, directory: str) -> dict[str, int]:
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+    from scalerl.parallel.optimizer import main_tensors
+
+    groups = initialize(Layout(WORLD_SIZE), backend="gloo", timeout_s=60, seed=1)
+    engine = MegatronEngine(model, MegatronConfig(dtype="bfloat16"), groups, optim=OptimConfig())
+    held = [tensor for _, _, tensors, _ in main_tensors(engine.optimizer) for tensor in tensors.values()]
+    for number, tensor in enumerate(held):
+        tensor.detach().fill_(number)
+    found = {"save": measured(lambda: checkpoint.save_engine(engine, directory))}
+    for tensor in held:
+        tensor.detach().fill_(torch.nan)
+    found["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(held))
+    num_parameters = sum(parameter.numel() for parameter in engine.chunks[0].parameters())
+    return found | {"shard": sum(tensor.nbytes for tensor in held), "state": STATE_BYTES * num_parameters}
+
+
+@pytest.mark.skipif(not os.access(CLEAR_REFS, os.W_OK), reason="the kernel does not reset the peak")
+def test_a_rank_writes_and_reads_its_share_in_the_memory_of_a_piece(model: Path, tmp_path: Path) -> None:
+    """No rank sees another's state: all of it is many times what a save or a load may take."""
+    ranks = run_ranks(WORLD_SIZE, save_and_load, str(model), str(tmp_path / "actor"), fresh=True)
+    state = ranks[0]["state"]
+    assert state > 6 * SMALL_BYTES, "too small to tell"
+    # gloo gathers the weights, as after every update, in a copy of them.
+    weights = state * 2 / STATE_BYTES
+    for rank in ranks:
+        assert rank["shard"] == pytest.approx(state / WORLD_SIZE, rel=0.01)
+        assert rank["save"] <= SMALL_BYTES and rank["load"] <= SMALL_BYTES + weights, rank
+    files = sorted((tmp_path / "actor" / "dist_ckpt").glob("*.distcp"))
+    # 2 bytes of each weight beside the state.
+    share = state * (STATE_BYTES + 2) / STATE_BYTES / WORLD_SIZE
+    assert [file.stat().st_size for file in files] == [pytest.approx(share, rel=0.02)] * WORLD_SIZE
+
+
+def test_what_megatron_reads_is_what_was_saved(model: Path, tmp_path: Path) -> None:
+    """The format is torch_dist: its own readers take it."""
+    run_ranks(WORLD_SIZE, save_and_load, str(model), str(tmp_path / "actor"), fresh=True)
+    run_ranks(1, read_with_megatron, str(tmp_path / "actor" / "dist_ckpt"))
+
+
+def read_with_megatron(directory: str) -> None:
+    from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
+
+    from scalerl.parallel.layout import Layout, initialize
+
+    initialize(Layout(1), backend="gloo", timeout_s=60, seed=1)
+    assert load_common_state_dict(directory) == {"num_updates": 0}
+    theirs = load_plain_tensors(directory)
+    with DistCheckpoint(directory) as stored:
+        assert theirs.keys() == stored.tensors.keys() | {"num_updates"}
+        assert all(torch.equal(theirs[key], stored.read(key)) for key in stored.tensors)
