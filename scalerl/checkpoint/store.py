@@ -1,7 +1,7 @@
 """Checkpoint directories as files: which are whole, which is newest, how one appears and goes. No Megatron.
 
-A save is written to `global_step_N.tmp-<host>-<pid>-<random>`, gets its COMPLETE file (manifest of files and sizes),
-is renamed to `global_step_N`, and only then named by the tracker. A removal renames to `.deleting-` first.
+A save is written to `global_step_N.tmp-<host>-<pid>-<random>`, gets its COMPLETE file (manifest of files, sizes and
+digests), is renamed to `global_step_N`, and only then named by the tracker. A removal renames to `.deleting-` first.
 One run at a time writes to a root.
 """
 
@@ -13,10 +13,14 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
+
+from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
+from scalerl.errors import RunError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
@@ -26,11 +30,23 @@ _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 
 
-def find_latest_ckpt_path(path: str | os.PathLike[str] | None, directory_format: str = DIRECTORY_FORMAT) -> str | None:
+# What writers of data leave beside it (checkpoint.pieces): the digests of their files.
+_INDEX_NAME = "pieces.json"
+_MAX_THREADS = 8
+
+
+class CheckpointWriteError(RunError):
+    """A checkpoint could not be written: the disk is full, or the directory cannot be written."""
+
+
+def find_latest_ckpt_path(
+    path: str | os.PathLike[str] | None, directory_format: str = DIRECTORY_FORMAT, *, digests: bool = False
+) -> str | None:
     """Directory of the checkpoint to resume from under `path`; None when there is none, or no `path`.
 
     That is the step the tracker names; when the tracker is missing or unreadable or its directory is not whole, the
     whole directory with the highest step. A UserWarning names each directory passed over, and why.
+    digests: read all of it, and pass over what is not as it was saved.
     """
     if path is None:
         return None
@@ -44,7 +60,7 @@ def find_latest_ckpt_path(path: str | os.PathLike[str] | None, directory_format:
     # sorted is stable: the tracked step first, then the rest from newest to oldest.
     for step in sorted(steps, key=lambda s: s != tracked):
         directory = root / directory_format.format(step)
-        problem = integrity_problem(directory)
+        problem = integrity_problem(directory, digests=digests)
         if problem is None:
             return str(directory)
         warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
@@ -61,33 +77,81 @@ def checkpoint_steps(root: str | os.PathLike[str], directory_format: str = DIREC
     return sorted(int(m[1]) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
 
 
-def integrity_problem(directory: str | os.PathLike[str]) -> str | None:
-    """Why the directory is not a whole checkpoint (names the file), or None. Compares sizes, reads no data."""
+def integrity_problem(
+    directory: str | os.PathLike[str], *, digests: bool = False, below: str = "", data: bool = True
+) -> str | None:
+    """Why the directory is not a whole checkpoint (names the file, and the tensor in it), or None.
+
+    Compares sizes and reads no data; with `digests` it reads every file. What was saved before there were digests has
+    none to compare. below: a directory in it, to look at this one alone. data False: no digests of files of tensors.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         return "no such directory"
     try:
         manifest = json.loads((directory / COMPLETE_NAME).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
+        sizes, saved = dict(manifest["files"]), dict(manifest.get("digests", {}))
     except FileNotFoundError:
         return f"no {COMPLETE_NAME} file, so its save did not finish"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE_NAME} is not a manifest"
-    for name, size in files.items():
+    for name, size in sizes.items():
+        if below and not name.startswith(f"{below}/"):
+            continue
         try:
             found = (directory / name).stat().st_size
         except FileNotFoundError:
             return f"file {name} is missing"
         if found != size:
             return f"file {name} has {found} bytes, was saved with {size}"
+    if digests and manifest.get("algorithm", ALGORITHM) != ALGORITHM:
+        return f"its digests are {manifest['algorithm']!r}, this version makes {ALGORITHM}"
+    wanted = [name for name in saved if name.startswith(f"{below}/" if below else "") and (data or not _is_data(name))]
+    for name, digest in _digests(directory, wanted).items() if digests else ():
+        if digest != saved[name]:
+            return f"file {name} is not what was saved{_damaged_tensor(directory / name)}"
     return None
 
 
-def check_checkpoint(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError naming the file when `directory` is not a whole checkpoint."""
-    problem = integrity_problem(directory)
+def manifest_sizes(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """Bytes of each file of a whole checkpoint, by its path in it. Raises ValueError when it is not one."""
+    check_checkpoint(directory)
+    return dict(json.loads((Path(directory) / COMPLETE_NAME).read_text(encoding="utf-8"))["files"])
+
+
+def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False) -> None:
+    """Raises ValueError naming the file when `directory` is not a whole checkpoint; as `integrity_problem`."""
+    problem = integrity_problem(directory, digests=digests)
     if problem is not None:
         raise ValueError(f"checkpoint {directory} cannot be loaded: {problem}; choose another with resume_from_path")
+
+
+def _digests(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Of files below root, read now by several threads."""
+    names = list(names)
+    with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        return dict(zip(names, pool.map(lambda name: digest_of_file(root / name), names), strict=True))
+
+
+def _is_data(name: str) -> bool:
+    return name.endswith(".distcp")
+
+
+def _damaged_tensor(file: Path) -> str:
+    """Which tensor of a file of data is damaged, to end the message with."""
+    if not _is_data(file.name):
+        return ""
+    from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+
+    try:
+        with DistCheckpoint(file.parent) as stored:
+            for key in stored.tensors:
+                for piece in stored.pieces(key):
+                    if piece.file == file.name:
+                        stored.read_piece(piece)
+    except DamagedCheckpointError as error:
+        return f": {str(error).removeprefix(f'{file}: ')}"
+    return ", between its tensors"
 
 
 def begin_save(root: str | os.PathLike[str], step: int) -> Path:
@@ -95,7 +159,10 @@ def begin_save(root: str | os.PathLike[str], step: int) -> Path:
     root = Path(root)
     name = f"{DIRECTORY_FORMAT.format(step)}.tmp-{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"
     tmp = root / name
-    tmp.mkdir(parents=True)
+    try:
+        tmp.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointWriteError(f"{root}: no checkpoint can be written here: {error.strerror}") from error
     return tmp
 
 
@@ -112,7 +179,15 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
         fsync(file)
     for directory in [*(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
         fsync(directory)
-    manifest = {"step": step, "files": {str(f.relative_to(tmp)): f.stat().st_size for f in files}}
+    names = [str(f.relative_to(tmp)) for f in files]
+    digests = _written_digests(tmp)
+    digests |= _digests(tmp, (name for name in names if name not in digests))
+    manifest = {
+        "step": step,
+        "files": {name: (tmp / name).stat().st_size for name in names},
+        "algorithm": ALGORITHM,
+        "digests": {name: digests[name] for name in names},
+    }
     _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))
     replaced = _set_aside(final) if final.exists() else None
     tmp.rename(final)
@@ -121,6 +196,15 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
     if replaced is not None:
         shutil.rmtree(replaced)
     return final
+
+
+def _written_digests(root: Path) -> dict[str, str]:
+    """Of the files whose writers have left them: nobody reads those again."""
+    found = {}
+    for index in root.rglob(_INDEX_NAME):
+        for name, digest in json.loads(index.read_text(encoding="utf-8"))["digests"].items():
+            found[str((index.parent / name).relative_to(root))] = digest
+    return found
 
 
 def rotate(root: str | os.PathLike[str], keep: int | None) -> list[str]:

@@ -200,11 +200,17 @@ class DistCheckpoint:
                 f"{self.dir}: {key}: {missing} of {prod(sizes)} elements at {offsets} were not saved"
             )
 
-    def read_piece(self, piece: StoredPiece) -> torch.Tensor:
-        """Of the piece's sizes. Raises DamagedCheckpointError."""
+    def read_piece(self, piece: StoredPiece, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Of the piece's sizes. scratch: bytes that the result may take, if it is large enough.
+
+        Raises DamagedCheckpointError.
+        """
         if piece.payload is None:
             return self._unpickle(piece)
-        tensor = torch.empty(piece.sizes, dtype=piece.dtype)
+        if scratch is not None and len(scratch) >= piece.payload_bytes:
+            tensor = scratch[: piece.payload_bytes].view(piece.dtype).view(piece.sizes)
+        else:
+            tensor = torch.empty(piece.sizes, dtype=piece.dtype)
         self._read_into(piece, tensor)
         return tensor
 

@@ -6,8 +6,11 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
+from scalerl.merge.upload import check_repo_name, upload
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -31,7 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--target_dir", required=True, help="directory for the model; must not exist or be empty")
     command.add_argument("--dtype", choices=list(DTYPES), default=None, help="of the weights (default: as stored)")
     command.add_argument("--max_shard_size", type=parse_bytes, default="5GB", help="of one file (default: 5GB)")
+    command.add_argument("--workers", type=int, default=None, help="threads (default: one for each core, at most 8)")
     command.add_argument("--overwrite", action="store_true", help="replace the model that target_dir holds")
+    command.add_argument("--hf_upload_path", default=None, help="repository of the Hugging Face Hub: user/name")
+    command.add_argument("--private", action="store_true", help="make that repository private, where it is new")
+    command = operations.add_parser("test", help="compare a merged model with another; exit code 1 where they differ")
+    command.add_argument("--local_dir", required=True, help="the merged model")
+    command.add_argument("--test_hf_dir", required=True, help="the model that it should be")
+    command.add_argument("--forward", action="store_true", help="also compare what transformers computes with them")
     return parser
 
 
@@ -39,18 +49,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 1 with one message on standard error."""
     args = build_parser().parse_args(argv)
     try:
-        summary = merge(
-            args.local_dir,
-            args.target_dir,
-            dtype=args.dtype,
-            max_shard_bytes=args.max_shard_size,
-            overwrite=args.overwrite,
-        )
+        return _test(args) if args.operation == "test" else _merge(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _merge(args: argparse.Namespace) -> int:
+    if args.hf_upload_path is not None:
+        check_repo_name(args.hf_upload_path)
+    summary = merge(
+        args.local_dir,
+        args.target_dir,
+        dtype=args.dtype,
+        max_shard_bytes=args.max_shard_size,
+        overwrite=args.overwrite,
+        num_workers=args.workers,
+    )
     print(
         f"merged {summary.num_tensors} tensors, {summary.num_bytes:,} bytes ({summary.dtype}), in {summary.num_files} "
         f"file{'s' if summary.num_files > 1 else ''} and {summary.seconds:.1f} s: {summary.target_dir}"
     )
+    if args.hf_upload_path is not None:
+        print(f"uploaded: {upload(summary.target_dir, args.hf_upload_path, private=args.private)}")
     return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    lines, same = report(Path(args.local_dir), Path(args.test_hf_dir), forward=args.forward)
+    print("\n".join(lines))
+    return 0 if same else 1

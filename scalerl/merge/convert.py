@@ -15,6 +15,7 @@ from secrets import token_hex
 
 import torch
 
+from scalerl.checkpoint.store import integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelShape, Param, family_of, read_config
 from scalerl.merge.copy import copies, copy_all
@@ -44,9 +45,11 @@ def merge(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    num_workers: int | None = None,
 ) -> MergeSummary:
     """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
 
+    What it reads is compared with the digests that were saved. num_workers: threads; None: as many as cores, at most 8.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
@@ -66,7 +69,7 @@ def merge(
     tmp.mkdir()
     try:
         specs, num_files = _write_tensors(
-            tmp, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes
+            tmp, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
         )
         _copy_beside(hf_dir, tmp, out_dtype)
         with HFWeights(tmp) as written:
@@ -74,6 +77,7 @@ def merge(
         _put_in_place(tmp, target)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+        checkpoint.close()
     return MergeSummary(
         target_dir=target,
         num_tensors=len(specs),
@@ -90,8 +94,13 @@ def _actor_dir(local_dir: Path) -> Path:
     for actor_dir in (local_dir, local_dir / "actor"):
         if (actor_dir / "dist_ckpt").is_dir():
             step_dir = actor_dir.resolve().parent
-            if re.match(r"global_step_\d+", step_dir.name) and not (step_dir / "COMPLETE").is_file():
-                raise ValueError(f"{step_dir} has no COMPLETE file: its save did not finish; merge another step")
+            if re.match(r"global_step_\d+", step_dir.name):
+                if not (step_dir / "COMPLETE").is_file():
+                    raise ValueError(f"{step_dir} has no COMPLETE file: its save did not finish; merge another step")
+                # The data is compared while it is copied.
+                problem = integrity_problem(step_dir, digests=True, below=actor_dir.resolve().name, data=False)
+                if problem is not None:
+                    raise ValueError(f"{step_dir} is damaged: {problem}; merge another step")
             return actor_dir
     steps = sorted((p for p in local_dir.glob("global_step_*") if p.is_dir()), key=lambda p: (len(p.name), p.name))
     hint = f"; did you mean {steps[-1] / 'actor'}?" if steps else ""
@@ -171,6 +180,7 @@ def _write_tensors(
     shape: ModelShape,
     dtype: torch.dtype,
     max_shard_bytes: int,
+    num_workers: int | None,
 ) -> tuple[dict[str, TensorSpec], int]:
     dtypes = [checkpoint.tensors[keys[p.name]].dtype if p.keeps_float32 else dtype for p in params]
     groups = [
@@ -186,7 +196,7 @@ def _write_tensors(
             for name, of_file in zip(names, specs, strict=True)
         ]
         files = {n: file for file, of_file in zip(opened, specs, strict=True) for n in of_file}
-        copy_all(checkpoint, copies(params, keys, shape, dtypes, files))
+        copy_all(checkpoint, copies(params, keys, shape, dtypes, files), num_workers)
     all_specs = {n: spec for group in groups for n, spec in group.items()}
     if len(plan) > 1:
         write_index(out_dir, {n: name for name, of_file in zip(names, specs, strict=True) for n in of_file}, all_specs)

@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 
+from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint, StoredPiece
 from scalerl.families import ModelShape, Param, RowRange
 from scalerl.merge.writer import SafetensorsFile
@@ -97,7 +98,8 @@ def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
 
 def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, memory: _Memory) -> None:
     if piece is not None:
-        _scatter(copy, checkpoint.tensors[copy.key].shape, piece.offsets, checkpoint.read_piece(piece))
+        box = checkpoint.read_piece(piece, _scratch(piece.payload_bytes))
+        _scatter(copy, checkpoint.tensors[copy.key].shape, piece.offsets, box)
         return
     stored = checkpoint.tensors[copy.key]
     memory.take(stored.num_bytes)
@@ -105,6 +107,19 @@ def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, mem
         _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key))
     finally:
         memory.give_back(stored.num_bytes)
+
+
+# Each thread's own: fresh memory costs as much as the reading.
+_kept = threading.local()
+
+
+def _scratch(num_bytes: int) -> torch.Tensor | None:
+    """For a piece of that size; none for one that is larger than scalerl writes them."""
+    if num_bytes > MAX_PIECE_BYTES:
+        return None
+    if getattr(_kept, "scratch", None) is None or len(_kept.scratch) < num_bytes:
+        _kept.scratch = torch.empty(num_bytes, dtype=torch.uint8)
+    return _kept.scratch
 
 
 def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: torch.Tensor) -> None:

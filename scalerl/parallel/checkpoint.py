@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from safetensors.torch import load_file, save_file
 
 from scalerl.checkpoint.pieces import Piece, WrittenFile, boxes, write_file, write_index
-from scalerl.checkpoint.store import fsync
+from scalerl.checkpoint.store import CheckpointWriteError, fsync
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
-from scalerl.errors import RunError, UserError
+from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
 
@@ -47,10 +47,6 @@ _METADATA = {"non_homogeneous_layers": True}
 
 class CheckpointMismatchError(UserError):
     """The checkpoint belongs to another model."""
-
-
-class CheckpointWriteError(RunError):
-    """A rank could not write its part: the disk is full, or the directory cannot be written."""
 
 
 @dataclass(frozen=True)

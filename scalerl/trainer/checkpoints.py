@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.store import (
+    CheckpointWriteError,
     begin_save,
     check_checkpoint,
     commit,
@@ -40,14 +41,14 @@ class Resumed:
 
 
 def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None) -> Resumed:
-    """Raises ValueError when resume_from_path is not a whole checkpoint."""
+    """Reads and checks all of the checkpoint. Raises ValueError when resume_from_path is not a whole one."""
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
     if resume_mode == "resume_path" and resume_from_path is not None:
-        check_checkpoint(resume_from_path)
+        check_checkpoint(resume_from_path, digests=True)
         directory = Path(resume_from_path)
     else:
-        latest = find_latest_ckpt_path(root)
+        latest = find_latest_ckpt_path(root, digests=True)
         if latest is None:
             return Resumed(None, {})
         directory = Path(latest)
@@ -91,13 +92,20 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
 def save(root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None) -> Path:
     """One whole checkpoint, then rotation. models: role -> SavedModel; each gets a directory of its name."""
     tmp = begin_save(root, step)
-    for role, model in models.items():
-        directory = tmp / role
-        directory.mkdir()
-        model.write(str(directory))
-        _describe(model, directory / "huggingface")
-    write_trainer_state(tmp, state | {"step": step})
-    directory = commit(tmp, root, step)
+    try:
+        for role, model in models.items():
+            directory = tmp / role
+            directory.mkdir()
+            model.write(str(directory))
+            _describe(model, directory / "huggingface")
+        write_trainer_state(tmp, state | {"step": step})
+        directory = commit(tmp, root, step)
+    except Exception as error:
+        # What is half written would only take the room of the next.
+        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
+        raise
     rotate(root, keep)
     return directory
 

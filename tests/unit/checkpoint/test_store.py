@@ -15,6 +15,7 @@ import pytest
 
 import scalerl
 from scalerl.checkpoint import store
+from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
 
 REPO = Path(next(iter(scalerl.__path__))).parent
 # Saves `step` with content `text`, keeping `keep`; dies by SIGKILL just before filesystem operation number `kill_at`.
@@ -134,7 +135,13 @@ def test_save_find_and_read_back(tmp_path):
     assert store.find_latest_ckpt_path(tmp_path) == str(final) == str(tmp_path / "global_step_10")
     assert (tmp_path / store.TRACKER_NAME).read_text() == "10"
     manifest = json.loads((final / "COMPLETE").read_text())
-    assert manifest == {"step": 10, "files": {"actor/a.bin": 1}}
+    digest = digest_of_file(final / "actor" / "a.bin")
+    assert manifest == {
+        "step": 10,
+        "files": {"actor/a.bin": 1},
+        "algorithm": ALGORITHM,
+        "digests": {"actor/a.bin": digest},
+    }
     store.check_checkpoint(final)
 
 
@@ -237,3 +244,22 @@ def test_trainer_state(tmp_path):
         store.read_trainer_state(tmp_path)
     with pytest.raises(ValueError, match="not a checkpoint of a training run"):
         store.read_trainer_state(tmp_path / "nowhere")
+
+
+def test_a_flipped_byte_is_found_and_what_was_saved_before_digests_is_not_refused(tmp_path):
+    whole, damaged = save(tmp_path, 1), save(tmp_path, 2)
+    (damaged / "actor" / "a.bin").write_text("y")
+    assert store.integrity_problem(damaged) is None
+    with pytest.raises(ValueError, match=r"file actor/a\.bin is not what was saved; choose another"):
+        store.check_checkpoint(damaged, digests=True)
+    with pytest.warns(UserWarning, match=r"skipping checkpoint .*global_step_2: file actor/a\.bin is not what"):
+        assert store.find_latest_ckpt_path(tmp_path, digests=True) == str(whole)
+    manifest = json.loads((damaged / "COMPLETE").read_text())
+    (damaged / "COMPLETE").write_text(json.dumps({key: manifest[key] for key in ("step", "files")}))
+    assert store.find_latest_ckpt_path(tmp_path, digests=True) == str(damaged)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(store.CheckpointWriteError, match=r"file/run: no checkpoint can be written here: Not a dir"):
+        store.begin_save(tmp_path / "file" / "run", 1)

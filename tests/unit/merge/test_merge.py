@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import scalerl
+from scalerl.checkpoint import store
+from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
 from scalerl.merge import main, merge
@@ -59,7 +62,7 @@ def write_checkpoint(root: Path, hf_dir: Path, tensors: dict[str, torch.Tensor],
         if file.suffix == ".json" or file.suffix == ".jinja":
             (actor / "huggingface" / file.name).write_bytes(file.read_bytes())
     if complete:
-        (actor.parent / "COMPLETE").write_text("{}")
+        (actor.parent / "COMPLETE").write_text('{"files": {}}')
     return actor
 
 
@@ -316,3 +319,153 @@ def test_sizes_that_are_none(text, capsys):
     with pytest.raises(SystemExit):
         main(["merge", "--backend", "megatron", "--local_dir", "a", "--target_dir", "b", f"--max_shard_size={text}"])
     assert "is not a size such as 5GB" in capsys.readouterr().err
+
+
+def write_pieces(root: Path, hf_dir: Path, tensors: dict[str, torch.Tensor], num_ranks: int = 2) -> Path:
+    """As `write_checkpoint`, in the form that scalerl's ranks write; rows and columns are split over them in turn."""
+    actor = root / "global_step_7" / "actor"
+    (actor / "dist_ckpt").mkdir(parents=True)
+    files = []
+    for rank in range(num_ranks):
+        mine = []
+        for number, (key, tensor) in enumerate(tensors.items()):
+            dim = number % tensor.dim()
+            part = tensor.tensor_split(num_ranks, dim=dim)[rank]
+            before = sum(p.shape[dim] for p in tensor.tensor_split(num_ranks, dim=dim)[:rank])
+            offsets = tuple(before if d == dim else 0 for d in range(tensor.dim()))
+            mine.append(Piece(key, tuple(tensor.shape), offsets, part.contiguous()))
+        files.append(write_file(actor / "dist_ckpt" / f"__{rank}_0.distcp", mine))
+    write_index(actor / "dist_ckpt", files, {"num_updates": 1})
+    shutil.copytree(hf_dir, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors*"))
+    tmp = store.begin_save(root, 7)
+    actor.parent.rename(tmp / "moved")
+    (tmp / "moved" / "actor").rename(tmp / "actor")
+    (tmp / "moved").rmdir()
+    return store.commit(tmp, root, 7) / "actor"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_split_pieces_of_any_kind_are_put_in_their_places(tmp_path, family, dtype):
+    hf_dir = tiny(tmp_path / "hf", family)
+    actor = write_pieces(tmp_path / "run", hf_dir, joined_tensors(hf_dir), 3)
+    assert run(actor, tmp_path / "merged", "--dtype", dtype, "--workers", "3") == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in load_file(hf_dir / "model.safetensors").items():
+        to = torch.float32 if name.endswith("e_score_correction_bias") else getattr(torch, dtype)
+        assert merged[name].dtype == to
+        assert torch.equal(merged[name], tensor.to(to)), name
+
+
+def test_a_flipped_byte_of_any_file_is_named_and_nothing_is_written(tmp_path, hf_dir, capsys):
+    actor = write_pieces(tmp_path / "run", hf_dir, joined_tensors(hf_dir))
+    with DistCheckpoint(actor / "dist_ckpt") as stored:
+        key = "model.decoder.layers.1.mlp.linear_fc2.weight"
+        piece = next(iter(stored.pieces(key)))
+    places = [
+        (actor / "dist_ckpt" / piece.file, piece.start + at) for at in (5, piece.payload + 3, piece.num_bytes - 1)
+    ]
+    places += [(file, file.stat().st_size // 2) for file in (actor / "huggingface").iterdir()]
+    places += [(actor / "dist_ckpt" / name, 100) for name in (".metadata", "pieces.json", "common.pt")]
+    for file, at in places:
+        data = bytearray(file.read_bytes())
+        data[at] ^= 16
+        file.write_bytes(data)
+        assert run(actor, tmp_path / "merged") == 1
+        error = capsys.readouterr().err
+        assert file.name in error and ("damaged" in error or f"tensor {key} at [" in error)
+        assert not list(tmp_path.glob("*merged*"))
+        data[at] ^= 16
+        file.write_bytes(data)
+    assert run(actor, tmp_path / "merged") == 0
+
+
+BIG = dict(
+    model_type="qwen2",
+    hidden_size=1024,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=32768,
+    intermediate_size=6144,
+    num_hidden_layers=8,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
+)
+MEASURE = """
+import re, sys
+from pathlib import Path
+from scalerl.merge import main
+def resident(field):
+    return int(re.search(rf"^{field}:\\s*(\\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+before = resident("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+code = main(sys.argv[1:])
+print("peak", resident("VmHWM") - before)
+sys.exit(code)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset the peak")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
+    """Of everything resident, mapped files included; the model is several times as large."""
+    hf_dir = tmp_path / "hf"
+    hf_dir.mkdir()
+    (hf_dir / "config.json").write_text(json.dumps(BIG))
+    shape = ModelShape.from_hf(hf_dir)
+    stored = {
+        CHECKPOINT_MODEL_PREFIX + p.name: torch.ones(p.joined_shape(shape), dtype=torch.bfloat16)
+        for p in family_of(shape).params(shape)
+    }
+    model_bytes = sum(tensor.nbytes for tensor in stored.values())
+    largest = max(tensor.nbytes for tensor in stored.values())
+    actor = write_pieces(tmp_path / "run", hf_dir, stored)
+    arguments = ["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments, "--dtype", dtype, "--workers", "2"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split("peak ")[1])
+    assert model_bytes > 4 * largest
+    assert peak <= 2 * largest + 64 * 2**20, (peak, largest)
+    assert peak < model_bytes / 2
+
+
+def test_compared_with_another_model(tmp_path, hf_dir, actor, capsys):
+    assert run(actor, tmp_path / "merged") == 0
+    test = ["test", "--local_dir", str(tmp_path / "merged"), "--test_hf_dir"]
+    assert main([*test, str(hf_dir), "--forward"]) == 0
+    said = capsys.readouterr().out
+    assert "all tensors are the same" in said and "largest difference of the logits: 0" in said
+    other = tiny(tmp_path / "other", seed=1)
+    assert main([*test, str(other), "--forward"]) == 1
+    said = capsys.readouterr().out
+    assert "model.embed_tokens.weight: differs by up to" in said and "tensors differ" in said
+    assert main([*test, str(tiny(tmp_path / "tied", tied=True))]) == 1
+    assert "lm_head.weight: only in" in capsys.readouterr().out
+
+
+def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsys):
+    """A hub that refuses connections; a name that none can have is refused before anything is written."""
+    assert run(actor, tmp_path / "merged", "--hf_upload_path", "not/a/name") == 1
+    assert "--hf_upload_path 'not/a/name' is no name of a repository" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    code = "import sys; from scalerl.merge import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--hf_upload_path", "somebody/model", "--private"],
+        cwd=REPO,
+        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "none"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("merged 25 tensors")
+    assert "was merged but could not be uploaded to somebody/model" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "merged" / "model.safetensors").is_file()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.families import ModelShape, files_beside_weights
 from scalerl.merge.command import build_parser
@@ -166,9 +167,24 @@ def test_an_actor_that_fails_to_write_leaves_no_checkpoint(tmp_path: Path, model
         raise OSError("disk full")
 
     whole = save(tmp_path, 1, model)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointWriteError, match="the checkpoint of step 2 was not written: disk full"):
         save(tmp_path, 2, model, write=fail)
     assert find(tmp_path).directory == whole
+    # What was half written would take the room of the next.
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_1"]
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, model: Path) -> None:
+    first, second = save(tmp_path, 1, model), save(tmp_path, 2, model)
+    file = second / "actor" / "huggingface" / "tokenizer.json"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    named = r"global_step_2.* file actor/huggingface/tokenizer\.json is not what was saved"
+    with pytest.warns(UserWarning, match=named):
+        assert find(tmp_path).directory == first
+    with pytest.raises(ValueError, match=named):
+        find(tmp_path, "resume_path", second)
 
 
 def test_old_checkpoints_go(tmp_path: Path, model: Path) -> None:

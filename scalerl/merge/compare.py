@@ -1,0 +1,63 @@
+"""Whether a merged model is another one: `merge test`, tensor by tensor or by what transformers computes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from scalerl.families import HFWeights, ModelShape, family_of
+
+_MAX_SHOWN = 8
+_NUM_TOKENS = 32
+
+
+def differences(directory: Path, other: Path) -> list[str]:
+    """One line for each tensor that is missing, too many, of another shape or dtype, or of other numbers."""
+    shapes = [ModelShape.from_hf(path) for path in (directory, other)]
+    with HFWeights(directory) as ours, HFWeights(other) as theirs:
+        for weights, shape in zip((ours, theirs), shapes, strict=True):
+            weights.check(family_of(shape), shape)
+        return list(_compare(ours, theirs))
+
+
+def _compare(ours: HFWeights, theirs: HFWeights) -> Iterator[str]:
+    names, others = set(ours.names()), set(theirs.names())
+    yield from (f"{name}: only in {ours.dir}" for name in sorted(names - others))
+    yield from (f"{name}: only in {theirs.dir}" for name in sorted(others - names))
+    for name in sorted(names & others):
+        one, other = ours.read(name)[:], theirs.read(name)[:]
+        if one.shape != other.shape or one.dtype != other.dtype:
+            yield f"{name}: {tuple(one.shape)} {one.dtype}, {tuple(other.shape)} {other.dtype} in {theirs.dir}"
+        elif not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+            largest = float((one.float() - other.float()).abs().max())
+            yield f"{name}: differs by up to {largest:.3g}"
+
+
+def logits_difference(directory: Path, other: Path) -> float:
+    """Largest difference of the logits that transformers computes with either, in float32, of the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    vocab_size = ModelShape.from_hf(directory).vocab_size
+    ids = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+    found = []
+    with torch.no_grad():
+        for path in (directory, other):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            found.append(model(ids).logits)
+            del model
+    return float((found[0] - found[1]).abs().max())
+
+
+def report(directory: Path, other: Path, *, forward: bool) -> tuple[list[str], bool]:
+    """Lines to print, and whether both are the same model."""
+    lines = differences(directory, other)
+    same = not lines
+    shown = [*lines[:_MAX_SHOWN], *([f"and {len(lines) - _MAX_SHOWN} more"] if len(lines) > _MAX_SHOWN else [])]
+    shown.append(f"{'all tensors are the same' if same else f'{len(lines)} tensors differ'}: {directory}, {other}")
+    if forward:
+        difference = logits_difference(directory, other)
+        same = same and difference == 0.0
+        shown.append(f"largest difference of the logits: {difference:.3g}")
+    return shown, same

@@ -1,0 +1,159 @@
+"""Disks that are full, directories that cannot be written, files that changed: every rank says the same, none waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scalerl.checkpoint import store
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+from scalerl.parallel import checkpoint
+from scalerl.trainer import checkpoints
+from tests.dist.launch import run_ranks
+from tests.tiny_models import make_tiny_model
+
+WORLD_SIZE = 2
+
+
+@contextmanager
+def mounted(path: Path, options: str) -> Iterator[Path]:
+    """A file system of its own."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def errors_of(model: str, directories: list[str]) -> list[str]:
+    """What saving into each says on this rank; "" where nothing fails. All in one life of the ranks' groups."""
+    engine = _engine(model)
+    found = []
+    for directory in directories:
+        try:
+            checkpoint.save_engine(engine, directory)
+            found.append("")
+        except store.CheckpointWriteError as error:
+            found.append(str(error))
+    return found
+
+
+def load_errors(model: str, directories: list[str]) -> list[str]:
+    engine = _engine(model)
+    found = []
+    for directory in directories:
+        try:
+            checkpoint.load_engine(engine, directory)
+            found.append("")
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def _engine(model: str):
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+
+    groups = initialize(Layout(WORLD_SIZE), backend="gloo", timeout_s=60, seed=1)
+    return MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=OptimConfig())
+
+
+def test_a_full_disk_and_a_directory_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "size=400k") as small, mounted(tmp_path / "readonly", "ro") as readonly:
+        places = [str(small / "actor"), str(readonly / "actor"), str(tmp_path / "actor")]
+        ranks = run_ranks(WORLD_SIZE, errors_of, str(model), places)
+        with pytest.raises(store.CheckpointWriteError, match="readonly: no checkpoint can be written here: Read-only"):
+            store.begin_save(readonly, 1)
+    assert ranks[0] == ranks[1]
+    full, unwritable, good = ranks[0]
+    assert "rank 0 could not write its part of the checkpoint: " in full and "No space left on device" in full
+    assert "Read-only file system" in unwritable and "readonly/actor" in unwritable
+    assert good == ""
+
+
+def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: Path) -> None:
+    """And the checkpoint before stays."""
+    with mounted(tmp_path / "run", "size=3m") as root:
+        models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
+        whole = checkpoints.save(str(root), 1, models, state={}, keep=None)
+        with pytest.raises(AssertionError, match="No space left on device"):
+            checkpoints.save(str(root), 2, models, state={}, keep=None)
+        assert [path.name for path in root.glob("global_step_*")] == ["global_step_1"]
+        assert store.find_latest_ckpt_path(root, digests=True) == str(whole)
+
+
+def save(model: str, directory: str) -> None:
+    checkpoint.save_engine(_engine(model), directory)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
+    return checkpoints.save(str(tmp_path_factory.mktemp("run")), 1, models, state={}, keep=None)
+
+
+KEY = "optimizer.state.exp_avg_sq.decoder.layers.1.mlp.linear_fc2.weight"
+
+
+def damage(dist_ckpt: Path, change: Callable[[Path, int], None]) -> str:
+    """To the middle of the second half of a tensor. Returns the name of the file."""
+    with DistCheckpoint(dist_ckpt) as stored:
+        piece = list(stored.pieces(KEY))[-1]
+    change(dist_ckpt / piece.file, piece.start + piece.payload + piece.payload_bytes // 2)
+    return piece.file
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(flip, "its bytes are not those"), (os.truncate, "the file is cut short")]
+)
+def test_what_changed_is_named_by_every_rank(
+    whole: Path, model: Path, tmp_path: Path, change: Callable[[Path, int], None], said: str
+) -> None:
+    subprocess.run(["cp", "-r", str(whole), str(tmp_path / "global_step_1")], check=True)
+    actor = tmp_path / "global_step_1" / "actor"
+    file = damage(actor / "dist_ckpt", change)
+    # The good one afterwards: the ranks' groups have lost nothing.
+    ranks = run_ranks(WORLD_SIZE, load_errors, str(model), [str(actor), str(whole / "actor")])
+    assert ranks[0] == ranks[1]
+    message, good = ranks[0]
+    assert f"dist_ckpt/{file}: tensor {KEY} at [" in message and said in message
+    assert good == ""
+    problem = store.integrity_problem(tmp_path / "global_step_1", digests=True)
+    assert problem is not None and file in problem
+    assert change is os.truncate or f"{file} is not what was saved: tensor {KEY} at " in problem
+
+
+def test_a_flipped_byte_anywhere_is_found(whole: Path, tmp_path: Path) -> None:
+    """Headers, padding, indexes and small files too."""
+    subprocess.run(["cp", "-r", str(whole), str(tmp_path / "copy")], check=True)
+    files = [file for file in sorted((tmp_path / "copy").rglob("*")) if file.is_file() and file.name != "COMPLETE"]
+    assert len(files) > 10
+    for file in files:
+        for at in {0, file.stat().st_size // 3, file.stat().st_size - 1}:
+            flip(file, at)
+            problem = store.integrity_problem(tmp_path / "copy", digests=True)
+            assert (
+                problem is not None and f"file {file.relative_to(tmp_path / 'copy')} is not what was saved" in problem
+            )
+            flip(file, at)
+    assert store.integrity_problem(tmp_path / "copy", digests=True) is None
