@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.config.batch_summary import batch_table
-from scalerl.config.compose import compose
+from scalerl.config.compose import Composed, compose, composed
 from scalerl.config.errors import ConfigError
 from scalerl.config.help import help_text
 from scalerl.config.model_specs import ModelRole, model_roles, num_devices, uses_critic
@@ -24,8 +24,10 @@ from scalerl.config.run_length import too_few_conversations, too_few_prompts, to
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
+from scalerl.config.verl import translation_table
 
 __all__ = [
+    "Composed",
     "ConfigError",
     "EvalConfig",
     "GenerationConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "alignment",
     "batch_table",
     "compose",
+    "composed",
     "dp_size",
     "expert_tp_size",
     "flatten",
@@ -51,6 +54,7 @@ __all__ = [
     "too_few_conversations",
     "too_few_prompts",
     "total_steps",
+    "translation_table",
     "transport_of",
     "uses_critic",
     "validate_eval",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
-from hydra import compose as hydra_compose
 from hydra import initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -19,14 +19,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from scalerl.config.errors import ConfigError
-from scalerl.config.partial_config import Draft, defaults_of
+from scalerl.config.partial_config import Draft
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
 from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
+from scalerl.config.verl import Translation
 
 CONFIGS_PACKAGE = "scalerl.configs"
 SCHEMAS: dict[str, type] = {
@@ -41,6 +42,12 @@ VALIDATORS = {
     "generation": validate_generation,
     "eval": validate_eval,
 }
+# Names of verl's primary files.
+FILES_OF_VERL = re.compile(
+    r"(_generated_)?(ppo|dapo|sft|multiturn_grpo|gsm8k_multiturn\w*)(_megatron|_fsdp|_veomni)?_trainer\w*"
+)
+# `--section.key=value`, as some launchers write it.
+DASHED = re.compile(r"--\w+\.[\w.]+=")
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 for _kind, _schema in SCHEMAS.items():
@@ -68,26 +75,39 @@ def compose(
     Raises: ConfigError with every unknown key, wrong type, missing value and broken rule. Rules between keys are
         left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
     """
+    return composed(kind, overrides, rules=rules).config
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration, and what became of the keys of verl among the overrides."""
+
+    config: Any
+    translations: list[Translation]
+
+
+def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
+    """As `compose`, with the translations."""
     request = _parse(kind, overrides)
     with _hydra(request):
         groups = _group_overrides(request)
-        _check(request, groups, rules)
-        return cast("Any", OmegaConf.to_object(_hydra_config(request, groups)))
+        return _checked(request, groups, rules)
 
 
-def _check(request: _Request, groups: list[str], with_rules: bool) -> None:
-    draft = Draft(SCHEMAS[request.kind])
+def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:
+    draft = Draft(SCHEMAS[request.kind], request.kind)
     for origin, package, content in _files(request, groups):
         draft.put_tree(package, content, f" in {origin}")
     for override in request.values:
         draft.put_override(override)
-    misfits = request.violations + draft.violations
     missing, config = draft.finish()
+    misfits = request.violations + draft.violations
     values = said_once(config, dict(domain_violations(config)))
-    if not (with_rules or misfits or missing or values):
-        return
-    if violations := [*misfits, *missing, *(values if misfits else VALIDATORS[request.kind](config))]:
-        raise ConfigError(violations)
+    if with_rules or misfits or missing or values:
+        violations = [*misfits, *missing, *(values if misfits else VALIDATORS[request.kind](config))]
+        if violations:
+            raise ConfigError(violations)
+    return Composed(config, [*request.translations, *draft.translations])
 
 
 @dataclass
@@ -100,21 +120,45 @@ class _Request:
     groups: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    translations: list[Translation] = field(default_factory=list)
+
+
+def _without_files_of_verl(flags: argparse.Namespace) -> list[Translation]:
+    """--config-path is another name of --config-dir where it is a directory with that file; verl's own files, which say
+    its defaults, are left out."""
+    name, path = flags.config_name, flags.config_path
+    if path is not None and flags.config_dir is None and (Path(path) / f"{_stem(name or '')}.yaml").is_file():
+        flags.config_dir, flags.config_path = path, None
+    if name is None or flags.config_dir is not None or not FILES_OF_VERL.fullmatch(_stem(name)):
+        if path is not None and flags.config_path is not None:
+            raise ConfigError(
+                [f"--config-path {path}: write --config-dir DIR --config-name NAME for a file of your own"]
+            )
+        return []
+    flags.config_name, why = None, "has verl's defaults; those of scalerl are in `scalerl train --help`"
+    written = {"--config-name": name} | ({} if path is None else {"--config-path": path})
+    return [Translation(flag, value, "already so", why=why) for flag, value in written.items()]
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".yaml")
 
 
 def _parse(kind: str, arguments: Sequence[str]) -> _Request:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-path", "-cp")
     try:
         flags, rest = parser.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise ConfigError([f"{error}; write --config-dir DIR --config-name NAME"]) from None
+    translations = _without_files_of_verl(flags)
     config_dir = Path(flags.config_dir).absolute() if flags.config_dir is not None else None
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})"])
     name = (flags.config_name or kind).removesuffix(".yaml")
-    request = _Request(kind, name, config_dir)
+    request = _Request(kind, name, config_dir, translations=translations)
     if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
         names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
         raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])
@@ -126,6 +170,8 @@ def _parse(kind: str, arguments: Sequence[str]) -> _Request:
 
 
 def _parse_override(request: _Request, group_names: set[str], text: str) -> None:
+    if DASHED.match(text):
+        text = text.lstrip("-")
     if text.startswith("--") or ("=" not in text and not text.startswith("~")):
         request.violations.append(f"{text}: not understood; write key=value, --config-dir DIR or --config-name NAME")
         return
@@ -258,13 +304,3 @@ def _files(request: _Request, groups: list[str]) -> Iterator[tuple[str, str, Any
         content = OmegaConf.to_container(OmegaConf.create(source.read_text(encoding="utf-8")), resolve=False)
         if isinstance(content, dict):
             yield str(source), default.package or "", {k: v for k, v in content.items() if k != "defaults"}
-
-
-def _hydra_config(request: _Request, groups: list[str]) -> DictConfig:
-    # `++` sets a key whether or not a YAML without the schema has it; the keys are known to exist by now.
-    values = ["++" + (override.input_line or "").lstrip("+") for override in request.values]
-    try:
-        config = hydra_compose(request.config_name, [*_search_path(request), *groups, *values])
-        return cast("DictConfig", OmegaConf.merge(defaults_of(SCHEMAS[request.kind]), config))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([str(error)]) from error

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
+# Likeness of two names that are one, misspelt.
+_NEAR = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,76 +87,42 @@ class KeyTable:
         names = (key.removeprefix(section + ".").split(".")[0] for key in self.leaves if key.startswith(section + "."))
         return list(dict.fromkeys(names))
 
-    def nearest(self, key: str) -> str:
-        """The known key most like `key`: the whole path counts, its last part again, and a section that is right.
+    def nearest(self, key: str) -> str | None:
+        """The known key that `key` is a misspelling of: a neighbour in its section whose name is nearly the same.
 
-        A path may lack its start. Of two that are alike, the one that the other takes its default from.
+        A path may lack its start or a section in between. None: nothing is near enough to be meant.
         """
         section, _, last = key.rpartition(".")
+        known = [*self.leaves, *sorted(self.sections)]
+        if whole := [name for name in known if name.endswith("." + key)]:
+            return min(whole, key=lambda name: (name in self.inherited, name.count(".")))
+        below = [name for name in known if name.startswith(section + ".") or not section]
+        if skipped := [name for name in below if section and name.endswith("." + last)]:
+            return min(skipped, key=lambda name: name.count("."))
+        neighbours = [name for name in known if name.rpartition(".")[0] == section]
+        near = [name for name in neighbours if _is_near(name.rpartition(".")[2], last)]
+        if near:
+            return max(near, key=lambda name: _ratio(name.rpartition(".")[2], last))
+        return self._misspelt_section(section, last)
 
-        def likeness(known: str) -> float:
-            path = 1.0 if known.endswith("." + key) else _ratio(known, key)
-            known_section, _, known_last = known.rpartition(".")
-            source = 0.05 if known not in self.inherited else 0.0
-            return path + _ratio(known_last, last) + source + (0.2 if section == known_section else 0.0)
-
-        return max([*self.leaves, *sorted(self.sections)], key=likeness)
+    def _misspelt_section(self, section: str, last: str) -> str | None:
+        alike = [name for name in sorted(self.sections) if section and _is_near(name, section)]
+        named = [f"{name}.{last}" for name in alike if f"{name}.{last}" in self.leaves]
+        return named[0] if named else None
 
     def unknown(self, key: str, origin: str = "") -> str:
         """What to tell a user who wrote `key`."""
-        advice = _verl_advice(key) or f"did you mean {self.nearest(key)}?"
+        nearest = self.nearest(key)
+        advice = f"did you mean {nearest}?" if nearest else "`scalerl COMMAND --help` lists them all; leave it out"
         return f"{key}: no such key{origin}; {advice}"
+
+
+def _is_near(known: str, written: str) -> bool:
+    """One is the start of the other, word by word, or they differ in a few letters."""
+    if known.startswith(written + "_") or written.startswith(known + "_"):
+        return True
+    return _ratio(known, written) >= _NEAR
 
 
 def _ratio(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
-
-
-def _verl_advice(key: str) -> str | None:
-    for pattern, advice in VERL_KEYS:
-        if re.search(pattern, key):
-            return advice
-    return None
-
-
-_BUDGET = "micro-batches are packed up to a number of tokens: set "
-# (pattern, advice) for keys that users bring from verl and that have another name or no meaning here.
-# The first match counts.
-VERL_KEYS: list[tuple[str, str]] = [
-    (r"^data\.(micro_batch_size(_per_gpu)?|use_dynamic_bsz)$", _BUDGET + "data.max_token_len_per_gpu"),
-    (r"\.ref\.log_prob_micro_batch_size(_per_gpu)?$", _BUDGET + "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
-    (r"^critic\..*(micro_batch_size(_per_gpu)?|use_dynamic_bsz)$", _BUDGET + "critic.ppo_max_token_len_per_gpu"),
-    (
-        r"(ppo|log_prob|forward)_micro_batch_size(_per_gpu)?$|rollout\.log_prob_max_token_len_per_gpu$|use_dynamic_bsz$",
-        _BUDGET + "actor_rollout_ref.actor.ppo_max_token_len_per_gpu; it holds for every pass",
-    ),
-    (r"\.strategy$|model_engine$", "training is always Megatron; remove it"),
-    (r"\.fsdp_config\b", "training is always Megatron: set actor_rollout_ref.actor.megatron.*"),
-    (r"use_remove_padding$", "sequences are always packed, padding is never computed; remove it"),
-    (r"balance_batch$", "batches are always balanced; remove it"),
-    (r"\.grad_clip$", "set actor_rollout_ref.actor.optim.clip_grad"),
-    (r"optim\.lr_warmup_steps_ratio$", "set optim.lr_warmup_steps, in optimizer updates"),
-    (r"optim\.total_training_steps$", "set optim.lr_decay_steps, in optimizer updates"),
-    (r"rollout\.(prompt_length|response_length)$", "set data.max_prompt_length and data.max_response_length"),
-    (
-        r"rollout\.(enforce_eager|max_num_batched_tokens|max_model_len|enable_chunked_prefill|load_format)$",
-        "server arguments go to actor_rollout_ref.rollout.engine_kwargs.sglang.<argument>",
-    ),
-    (r"rollout\.mode$", "the rollout is always a server; remove it"),
-    (
-        r"(enable_gradient_checkpointing|override_transformer_config\.recompute_\w+)$",
-        "set recompute_granularity, recompute_method, recompute_num_layers, recompute_modules of the megatron section",
-    ),
-    (r"^reward\.reward_manager(\.name)?$", "set reward_model.reward_manager"),
-    (r"^reward\.custom_reward_function\b", "set custom_reward_function.path and custom_reward_function.name"),
-    (r"^data\.val_batch_size$", "all validation prompts go to the servers at once; remove it"),
-    (r"partial_pretrain$", "set model.path"),
-    (r"remove_previous_ckpt", "set trainer.max_actor_ckpt_to_keep"),
-    (
-        r"^critic\.enable$",
-        "a critic is there with an estimator that needs values, as algorithm.adv_estimator=gae; remove it",
-    ),
-    (r"^reward_model\.enable_resource_pool$", "set reward_model.resource_pool.nnodes"),
-    (r"^reward_model\.(nnodes|n_gpus_per_node)$", "set reward_model.resource_pool.nnodes and n_gpus_per_node of it"),
-    (r"^hydra(\.|/|$)", "scalerl makes no Hydra run directory; set trainer.default_local_dir"),
-]

@@ -14,7 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from scalerl.config.keys import KeyTable
 from scalerl.config.value_checks import show
+from scalerl.config.verl import Translation, Translator
 
+# Dicts of which each entry is judged by itself.
+OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
 # A text inside the domain of every key that has no default.
 _PLACEHOLDER = "missing.parquet"
 
@@ -28,12 +31,19 @@ def defaults_of(schema: type) -> DictConfig:
 class Draft:
     """Values of one schema, and what was wrong with those that did not fit."""
 
-    def __init__(self, schema: type) -> None:
+    def __init__(self, schema: type, kind: str = "ppo") -> None:
+        """kind: whose vocabulary of verl is understood."""
         self.table = KeyTable(schema)
         self.violations: list[str] = []
+        # Of keys of verl; complete after `finish`.
+        self.translations: list[Translation] = []
+        self._verl = Translator(kind)
+        # Entries of inherited dicts: dict -> key in it -> value.
+        self._own_entries: dict[str, dict[str, Any]] = {}
         self._defaults = defaults_of(schema)
         self._config = copy.deepcopy(self._defaults)
         self._mentioned: set[str] = set()
+        self._written: set[str] = set()
 
     def put_override(self, override: Override) -> None:
         """One `key=value` of a command line."""
@@ -58,9 +68,13 @@ class Draft:
             self.put(f"{package}.{name}" if package else str(name), value, origin)
 
     def put(self, key: str, value: Any, origin: str = "") -> None:
-        """Set `key`, or every key below it when it is a section."""
+        """Set `key`, or every key below it when it is a section; a key of verl is read in `finish`."""
         kind = self.table.kind(key)
-        if kind == "unknown":
+        if self._verl.knows(key, value, self):
+            self._verl.add(key, value, origin)
+        elif isinstance(value, dict) and value and (kind == "unknown" or self._is_overrides(key)):
+            self._put_inner(key, value, origin)
+        elif kind == "unknown":
             self.violations.append(self.table.unknown(key, origin))
         elif kind != "section":
             self._put_leaf(key, value, origin)
@@ -71,11 +85,63 @@ class Draft:
             keys = ", ".join(f"{key}.{child}" for child in self.table.children(key))
             self.violations.append(f"{key} = {show(value)}: is a section{origin}; set one of {keys}")
 
+    def _put_inner(self, key: str, value: dict[Any, Any], origin: str) -> None:
+        if self.table.kind(key) != "unknown" or any(self._is_known(f"{key}.{name}", value[name]) for name in value):
+            for name, inner in value.items():
+                self.put(f"{key}.{name}", inner, origin)
+        else:
+            self.violations.append(self.table.unknown(key, origin))
+
+    def _is_known(self, key: str, value: Any) -> bool:
+        if self.table.kind(key) != "unknown" or self._verl.knows(key, value, self):
+            return True
+        return isinstance(value, dict) and any(self._is_known(f"{key}.{name}", value[name]) for name in value)
+
+    def _is_overrides(self, key: str) -> bool:
+        return self.table.kind(key) == "leaf" and key.rpartition(".")[2] in OVERRIDES
+
+    # What verl's vocabulary asks of the rest of the configuration.
+
+    def value(self, key: str) -> Any:
+        """As it stands; None where it cannot be resolved."""
+        with contextlib.suppress(OmegaConfBaseException):
+            return OmegaConf.select(self._config, key)
+        return None
+
+    def is_set(self, key: str) -> bool:
+        return key in self._written
+
+    def resolved(self, value: Any) -> Any:
+        """What a reference to other keys stands for; the text itself where it cannot be resolved."""
+        if isinstance(value, str) and "${" in value:
+            with contextlib.suppress(OmegaConfBaseException):
+                return OmegaConf.to_container(OmegaConf.create({"it": value}, parent=self._config), resolve=True)["it"]
+        return value
+
+    def foreign(self, key: str) -> Any:
+        return self._verl.written(key)
+
+    def _translate(self) -> None:
+        for translation, values in self._verl.translations(self):
+            self.translations.append(translation)
+            if translation.verdict == "refused":
+                self.violations.append(translation.violation)
+            for key, value in values.items():
+                self._put_leaf(key, value, translation.origin)
+
+    def _fill_inherited_dicts(self) -> None:
+        for key, own in self._own_entries.items():
+            source = OmegaConf.select(self._config, self.table.inherited[key])
+            merged = OmegaConf.merge(OmegaConf.create(source), OmegaConf.create(own))
+            OmegaConf.update(self._config, key, merged, merge=False)
+
     def finish(self) -> tuple[list[str], Any]:
         """(missing values and interpolations that cannot be resolved, the config as a dataclass instance).
 
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
+        self._translate()
+        self._fill_inherited_dicts()
         found = []
         raw = _raw_values(self._config, self.table.leaves)
         for key in [key for key, value in raw.items() if value == MISSING]:
@@ -94,6 +160,12 @@ class Draft:
         return found, OmegaConf.to_object(self._config)
 
     def _put_leaf(self, key: str, value: Any, origin: str) -> None:
+        self._written.add(key)
+        source = next((name for name in self.table.inherited if key.startswith(name + ".")), None)
+        if source is not None:
+            # An update would write into the dict that it is inherited from.
+            self._own_entries.setdefault(source, {})[key.removeprefix(source + ".")] = value
+            return
         try:
             OmegaConf.update(self._config, key, value, merge=True)
         except (OmegaConfBaseException, ValueError) as error:

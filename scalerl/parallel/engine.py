@@ -36,6 +36,7 @@ from scalerl.parallel.optimizer import (
     update_loss_scale,
 )
 from scalerl.parallel.output import output_weight, whole_hidden
+from scalerl.parallel.overrides import megatron_values
 from scalerl.parallel.pipeline import run_schedule
 from scalerl.parallel.rotary import Rotary
 from scalerl.parallel.ulysses import gather_replicated
@@ -96,6 +97,7 @@ class MegatronEngine:
                 grad_reduce_in_fp32=True,
                 # That check ends the ranks that see it and leaves the others waiting; _step asks the norm of all.
                 check_for_nan_in_grad=False,
+                **megatron_values("override_ddp_config", config.override_ddp_config),
             )
             self._forward_chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
             self.optimizer = build_optimizer(self._forward_chunks, optim, config, self.config.params_dtype)

@@ -13,11 +13,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from scalerl.config.value_checks import show
+from scalerl.errors import UserError
 from scalerl.families import ModelShape, padded_vocab_size
 from scalerl.parallel.attention import PackedAttention, RMSNorm
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.mla import latent_config, latent_layer_spec
 from scalerl.parallel.output import hand_out_hidden
+from scalerl.parallel.overrides import megatron_values
 from scalerl.parallel.recompute import recompute_arguments
 from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
 from scalerl.parallel.values import put_value_head
@@ -33,7 +36,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
     layout = groups.layout
     dtype = DTYPES[config.dtype]
     latent = latent_config(shape)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    own: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -89,6 +92,13 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         **mixture_config(shape, config),
         **latent,
     )
+    given = megatron_values("override_transformer_config", config.override_transformer_config)
+    try:
+        return (MLATransformerConfig if latent else TransformerConfig)(**(own | given))
+    except (AssertionError, ImportError, ValueError) as error:
+        if not given:
+            raise
+        raise UserError(f"override_transformer_config = {show(config.override_transformer_config)}: {error}") from error
 
 
 def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:

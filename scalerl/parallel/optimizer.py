@@ -14,6 +14,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from scalerl.parallel.overrides import megatron_values
+
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
 
@@ -37,6 +39,7 @@ def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConf
         loss_scale_window=megatron.loss_scale_window,
         params_dtype=dtype,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
+        **megatron_values("override_optimizer_config", optim.override_optimizer_config),
     )
     optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False)
     parts = optimizer_parts(optimizer)

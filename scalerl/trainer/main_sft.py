@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scalerl.config import compose, help_text, total_steps
+from scalerl.config import composed, help_text, total_steps, translation_table
 from scalerl.errors import run_main
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.user_code import forget_files
@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     forget_files()
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
-    cfg = compose("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    given = composed("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    cfg = given.config
+    if given.translations:
+        print(translation_table(given.translations), flush=True)
 
     from scalerl.trainer import checkpoints
     from scalerl.trainer.preflight import check_sft

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,16 @@ from scalerl.config import (
     validate_sft,
     world_size,
 )
-from scalerl.config.schema import DataConfig, JudgeConfig, SFTDataConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.partial_config import OVERRIDES
+from scalerl.config.schema import (
+    DataConfig,
+    JudgeConfig,
+    MegatronConfig,
+    OptimConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
 from scalerl.families import ModelShape
 from scalerl.runtime.checks import Findings
 from scalerl.runtime.device import resolve_device
@@ -86,6 +95,7 @@ def check_ppo(cfg: PPOConfig) -> PPOInputs:
         rewards = findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     broken = validate_ppo(cfg, device=device)
     findings.violations.extend(broken)
+    _check_overrides(findings, _sections_of_megatron(cfg))
     model = cfg.actor_rollout_ref.model
     tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
     # Of sizes that do not fit each other nothing can be said against a model or the data.
@@ -198,6 +208,7 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     _import_own(findings, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     findings.violations.extend(broken)
+    _check_overrides(findings, {"megatron": cfg.megatron, "optim": cfg.optim})
     shape = findings.run(lambda: read_model(cfg.model.path))
     if shape and not broken:
         findings.violations.extend(
@@ -217,6 +228,27 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
     findings.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
     return SFTInputs(shape, train, val, device, resumed)
+
+
+def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimConfig]:
+    """Of the models of the run, by key; without those that are equal to the actor's."""
+    actor = cfg.actor_rollout_ref.actor
+    found: dict[str, MegatronConfig | OptimConfig] = {
+        f"{role.section}.megatron": role.megatron for role in model_roles(cfg) if role.megatron != actor.megatron
+    }
+    if uses_critic(cfg):
+        found["critic.optim"] = cfg.critic.optim
+    return {"actor_rollout_ref.actor.megatron": actor.megatron, "actor_rollout_ref.actor.optim": actor.optim} | found
+
+
+def _check_overrides(findings: Findings, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
+    """Fields of Megatron's configs that the user set, by key of the section."""
+    for section, config in sections.items():
+        if any(getattr(config, name, None) for name in OVERRIDES):
+            # megatron takes seconds to import.
+            from scalerl.parallel.overrides import override_violations
+
+            findings.violations.extend(override_violations(section, config))
 
 
 def _import_own(findings: Findings, trainer: TrainerConfig | SFTTrainerConfig) -> bool:

@@ -17,7 +17,8 @@ _CONTROL = tuple(f"kl_ctrl.{field.name}" for field in dataclasses.fields(KLContr
 
 def _kl_control(cfg: PPOConfig) -> Iterator[str]:
     given, default = (_flat(config) for config in (cfg.algorithm, AlgorithmConfig()))
-    changed = [key for key in given if given[key] != default[key]]
+    # A weight of 0 asks for no KL, which is so.
+    changed = [key for key in given if given[key] != default[key] and (key, given[key]) != ("kl_ctrl.kl_coef", 0)]
     if changed and not cfg.algorithm.use_kl_in_reward:
         yield (
             f"algorithm.{changed[0]} = {show(given[changed[0]])}: has no effect when algorithm.use_kl_in_reward = "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -59,6 +60,8 @@ class OptimConfig:
     betas: list[float] = key([0.9, 0.999], BETAS)
     # Largest global gradient norm; 0 switches clipping off.
     clip_grad: float = key(1.0, at_least(0))
+    # Fields of Megatron's OptimizerConfig that have no key here, e.g. override_optimizer_config.adam_eps=1e-9.
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -124,6 +127,11 @@ class MegatronConfig:
     min_loss_scale: float = key(1.0, above(0))
     # Updates.
     loss_scale_window: int = key(1000, at_least(1))
+    # Fields of Megatron's TransformerConfig that have no key here: override_transformer_config.batch_p2p_sync=false.
+    # docs/from-verl.md has those that scalerl sets itself.
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    # The same of Megatron's DistributedDataParallelConfig, for models that are trained.
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)
 
 
 def as_actor() -> MegatronConfig:

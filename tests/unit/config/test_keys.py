@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.config.keys import VERL_KEYS, KeyTable
-from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.keys import KeyTable
+from scalerl.config.schema import PPOConfig
 
-PPO, SFT = KeyTable(PPOConfig), KeyTable(SFTConfig)
+PPO = KeyTable(PPOConfig)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +32,22 @@ def test_nearest_key(wrong, right):
     assert PPO.unknown(wrong) == f"{wrong}: no such key; did you mean {right}?"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "trainer.prioritise",
+        "data.tools",
+        "actor_rollout_ref.rollout.max_num_batched",
+        "actor_rollout_ref.actor.megatron.use_fsdp",
+        "async.total_steps",
+        "temperatur",
+    ],
+)
+def test_what_is_like_no_key_gets_no_guess(wrong):
+    assert PPO.nearest(wrong) is None
+    assert "did you mean" not in PPO.unknown(wrong)
+
+
 @settings(max_examples=60)
 @given(key=st.sampled_from(sorted(PPO.leaves)), data=st.data())
 def test_a_key_with_one_letter_dropped_is_found_again(key, data):
@@ -44,33 +58,8 @@ def test_a_key_with_one_letter_dropped_is_found_again(key, data):
     wrong = key[: len(key) - len(last)] + last[:place] + last[place + 1 :]
     # A dropped letter may make another key's name, or one that is as near.
     if PPO.kind(wrong) == "unknown":
-        section = key.rpartition(".")[0]
-        assert PPO.nearest(wrong).startswith(section)
-
-
-@pytest.mark.parametrize(
-    ("key", "advice"),
-    [
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
-        ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-        ("actor_rollout_ref.actor.grad_clip", "actor_rollout_ref.actor.optim.clip_grad"),
-        ("actor_rollout_ref.rollout.response_length", "data.max_response_length"),
-        ("actor_rollout_ref.model.use_remove_padding", "remove it"),
-        ("critic.enable", "algorithm.adv_estimator=gae"),
-        ("reward.reward_manager.name", "reward_model.reward_manager"),
-        ("hydra.run.dir", "trainer.default_local_dir"),
-    ],
-)
-def test_keys_of_verl_lead_to_what_to_use_instead(key, advice):
-    assert PPO.kind(key) == "unknown"
-    assert advice in PPO.unknown(key)
-
-
-@pytest.mark.parametrize("table", [PPO, SFT], ids=["ppo", "sft"])
-def test_no_known_key_is_taken_for_one_of_verl(table):
-    for key in table.leaves:
-        assert not [pattern for pattern, _ in VERL_KEYS if re.search(pattern, key)], key
+        nearest = PPO.nearest(wrong)
+        assert nearest is not None and nearest.rpartition(".")[0] == key.rpartition(".")[0]
 
 
 def test_kinds():

@@ -1,0 +1,96 @@
+"""verl's counts of samples, steps and copies in the units of scalerl's keys."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from scalerl.config.rules.layout import tokens_per_device
+from scalerl.config.schema import MegatronConfig
+from scalerl.config.value_checks import show
+from scalerl.config.verl.entry import AlreadySo, Becomes, Context, Outcome, Refused
+
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+
+
+def update_micro_batch(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Samples of a micro-batch -> tokens, of which it may have as many as so many of the longest samples."""
+    return _tokens(f"{match[1]}.ppo_max_token_len_per_gpu", match[1], value, context)
+
+
+def pass_micro_batch(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    """The same of the reference's pass."""
+    return _tokens(f"{_REF}.log_prob_max_token_len_per_gpu", _REF, value, context)
+
+
+def _tokens(key: str, section: str, value: Any, context: Context) -> Outcome:
+    sizes = [context.value(f"data.{name}") for name in ("max_prompt_length", "max_response_length")]
+    if value is None or context.is_set(key) or not all(type(size) is int and size > 0 for size in (value, *sizes)):
+        return AlreadySo(f"{key} says how many tokens a micro-batch has")
+    megatron = MegatronConfig(
+        tensor_model_parallel_size=_size(context, section, "tensor_model_parallel_size"),
+        context_parallel_size=_size(context, section, "context_parallel_size"),
+    )
+    tokens = value * tokens_per_device(sum(sizes), megatron)
+    return Becomes({key: tokens}, f"{value} of the longest samples; no number depends on it")
+
+
+def _size(context: Context, section: str, name: str) -> int:
+    value = context.value(f"{section}.megatron.{name}")
+    return value if type(value) is int and value > 0 else 1
+
+
+def response_limit(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    key = f"data.max_{match[1]}_length"
+    if value is None or value == context.value(key):
+        return AlreadySo(f"{key} says it")
+    if not context.is_set(key):
+        return Becomes({key: value})
+    return Refused(f"a sample has one limit, {key} = {show(context.value(key))}; leave it out, or make it the same")
+
+
+def updates_per_step(context: Context, section: str) -> int | None:
+    """Optimizer updates of one step; None where the keys do not say."""
+    prompts, mini, epochs = (
+        context.value(key)
+        for key in ("data.train_batch_size", f"{section}.ppo_mini_batch_size", f"{section}.ppo_epochs")
+    )
+    if not all(type(number) is int and number > 0 for number in (prompts, mini, epochs)) or prompts % mini:
+        return None
+    return prompts // mini * epochs
+
+
+def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    section = match[1]
+    key = f"{section}.optim.lr_warmup_steps"
+    if not value:
+        return AlreadySo("no warm-up by it")
+    if context.is_set(key):
+        return AlreadySo(f"{key} says it")
+    steps, per_step = context.value("trainer.total_training_steps"), updates_per_step(context, section)
+    if type(steps) is int and per_step is not None and isinstance(value, float):
+        return Becomes({key: int(value * steps) * per_step}, "optimizer updates of that share of the steps")
+    return Refused(
+        "warm-up is a number of optimizer updates, and trainer.total_training_steps does not say of how many; set "
+        f"{key}"
+    )
+
+
+def critic_kept(_: re.Match[str], value: Any, context: Context) -> Outcome | None:
+    key = "trainer.max_actor_ckpt_to_keep"
+    actor = context.value(key)
+    if value == actor or not (value is None or type(value) is int):
+        return None
+    both = None if value is None or (actor is None and context.is_set(key)) else max(value, actor or 0)
+    why = "a checkpoint holds actor and critic and goes as a whole: as many as either asks for"
+    return Becomes({key: both, "trainer.max_critic_ckpt_to_keep": both}, why, overrules=True)
+
+
+def critic_enable(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    estimator = context.value("algorithm.adv_estimator")
+    if value is None or value is (estimator == "gae"):
+        return AlreadySo("algorithm.adv_estimator says whether there is a critic")
+    return Refused(
+        f"a critic is there with an estimator that needs values, and algorithm.adv_estimator = {estimator}; leave it "
+        "out, or set algorithm.adv_estimator=gae"
+    )

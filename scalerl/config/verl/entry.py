@@ -1,0 +1,154 @@
+"""One line of the vocabulary of verl: a key of it, and what scalerl makes of a value that it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from scalerl.config.value_checks import show
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """The value is said by other keys here, or by another value of the same key.
+
+    overrules: what the user set there has been taken into account.
+    """
+
+    values: Mapping[str, Any]
+    why: str = ""
+    overrules: bool = False
+
+
+@dataclass(frozen=True)
+class AlreadySo:
+    """There is nothing to set."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The value asks for what scalerl does not do. why: completes "KEY = VALUE: "."""
+
+    why: str
+
+
+Outcome = Becomes | AlreadySo | Refused
+
+
+class Context(Protocol):
+    """The rest of the configuration, while one key is read."""
+
+    def value(self, key: str) -> Any:
+        """Of a key of scalerl as it stands; None where it cannot be resolved."""
+
+    def is_set(self, key: str) -> bool:
+        """Whether the user wrote this key of scalerl."""
+
+    def foreign(self, key: str) -> Any:
+        """What the user wrote for a key of verl; None where nothing."""
+
+
+Read = Callable[[re.Match[str], Any, Context], Outcome | None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Keys of verl with one answer.
+
+    pattern: dotted key; `*` is one part, `**` the rest, `(a|b)` either.
+    said: for the documentation, what becomes of it.
+    read: (match, value, context) -> outcome; None: the value is not of verl, and read like any other.
+    """
+
+    pattern: str
+    said: str
+    why: str
+    read: Read = field(compare=False)
+
+    @property
+    def regex(self) -> re.Pattern[str]:
+        return _compiled(self.pattern)
+
+
+_COMPILED: dict[str, re.Pattern[str]] = {}
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if pattern not in _COMPILED:
+        text = pattern.replace(".", r"\.").replace("**", "\0").replace("*", "[^.]+").replace("\0", ".+")
+        _COMPILED[pattern] = re.compile(text)
+    return _COMPILED[pattern]
+
+
+def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
+    """As `in`, but 0 is not false, and a text is compared without regard to case."""
+    folded = value.lower() if isinstance(value, str) else value
+    return any(isinstance(option, bool) == isinstance(folded, bool) and option == folded for option in options)
+
+
+def same(pattern: str, *allowed: Any, why: str) -> Entry:
+    """scalerl always does what these values say (none given: whatever the value is)."""
+
+    def read(_: re.Match[str], value: Any, __: Context) -> Outcome:
+        if not allowed or is_one_of(value, allowed):
+            return AlreadySo(why)
+        return Refused(f"{why}; leave it out")
+
+    said = f"{_listed(allowed)}: already so" if allowed else "already so"
+    return Entry(pattern, said, why, read)
+
+
+def renamed(
+    pattern: str,
+    target: str,
+    *,
+    why: str = "",
+    convert: Callable[[Any], Any] | None = None,
+    only: Any = ...,
+    neutral: tuple[Any, ...] = (),
+) -> Entry:
+    r"""The value goes to `target`, in which \1 stands for the first group of the pattern.
+
+    only: reads no other value. convert: its unit or spelling there. neutral: values that ask for nothing.
+    """
+
+    def read(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
+        if only is not ... and not is_one_of(value, only):
+            return None
+        if is_one_of(value, neutral):
+            return AlreadySo(f"asks for what is so without {match.expand(target)}")
+        return Becomes({match.expand(target): value if convert is None else convert(value)}, why)
+
+    said = f"`{target}`" if only is ... or convert is None else f"{_listed(only)}: {_listed((convert(only[0]),))}"
+    return Entry(pattern, re.sub(r"\\\d", "...", said), why, read)
+
+
+def absent(pattern: str, *neutral: Any, why: str, instead: str = "leave it out") -> Entry:
+    """There is no counterpart; the neutral values ask for none. why: completes "because"."""
+
+    def read(_: re.Match[str], value: Any, __: Context) -> Outcome:
+        if is_one_of(value, neutral):
+            return AlreadySo(f"asks for nothing ({why})")
+        return Refused(f"has no counterpart because {why}; {instead}")
+
+    said = f"{_listed(neutral)}: already so; else no counterpart" if neutral else "no counterpart"
+    return Entry(pattern, said, why if instead == "leave it out" else f"{why}; {instead}", read)
+
+
+def goes_with(pattern: str, switch: str) -> Entry:
+    """Says more about something that another key switches on, which is judged there."""
+    why = f"counts only with {switch}"
+    return Entry(pattern, "already so", why, lambda _, __, ___: AlreadySo(why))
+
+
+def computed(pattern: str, said: str, why: str, read: Read) -> Entry:
+    """Depends on other keys."""
+    return Entry(pattern, said, why, read)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(f"`{show(value)}`" for value in values)

@@ -1,0 +1,143 @@
+"""Keys of verl that a user wrote -> values of scalerl's keys, and what was made of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from scalerl.config.value_checks import show
+from scalerl.config.verl.entry import AlreadySo, Becomes, Context, Entry, Refused
+from scalerl.config.verl.vocabulary import ENTRIES
+
+Verdict = Literal["renamed", "already so", "refused"]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One key of verl, as written. becomes: `key=value` of scalerl's keys, with verdict renamed."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    becomes: tuple[str, ...] = ()
+    why: str = ""
+    origin: str = ""
+
+    @property
+    def written(self) -> str:
+        return f"{self.key}={show(self.value)}"
+
+    @property
+    def violation(self) -> str:
+        return f"{self.key} = {show(self.value)}{self.origin}: {self.why}"
+
+
+class Draft(Protocol):
+    """The configuration that is filled in."""
+
+    def value(self, key: str) -> Any: ...
+    def is_set(self, key: str) -> bool: ...
+    def resolved(self, value: Any) -> Any: ...
+
+
+@dataclass
+class Translator:
+    """Collects the keys of verl while a configuration is read; reads them when all of it is there."""
+
+    kind: str
+    _written: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def knows(self, key: str, value: Any, context: Context) -> bool:
+        """Whether verl's vocabulary reads this value of `key`."""
+        return _read(self.kind, key, value, context) is not None
+
+    def add(self, key: str, value: Any, origin: str = "") -> None:
+        self._written[key] = (value, origin)
+
+    def written(self, key: str) -> Any:
+        return self._written[key][0] if key in self._written else None
+
+    def translations(self, draft: Draft) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
+        """Each with the values that it sets; those are in the draft before the next one is read."""
+        context = _DraftContext(draft, self)
+        # Key of scalerl -> the key of verl that has set it.
+        said: dict[str, str] = {}
+        for key, (value, origin) in self._written.items():
+            outcome = _read(self.kind, key, draft.resolved(value), context)
+            if isinstance(outcome, AlreadySo):
+                yield Translation(key, value, "already so", why=outcome.why, origin=origin), {}
+            elif isinstance(outcome, Refused):
+                yield Translation(key, value, "refused", why=outcome.why, origin=origin), {}
+            elif isinstance(outcome, Becomes):
+                clash = _clash(draft, said, key, outcome)
+                if clash is None:
+                    said |= dict.fromkeys(outcome.values, key)
+                    becomes = tuple(f"{name}={show(given)}" for name, given in outcome.values.items())
+                    yield Translation(key, value, "renamed", becomes, outcome.why, origin), outcome.values
+                else:
+                    yield Translation(key, value, "refused", why=clash, origin=origin), {}
+
+
+# Of limits of time that verl has in several places the last one counts.
+_SHARED = ("trainer.timeout_s",)
+
+
+def _clash(draft: Draft, said: Mapping[str, str], key: str, outcome: Becomes) -> str | None:
+    """What to tell where something else has set one of the keys to another value."""
+    for name, value in outcome.values.items():
+        is_free = name == key or outcome.overrules or (name in _SHARED and name in said)
+        if is_free or not (draft.is_set(name) or name in said) or "${" in str(value) or draft.value(name) == value:
+            continue
+        by = f" by {said[name]}" if name in said else ""
+        return f"is {name} here, which is {show(draft.value(name))}{by}; leave one of them out"
+    return None
+
+
+@dataclass(frozen=True)
+class _DraftContext:
+    draft: Draft
+    translator: Translator
+
+    def value(self, key: str) -> Any:
+        return self.draft.value(key)
+
+    def is_set(self, key: str) -> bool:
+        return self.draft.is_set(key)
+
+    def foreign(self, key: str) -> Any:
+        return self.translator.written(key)
+
+
+def entry_of(kind: str, key: str) -> Iterator[tuple[Entry, re.Match[str]]]:
+    """Entries whose pattern fits."""
+    for entry in ENTRIES[kind]:
+        if match := entry.regex.fullmatch(key):
+            yield entry, match
+
+
+def _read(kind: str, key: str, value: Any, context: Context) -> AlreadySo | Becomes | Refused | None:
+    found = (entry.read(match, value, context) for entry, match in entry_of(kind, key))
+    return next((outcome for outcome in found if outcome is not None), None)
+
+
+def translation_table(translations: list[Translation]) -> str:
+    """What a run prints of the keys of verl that it was given; "" without any."""
+    renamed = [
+        (found.written, f"-> {' '.join(found.becomes)}{f'  ({found.why})' if found.why else ''}")
+        for found in translations
+        if found.verdict == "renamed"
+    ]
+    same = [(found.written, found.why) for found in translations if found.verdict == "already so"]
+    blocks = []
+    if renamed:
+        blocks.append("keys of verl, and what they are here:\n" + _columns(renamed))
+    if same:
+        blocks.append("keys of verl with nothing to set, already so here:\n" + _columns(same))
+    return "\n".join(blocks)
+
+
+def _columns(rows: list[tuple[str, str]]) -> str:
+    width = min(max(len(left) for left, _ in rows), 90)
+    return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)

@@ -1,0 +1,104 @@
+"""Fields of Megatron's own configs that the user sets: `override_transformer_config` and its like."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from scalerl.config.value_checks import show
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+
+# Keys -> the dataclass whose fields they name. The one with latent attention has those of every transformer.
+CLASSES: dict[str, type] = {
+    "override_transformer_config": MLATransformerConfig,
+    "override_ddp_config": DistributedDataParallelConfig,
+    "override_optimizer_config": OptimizerConfig,
+}
+
+
+def override_violations(section: str, config: MegatronConfig | OptimConfig) -> Iterator[str]:
+    """Names that Megatron does not have, and values of another type than it says. section: key of `config`."""
+    for name, owner in CLASSES.items():
+        hints = _hints(owner)
+        for field, value in getattr(config, name, {}).items():
+            key = f"{section}.{name}.{field}"
+            if field not in hints:
+                yield f"{key} = {show(value)}: Megatron's {owner.__name__} has no such field; leave it out"
+            elif not fits(value, hints[field]):
+                yield f"{key} = {show(value)}: Megatron's {owner.__name__} wants {_described(hints[field])}"
+
+
+def megatron_values(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of CLASSES[key]: members of an enum and torch's types for their names."""
+    hints = _hints(CLASSES[key])
+    return {field: _converted(value, hints[field]) for field, value in given.items()}
+
+
+@functools.cache
+def _hints(owner: type) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(owner) if not field.name.startswith("_")}
+    return {name: hint for name, hint in typing.get_type_hints(owner).items() if name in names}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows, one by one."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return tuple(option for part in typing.get_args(hint) for option in _options(part))
+    return (hint,)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a configuration is one of a field's type."""
+    return any(_fits(value, option) for option in _options(hint))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (list, tuple) or hint in (list, tuple):
+        return isinstance(value, list)
+    if hint is type(None):
+        return value is None
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is torch.dtype:
+        return isinstance(getattr(torch, str(value), None), torch.dtype)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return value in hint.__members__
+    return isinstance(hint, type) and type(value) is hint
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    for option in _options(hint):
+        if option is torch.dtype and isinstance(value, str) and _fits(value, option):
+            return getattr(torch, value)
+        if isinstance(option, type) and issubclass(option, enum.Enum) and _fits(value, option):
+            return option[value]
+    return value
+
+
+def _described(hint: Any) -> str:
+    options = []
+    for option in _options(hint):
+        if typing.get_origin(option) is Literal:
+            options += map(str, typing.get_args(option))
+        elif isinstance(option, type) and issubclass(option, enum.Enum):
+            options += option.__members__
+        else:
+            options.append("null" if option is type(None) else getattr(option, "__name__", str(option)))
+    return " or ".join(options)

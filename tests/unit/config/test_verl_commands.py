@@ -1,0 +1,201 @@
+"""Commands of verl: how many of their keys are understood, and that they run once what is refused has been left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scalerl.config import ConfigError, PPOConfig, composed, translation_table
+from scalerl.config.keys import KeyTable
+from scalerl.config.verl import Translation
+
+# Arguments of four of verl's example scripts, and (further) of its vocabulary, one a line.
+COMMANDS = Path(__file__).parent / "verl_commands"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", f"{ROLLOUT}.n=4"]
+
+
+@cache
+def arguments(name: str) -> list[str]:
+    return (COMMANDS / f"{name}.txt").read_text().splitlines()
+
+
+def violations(given: list[str]) -> list[str]:
+    try:
+        composed("ppo", given)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def key_of(argument: str) -> str:
+    return argument.partition("=")[0].lstrip("+")
+
+
+def without_refused(name: str) -> list[str]:
+    refused = {text.split(" = ")[0] for text in violations(arguments(name))}
+    return [argument for argument in arguments(name) if key_of(argument) not in refused]
+
+
+def translations(*given: str) -> dict[str, Translation]:
+    return {found.key: found for found in composed("ppo", [*REQUIRED, *given]).translations}
+
+
+# Keys of each: taken over, renamed, already so, refused.
+COUNTS = {
+    "grpo8b": (34, 0, 8, 0),
+    "gspo30b": (50, 4, 11, 1),
+    "dsv3": (67, 15, 17, 0),
+    "dapo_npu": (69, 17, 14, 3),
+    "further": (55, 35, 105, 5),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_keys_are_understood(name: str):
+    given = arguments(name)
+    refused = violations(given)
+    assert not [text for text in refused if "did you mean" in text or "no such key" in text]
+    verdicts = Counter(found.verdict for found in composed("ppo", without_refused(name)).translations)
+    renamed, same = verdicts["renamed"], verdicts["already so"]
+    assert (len(given) - renamed - same - len(refused), renamed, same, len(refused)) == COUNTS[name]
+    # Of the vocabulary some lines are there to be refused.
+    assert len(refused) <= (3 if name != "further" else 6)
+
+
+def test_no_value_of_a_key_of_scalerl_is_taken_for_verls():
+    found = composed("ppo", REQUIRED)
+    assert found.translations == []
+    # Keys that both have, with values that both take.
+    both = [f"{ROLLOUT}.name=sglang", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.logger=[console]"]
+    both += [f"{ROLLOUT}.top_k=5", f"{ACTOR}.loss_scale_factor=7", "data.seed=3", f"{ACTOR}.optim.lr_warmup_steps=2"]
+    assert translations(*both) == {}
+
+
+def test_every_target_is_a_key_of_scalerl():
+    table = KeyTable(PPOConfig)
+    for name in COUNTS:
+        for found in composed("ppo", without_refused(name)).translations:
+            targets = [text.partition("=")[0] for text in found.becomes]
+            assert all(table.kind(target) != "unknown" for target in targets), found
+
+
+def test_samples_of_a_micro_batch_become_tokens():
+    lengths = ["data.max_prompt_length=100", "data.max_response_length=150"]
+    key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    assert translations(*lengths, f"{key}=4")[key].becomes == (f"{ACTOR}.ppo_max_token_len_per_gpu=1000",)
+    # Over two ranks a sequence takes an even number of pieces.
+    over_ranks = translations(*lengths, f"{key}=4", f"{ACTOR}.megatron.context_parallel_size=2")
+    assert over_ranks[key].becomes == (f"{ACTOR}.ppo_max_token_len_per_gpu=504",)
+    given = translations(
+        *lengths, f"{key}=4", f"{ACTOR}.ppo_max_token_len_per_gpu=600", f"{ACTOR}.use_dynamic_bsz=True"
+    )
+    assert {found.verdict for found in given.values()} == {"already so"}
+
+
+def test_the_reference_has_micro_batches_of_its_own():
+    key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    found = translations(f"{key}=2")[key]
+    assert found.becomes == ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",)
+
+
+def test_a_share_of_the_steps_becomes_updates():
+    steps = ["trainer.total_training_steps=50", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32"]
+    key = f"{ACTOR}.optim.lr_warmup_steps_ratio"
+    assert translations(*steps, f"{key}=0.1")[key].becomes == (f"{ACTOR}.optim.lr_warmup_steps=10",)
+    (found,) = violations([*REQUIRED, f"{key}=0.1"])
+    assert found.startswith(f"{key} = 0.1: warm-up is a number of optimizer updates")
+    assert translations(f"{key}=0.0")[key].verdict == "already so"
+
+
+def test_two_keys_that_differ_about_the_same_are_refused():
+    (found,) = violations([*REQUIRED, f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.optim.clip_grad=1.0"])
+    assert found == (f"{ACTOR}.grad_clip = 2.0: is {ACTOR}.optim.clip_grad here, which is 1.0; leave one of them out")
+    assert violations([*REQUIRED, f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.optim.clip_grad=2.0"]) == []
+
+
+def test_the_value_that_scalerl_does_not_do_is_refused_with_the_reason():
+    (found,) = violations([*REQUIRED, "actor_rollout_ref.model.use_remove_padding=False"])
+    assert found == (
+        "actor_rollout_ref.model.use_remove_padding = false: sequences are always packed, padding is never computed; "
+        "leave it out"
+    )
+
+
+def test_keys_of_a_file_are_translated_too(tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(
+        "data: {train_files: a, val_files: b}\n"
+        "actor_rollout_ref:\n  model: {path: m, use_remove_padding: true}\n"
+        "  actor: {grad_clip: 0.5, use_dynamic_bsz: true}\n  rollout: {n: 4, name: vllm}\n"
+        "reward: {reward_manager: {source: register, name: dapo}}\n"
+    )
+    cfg = composed("ppo", ["--config-dir", str(tmp_path), "--config-name", "run"]).config
+    assert cfg.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    assert cfg.actor_rollout_ref.rollout.name == "sglang" and cfg.reward_model.reward_manager == "dapo"
+    assert composed("ppo", ["--config-path", str(tmp_path), "--config-name", "run"]).config == cfg
+
+
+def test_verls_own_files_and_dashes_are_understood():
+    given = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *REQUIRED, "--trainer.nnodes=2"]
+    found = composed("ppo", given)
+    assert found.config.trainer.nnodes == 2
+    assert [name.key for name in found.translations] == ["--config-name", "--config-path"]
+    (text,) = violations(["--config-path=config", "--config-name=ppo", *REQUIRED])
+    assert "--config-dir DIR --config-name NAME" in text
+
+
+def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_have_it():
+    fields = f"{ACTOR}.megatron.override_transformer_config"
+    cfg = composed(
+        "ppo",
+        [
+            *REQUIRED,
+            f"+{fields}.moe_permute_fusion=True",
+            f"++{fields}.recompute_granularity=selective",
+            "actor_rollout_ref.ref.megatron.override_transformer_config.moe_deepep_num_sms=8",
+            f"{ACTOR}.optim.override_optimizer_config.adam_eps=1e-9",
+            f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            f"{ACTOR}.megatron.override_ddp_config.bucket_size=1000",
+        ],
+    ).config
+    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
+    assert actor.megatron.override_transformer_config == {"moe_permute_fusion": True}
+    assert ref.megatron.override_transformer_config == {"moe_permute_fusion": True, "moe_deepep_num_sms": 8}
+    assert cfg.critic.megatron.override_transformer_config == {"moe_permute_fusion": True}
+    assert actor.megatron.recompute_granularity == "selective" and actor.megatron.optimizer_offload
+    assert actor.optim.override_optimizer_config == {"adam_eps": 1e-9}
+    assert actor.megatron.override_ddp_config == {"bucket_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it"),
+        ("megatron.override_transformer_config.calculate_per_token_loss=False", "so it can only be true"),
+        ("megatron.override_ddp_config.overlap_grad_reduce=True", "taken once after the last micro-batch"),
+        ("optim.override_optimizer_config.bf16=False", "megatron.dtype says it"),
+    ],
+)
+def test_fields_that_scalerl_sets_are_refused(field: str, text: str):
+    (found,) = violations([*REQUIRED, f"+{ACTOR}.{field}"])
+    assert text in found and found.endswith("; leave it out")
+
+
+def test_the_table_says_from_what_to_what():
+    found = list(translations(f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.use_dynamic_bsz=True").values())
+    assert translation_table(found).splitlines() == [
+        "keys of verl, and what they are here:",
+        f"  {ACTOR}.grad_clip=2.0  -> {ACTOR}.optim.clip_grad=2.0",
+        "keys of verl with nothing to set, already so here:",
+        f"  {ACTOR}.use_dynamic_bsz=true  micro-batches are packed up to a number of tokens; no number depends on it",
+    ]
+    assert translation_table([]) == ""
+
+
+def test_a_kl_weight_of_zero_is_no_contradiction():
+    assert violations([*REQUIRED, "algorithm.use_kl_in_reward=False", "algorithm.kl_ctrl.kl_coef=0.0"]) == []
+    (found,) = violations([*REQUIRED, "algorithm.kl_ctrl.kl_coef=0.5"])
+    assert "has no effect" in found
