@@ -16,6 +16,7 @@ USAGE = """\
 usage: scalerl COMMAND ...
 
 commands:
+  init      a configuration, a reward function and data to edit, which train as they are
   train     reinforcement learning: parquet in, checkpoints out
   sft       supervised fine-tuning on conversations
   generate  responses of a model to the prompts of a file
@@ -44,6 +45,12 @@ def _print(text: str) -> None:
     except BrokenPipeError:
         # What Python would flush at exit must not meet the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _init(argv: list[str]) -> int | None:
+    from scalerl.init.command import main as program
+
+    return program(argv)
 
 
 def _train(argv: list[str]) -> int | None:
@@ -89,6 +96,7 @@ def _doctor(argv: list[str]) -> int | None:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "init": _init,
     "train": _train,
     "sft": _sft,
     "generate": _generate,

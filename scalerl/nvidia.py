@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Of the processes that compute: which devices they may use.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICE_FILE = re.compile(r"/nvidia\d+$")
 _DRIVER_FILE = "proc/driver/nvidia/version"
 _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
@@ -33,6 +34,14 @@ def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
         if (tool := root / folder / "nvidia-smi").exists():
             signs.append(str(tool))
     return NvidiaDevice(driver, tuple(signs)) if signs else None
+
+
+def count_devices(root: Path = Path("/")) -> int:
+    """How many this process may use; 1 where there are some and the file system does not show how many."""
+    if (visible := os.environ.get(VISIBLE_DEVICES)) is not None:
+        return 0 if are_hidden() else len(visible.split(","))
+    found = find_nvidia_device(root)
+    return 0 if found is None else max(1, sum(bool(_DEVICE_FILE.search(sign)) for sign in found.signs))
 
 
 def are_hidden() -> bool:

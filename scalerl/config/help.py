@@ -12,6 +12,7 @@ from typing import Any, Literal
 from omegaconf import MISSING
 
 from scalerl.config.keys import Leaf, inherited_keys, leaves
+from scalerl.config.machine import DEVICES_HERE
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domains_of
 from scalerl.config.value_checks import show
 
@@ -84,6 +85,8 @@ def _inherited(inherited: dict[str, str], leaf: Leaf) -> str | None:
 def _default(leaf: Leaf) -> str:
     field = next(field for field in dataclasses.fields(leaf.owner) if field.name == leaf.name)
     value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value == DEVICES_HERE:
+        return "the machine's"
     return "required" if value == MISSING else show(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from scalerl import nvidia
+from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
 
 
@@ -30,6 +31,15 @@ def resolve_device(name: str) -> str:
         + (f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"),
         hidden=nvidia.are_hidden(),
     )
+
+
+def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:
+    """What a run says at its start of the devices that it takes. device: what trainer.device came to."""
+    number = trainer.n_gpus_per_node
+    what = "GPU" if device == "cuda" else "process" if number == 1 else "processe"
+    each = f"{number} {what}{'' if number == 1 else 's'}{' on the CPU' if device == 'cpu' else ''}"
+    nodes = "" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes x "
+    return f"devices: {nodes}{each} (trainer.n_gpus_per_node, trainer.device={trainer.device})"
 
 
 def device_of(name: str, *, torch_sees_one: bool, torch_build: str, hidden: bool, root: Path = Path("/")) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import batch_table, composed, help_text, total_steps, translation_table
 from scalerl.errors import run_main
+from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.user_code import forget_files
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.preflight import check_ppo
 
     inputs = check_ppo(cfg)
+    print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(batch_table(cfg, len(inputs.train)), flush=True)
     if not cfg.trainer.val_only:
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)

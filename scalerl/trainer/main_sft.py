@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import composed, help_text, total_steps, translation_table
 from scalerl.errors import run_main
+from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.user_code import forget_files
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
     inputs = check_sft(cfg)
     num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
+    print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")

@@ -17,6 +17,7 @@ from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTCo
 from scalerl.errors import UserError
 
 PROGRAMS = {
+    "init": ("scalerl.init.command", []),
     "train": ("scalerl.trainer.main_ppo", []),
     "sft": ("scalerl.trainer.main_sft", []),
     "generate": ("scalerl.inference.main_generation", []),

@@ -26,7 +26,7 @@ LAYERS = [
     {"hybrid", "rollout"},
     # The workers host engines, weight sync and checkpoints.
     {"controller"},
-    {"inference", "trainer", "doctor"},
+    {"inference", "trainer", "doctor", "init"},
     # Nothing of a run imports compat.
     {"cli", "compat"},
 ]

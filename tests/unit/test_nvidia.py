@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.nvidia import VISIBLE_DEVICES, are_hidden, find_nvidia_device, hide
+from scalerl.nvidia import VISIBLE_DEVICES, are_hidden, count_devices, find_nvidia_device, hide
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs@U16)\n"
 CLOSED = (
@@ -53,3 +53,16 @@ def test_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE_DEVICES, "0,1")
     hide()
     assert are_hidden()
+
+
+def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
+    assert count_devices(tmp_path) == 0
+    write(tmp_path, "usr/bin/nvidia-smi")
+    assert count_devices(tmp_path) == 1
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        write(tmp_path, f"dev/{name}")
+    assert count_devices(tmp_path) == 3
+    for visible, number in (("0,1", 2), ("GPU-5f", 1), ("", 0), ("-1", 0)):
+        monkeypatch.setenv(VISIBLE_DEVICES, visible)
+        assert count_devices(tmp_path) == number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scalerl.config.machine import DEVICES_HERE
 from scalerl.config.schema.fields import key, same_as
 from scalerl.config.value_checks import above, at_least, one_of
 
@@ -16,8 +17,9 @@ class DevicesConfig:
     # cpu hides the GPUs of the machine from all of the run.
     device: str = key("auto", one_of("auto", "cuda", "cpu"))
     nnodes: int = key(1, at_least(1))
-    # Devices (on CPU: processes) per node.
-    n_gpus_per_node: int = key(8, at_least(1))
+    # Devices (on CPU: processes) per node. Default: the GPUs of the machine that the command runs on; on a CPU its
+    # cores, at most 8.
+    n_gpus_per_node: int = key(DEVICES_HERE, at_least(1))
     # Seconds that a collective, a call of the ranks or a start of the servers may take before the run stops and names
     # what is missing.
     timeout_s: float = key(1800.0, above(0))

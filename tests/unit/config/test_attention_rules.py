@@ -14,8 +14,8 @@ from scalerl.config.schema import MegatronConfig
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 NEEDED = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
-PPO = compose("ppo", [*NEEDED, "actor_rollout_ref.rollout.n=4"])
-SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m"])
+PPO = compose("ppo", [*NEEDED, "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=4"])
+SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m", "trainer.n_gpus_per_node=8"])
 KINDS = list(FIRST_VERSIONS)
 KV8 = {"num_attention_heads": 16, "num_kv_heads": 8, "num_layers": 4, "ffn_hidden_size": 256}
 

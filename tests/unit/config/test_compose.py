@@ -11,7 +11,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, save_resolved
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, machine, save_resolved
 from scalerl.config.keys import KeyTable
 from scalerl.config.partial_config import Draft
 from scalerl.errors import UserError
@@ -361,3 +361,12 @@ def test_the_error_numbers_its_violations_and_survives_pickling():
     copy = pickle.loads(pickle.dumps(error))
     assert copy.violations == error.violations and str(copy) == str(error)
     assert isinstance(error, UserError) and isinstance(error, ValueError)
+
+
+def test_devices_are_the_machines_own_unless_given(monkeypatch):
+    monkeypatch.setattr(machine, "devices_here", lambda device: {"auto": 6, "cpu": 3}[device])
+    found, on_cpu = compose("sft", SFT), compose("sft", [*SFT, "trainer.device=cpu"])
+    given = compose("generation", [*GENERATION, "trainer.n_gpus_per_node=5"])
+    assert [cfg.trainer.n_gpus_per_node for cfg in (found, on_cpu, given)] == [6, 3, 5]
+    ppo = compose("ppo", PPO, rules=False)
+    assert ppo.trainer.n_gpus_per_node == ppo.critic.resource_pool.n_gpus_per_node == 6

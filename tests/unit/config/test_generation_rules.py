@@ -12,7 +12,9 @@ from scalerl.config import ConfigError, compose, validate_eval, validate_generat
 from scalerl.config.keys import leaves
 from scalerl.config.schema import EvalConfig, GenerationConfig, domains_of
 
-GENERATION = compose("generation", ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m"])
+GENERATION = compose(
+    "generation", ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=m", "trainer.n_gpus_per_node=8"]
+)
 EVAL = compose("eval", ["data.path=a.parquet"])
 VALIDATORS = {GenerationConfig: (GENERATION, validate_generation), EvalConfig: (EVAL, validate_eval)}
 

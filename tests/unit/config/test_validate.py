@@ -26,9 +26,15 @@ from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig, domain_v
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 PPO = compose(
     "ppo",
-    ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m", f"{ROLLOUT}.n=4"],
+    [
+        "data.train_files=a.parquet",
+        "data.val_files=b.parquet",
+        "actor_rollout_ref.model.path=m",
+        f"{ROLLOUT}.n=4",
+        "trainer.n_gpus_per_node=8",
+    ],
 )
-SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m"])
+SFT = compose("sft", ["data.train_files=a.parquet", "model.path=m", "trainer.n_gpus_per_node=8"])
 
 
 def changed(cfg: Any, values: dict[str, Any]) -> Any:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.config.schema import TrainerConfig
 from scalerl.nvidia import VISIBLE_DEVICES
-from scalerl.runtime.device import DeviceError, device_of, resolve_device
+from scalerl.runtime.device import DeviceError, device_of, devices_line, resolve_device
 
 BUILD = "torch 2.13.0+cu130, built for CUDA 13.0"
 
@@ -60,3 +61,10 @@ def test_cpu_hides_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE_DEVICES, "0,1")
     assert resolve_device("cpu") == "cpu"
     assert os.environ[VISIBLE_DEVICES] == ""
+
+
+def test_what_a_run_says_of_its_devices() -> None:
+    two, many = TrainerConfig(n_gpus_per_node=2), TrainerConfig(nnodes=4, n_gpus_per_node=8, device="cuda")
+    assert devices_line(two, "cpu") == "devices: 2 processes on the CPU (trainer.n_gpus_per_node, trainer.device=auto)"
+    assert devices_line(many, "cuda").startswith("devices: 4 nodes x 8 GPUs (")
+    assert "1 process on the CPU" in devices_line(TrainerConfig(n_gpus_per_node=1), "cpu")

@@ -190,6 +190,6 @@ def test_memory_of_nodes_is_the_largest_of_drivers_and_ranks():
     """An absurd size, so that no machine that runs this has more."""
     found = outcome()
     found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e9, "max")})
-    assert step_metrics(PPOConfig(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
+    assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
     found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e-9, "max")})
-    assert step_metrics(PPOConfig(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3
+    assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3

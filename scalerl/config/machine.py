@@ -1,0 +1,34 @@
+"""How many devices the machine has that a command runs on, counted without torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from scalerl import nvidia
+
+# On a CPU a device is a process of about a gigabyte.
+MAX_CPU_DEVICES = 8
+_RESOLVER = "devices_here"
+# The default of trainer.n_gpus_per_node: an interpolation, for it follows from trainer.device.
+DEVICES_HERE: Any = f"${{{_RESOLVER}:${{trainer.device}}}}"
+
+
+def devices_here(device: str) -> int:
+    """GPUs, or on a CPU cores, MAX_CPU_DEVICES at most. device: trainer.device."""
+    num_gpus = 0 if device == "cpu" else nvidia.count_devices()
+    if num_gpus or device == "cuda":
+        return max(1, num_gpus)
+    return min(num_cores(), MAX_CPU_DEVICES)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+OmegaConf.register_new_resolver(_RESOLVER, lambda device: devices_here(device), replace=True)

@@ -1,0 +1,78 @@
+"""`scalerl init DIR`: a configuration, a reward function and data to edit, which train as they are on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalerl.errors import UserError
+from scalerl.init.files import Machine, make_files
+
+QUICKSTART_MODEL = Path("outputs/quickstart/sft_model")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Raises UserError for a model that cannot be trained, and for files that are there already."""
+    arguments = _parser().parse_args(argv)
+    directory = arguments.directory.expanduser().resolve()
+    model = _model(arguments.model)
+
+    from scalerl.families import ModelShape
+    from scalerl.runtime.device import resolve_device
+
+    try:
+        shape = ModelShape.from_hf(model)
+    except (ValueError, OSError) as error:
+        raise UserError(f"--model {model}: {error}") from None
+    machine = Machine.here(resolve_device(arguments.device))
+    _write(directory, make_files(directory, model, shape.hidden_size, machine))
+    print(_next_steps(directory, machine))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scalerl init", description=__doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there; no file is replaced")
+    parser.add_argument(
+        "--model", metavar="DIR", help=f"Hugging Face model directory; asked for if not given ({QUICKSTART_MODEL}?)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are some"
+    )
+    return parser
+
+
+def _model(given: str | None) -> Path:
+    """Absolute: the run may be started from elsewhere."""
+    proposed = QUICKSTART_MODEL if QUICKSTART_MODEL.is_dir() else None
+    if given is None and sys.stdin.isatty():
+        given = input(f"Model directory{f' [{proposed}]' if proposed else ''}: ").strip() or str(proposed or "")
+    if not given:
+        hint = f"; here is the quickstart's: --model {proposed}" if proposed else ""
+        raise UserError(f"no model: give --model DIR, a Hugging Face model directory{hint}")
+    return Path(given).expanduser().resolve()
+
+
+def _write(directory: Path, files: dict[str, str]) -> None:
+    there = [name for name in files if (directory / name).exists()]
+    if there:
+        raise UserError(f"{directory} has {', '.join(there)} already; give another directory, or remove them")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written ({error}); give another directory") from None
+
+
+def _next_steps(directory: Path, machine: Machine) -> str:
+    kind = "GPUs" if machine.device == "cuda" else "processes on the CPU"
+    return f"""\
+{directory}: for {machine.num_devices} {kind}
+  train.yaml               the run: sizes, steps, learning rate
+  reward.py                what an answer is worth
+  train.jsonl, val.jsonl   prompts with what the reward needs to know
+They train as they are; edit them, then:
+  scalerl train --config-dir {directory} --config-name train"""

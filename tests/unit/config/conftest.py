@@ -1,0 +1,12 @@
+"""The rules are tried on a machine of eight devices, whatever this one has."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalerl.config import machine
+
+
+@pytest.fixture(autouse=True)
+def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "devices_here", lambda device: 8)
