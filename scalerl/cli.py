@@ -21,7 +21,7 @@ commands:
   sft       supervised fine-tuning on conversations
   generate  responses of a model to the prompts of a file
   eval      scores of such responses: mean, best of n, majority, pass@k
-  data      original files of a known data set, or a generated task -> parquet for train
+  data      your own files, a known data set, or a generated task -> parquet for train and sft
   merge     a checkpoint -> a Hugging Face model directory
   doctor    versions, devices, what is missing and what that changes
 

@@ -31,7 +31,9 @@ class DataFile:
 
 
 def resolve_files(
-    data_files: str | os.PathLike | Sequence[str | os.PathLike], cache_dir: str | os.PathLike | None = None
+    data_files: str | os.PathLike | Sequence[str | os.PathLike],
+    cache_dir: str | os.PathLike | None = None,
+    suffixes: Sequence[str] = SUFFIXES,
 ) -> list[DataFile]:
     """Resolves one path or URL, or a list of them, to local files in the order given; URLs are copied to cache_dir.
 
@@ -47,17 +49,17 @@ def resolve_files(
             continue
         if is_remote(data_file):
             names.append(data_file)
-            if PurePosixPath(remote_name(str(data_file))).suffix not in SUFFIXES:
-                problems.append(f"data file {data_file} must end in one of {', '.join(SUFFIXES)}; name the file itself")
+            if PurePosixPath(remote_name(str(data_file))).suffix not in suffixes:
+                problems.append(f"data file {data_file} must end in one of {', '.join(suffixes)}; name the file itself")
             continue
         path = Path(data_file).expanduser()
         names.append(str(path))
         if path.is_dir():
-            problems.append(f"data file {path} is a directory; name its files ({', '.join(SUFFIXES)}) in a list")
+            problems.append(f"data file {path} is a directory; name its files ({', '.join(suffixes)}) in a list")
         elif not path.is_file():
             problems.append(f"data file {path} does not exist (working directory {Path.cwd()}); correct the path")
-        elif path.suffix not in SUFFIXES:
-            problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(SUFFIXES)}")
+        elif path.suffix not in suffixes:
+            problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(suffixes)}")
     if problems:
         # Raised before anything is copied.
         raise DataError(problems)

@@ -6,13 +6,15 @@ The rows come from the data set's original files, or are generated from a task.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.config.schema import DataConfig
 from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
-from scalerl.data.prepare import reasoning_gym_rows
+from scalerl.data.prepare import own_rows, reasoning_gym_rows
+from scalerl.data.prepare.own_rows import OwnColumns, as_conversations, read_own
 from scalerl.data.prepare.rows import SOURCES, Source
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
 from scalerl.data.prepare.writing import schema_of, write_all
@@ -22,6 +24,8 @@ from scalerl.data.problems import DataError, FileProblems
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.  Raises DataError for files that cannot be used."""
     arguments = _parser().parse_args(argv)
+    if arguments.name == own_rows.NAME:
+        return _own(arguments)
     split = _generate(arguments) if arguments.name == reasoning_gym_rows.NAME else _convert(arguments)
     _report(split, write_all({TRAIN: split.train, VAL: split.val}, arguments.out, overwrite=arguments.overwrite))
     return 0
@@ -38,6 +42,43 @@ def _convert(arguments: argparse.Namespace) -> Split:
             print(f"{file.name}: {len(rows)} rows of {split}")
     print(f"{len(files)} files: {len(read[TRAIN])} rows of {TRAIN}, {len(read[VAL])} of {VAL}")
     return split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
+
+
+def _own(arguments: argparse.Namespace) -> int:
+    if (arguments.prompt is None) == (arguments.template is None):
+        raise DataError(["give one of --prompt COLUMN and --template TEXT"])
+    columns = OwnColumns(
+        arguments.prompt, arguments.answer, arguments.template, arguments.system, arguments.data_source, arguments.sft
+    )
+    suffixes = own_rows.OWN_SUFFIXES
+    files = _files(arguments.local, None, arguments.cache_dir, suffixes)
+    files += _files(arguments.val, VAL, arguments.cache_dir, suffixes)
+    read: dict[str, Rows] = {TRAIN: [], VAL: []}
+    for file, name in files:
+        rows = read_own(file.path, file.name, columns)
+        read[name] += rows
+        print(f"{file.name}: {len(rows)} rows of {name}")
+    split = split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
+    made = {TRAIN: split.train, VAL: split.val}
+    if columns.is_sft:
+        made = {name: as_conversations(rows) for name, rows in made.items()}
+    paths = write_all(made, arguments.out, overwrite=arguments.overwrite)
+    _report_own(made, split.dropped, paths)
+    return 0
+
+
+def _report_own(made: dict[str, Rows], dropped: dict[str, int], paths: dict[str, Path]) -> None:
+    for reason, count in dropped.items():
+        print(f"dropped {count} rows that {reason}")
+    for name, rows in made.items():
+        print(f"wrote {paths[name]}: {len(rows)} rows")
+    print("columns:")
+    for field in schema_of(made[TRAIN]):
+        print(f"  {field.name}: {field.type}")
+    for number, row in enumerate(made[TRAIN][:2]):
+        print(f"row {number}: {json.dumps(row, ensure_ascii=False)}")
+    command = "sft" if "messages" in made[TRAIN][0] else "train"
+    print(f"next: scalerl {command} data.train_files={paths[TRAIN]} data.val_files={paths[VAL]} ...")
 
 
 def _generate(arguments: argparse.Namespace) -> Split:
@@ -57,11 +98,14 @@ _MAX_FILES_SHOWN = 20
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scalerl data",
-        description="Prepare a known data set for scalerl train, from its original files or by generating it.",
+        description="Prepare data for scalerl train or sft: your own files, a known data set, or a generated task.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for source in SOURCES.values():
-        command = commands.add_parser(source.name, help=source.about, description=source.about)
+    for name, about, instruction in [
+        (own_rows.NAME, own_rows.ABOUT, ""),
+        *((source.name, source.about, source.instruction) for source in SOURCES.values()),
+    ]:
+        command = commands.add_parser(name, help=about, description=about)
         command.add_argument(
             "--local",
             nargs="+",
@@ -77,9 +121,26 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--seed", type=int, default=0, help="which rows --val-size takes (default 0)")
         command.add_argument("--cache-dir", default=DataConfig.cache_dir, help="copies of URLs (default %(default)s)")
-        _add_common(command, source.instruction)
+        _add_common(command, instruction)
+        if name == own_rows.NAME:
+            _add_own(command)
     _add_reasoning_gym(commands)
     return parser
+
+
+def _add_own(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--prompt", metavar="COLUMN", help="text, or a list of messages {role, content}")
+    command.add_argument(
+        "--template", metavar="TEXT", help="the prompt as text with columns in braces: 'Translate: {english}'"
+    )
+    command.add_argument(
+        "--answer", metavar="COLUMN", help="what the reward function gets as ground_truth; with --sft what is learned"
+    )
+    command.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
+    command.add_argument(
+        "--data-source", default="own", metavar="NAME", help="groups validation metrics (default %(default)s)"
+    )
+    command.add_argument("--sft", action="store_true", help="write conversations, for scalerl sft")
 
 
 def _add_reasoning_gym(commands: argparse._SubParsersAction) -> None:
@@ -107,18 +168,23 @@ def _add_common(command: argparse.ArgumentParser, instruction: str) -> None:
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 
-def _files(local_paths: Sequence[str], split: str | None, cache_dir: str) -> list[tuple[DataFile, str]]:
+def _files(
+    local_paths: Sequence[str], split: str | None, cache_dir: str, suffixes: Sequence[str] = SUFFIXES
+) -> list[tuple[DataFile, str]]:
     """The files at the given paths, with the split of each; files in folders are sorted by name."""
     paths: list[str] = []
     for path in local_paths:
         if is_remote(path) or not Path(path).expanduser().is_dir():
             paths.append(path)
             continue
-        inside = sorted(str(file) for file in Path(path).expanduser().rglob("*") if file.suffix in SUFFIXES)
+        inside = sorted(str(file) for file in Path(path).expanduser().rglob("*") if file.suffix in suffixes)
+        inside = [path for path in inside if Path(path).name not in own_rows.NO_ROWS]
         if not inside:
-            raise DataError([f"folder {path} holds no file that ends in {', '.join(SUFFIXES)}; correct the path"])
+            raise DataError([f"folder {path} holds no file that ends in {', '.join(suffixes)}; correct the path"])
         paths += inside
-    return [(file, split or split_of(file.name)) for file in (resolve_files(paths, cache_dir) if paths else [])]
+    return [
+        (file, split or split_of(file.name)) for file in (resolve_files(paths, cache_dir, suffixes) if paths else [])
+    ]
 
 
 def _read(file: DataFile, source: Source, instruction: str) -> Rows:

@@ -14,15 +14,22 @@ from scalerl.data.files import read_chunks
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 
+# Column of `scalerl sft`.
+CONVERSATION = "messages"
+
 
 def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
-    """The schema of the five columns; extra_info has the keys of the first row, each text or a whole number."""
+    """The schema of the five columns, extra_info with the keys of the first row, each text or a whole number; or the
+    schema of conversations."""
     text = pa.string()
+    messages = pa.list_(pa.struct([("role", text), ("content", text)]))
+    if CONVERSATION in rows[0]:
+        return pa.schema([(CONVERSATION, messages)])
     extra = rows[0]["extra_info"]
     return pa.schema(
         [
             ("data_source", text),
-            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("prompt", messages),
             ("ability", text),
             ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
             (
@@ -63,9 +70,11 @@ def write_all(tables: dict[str, list[dict[str, Any]]], out: Path, *, overwrite: 
 def _check(path: Path, rows: list[dict[str, Any]]) -> None:
     """Makes the checks of a training run, and compares the file with the rows that were written."""
     problems, columns = FileProblems(str(path)), PromptColumns()
+    is_conversation = CONVERSATION in rows[0]
     read = []
-    for chunk in read_chunks(str(path), columns.names, problems):
-        check_prompt_rows(chunk, columns, problems)
+    for chunk in read_chunks(str(path), [CONVERSATION] if is_conversation else columns.names, problems):
+        if not is_conversation:
+            check_prompt_rows(chunk, columns, problems)
         read += [values for _, values in chunk]
     problems.raise_if_any()
     assert read == rows, f"{path} does not give back the rows that were written"

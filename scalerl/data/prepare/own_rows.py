@@ -1,0 +1,134 @@
+"""Rows of the user's own files, columns by name -> prompts with a ground truth, or conversations."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalerl.data.files import SUFFIXES, Chunk, read_chunks
+from scalerl.data.messages import check_messages
+from scalerl.data.prepare.csv_rows import csv_chunks
+from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
+
+NAME = "own"
+ABOUT = "your own csv, json, jsonl or parquet, or a hub data set's folder: columns by name"
+OWN_SUFFIXES = (*SUFFIXES, ".csv")
+# Beside the rows in folders of data sets.
+NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+
+@dataclass(frozen=True)
+class OwnColumns:
+    """How a row is made.
+
+    prompt: column with text or messages.  answer: column with the ground truth, or what the assistant says; None: none.
+    template: text with {column}, in place of the prompt's own.  system: a message before the prompt.
+    is_sft: conversations, for `scalerl sft`.
+    """
+
+    prompt: str | None
+    answer: str | None
+    template: str | None
+    system: str | None
+    data_source: str
+    is_sft: bool
+
+    @property
+    def needed(self) -> list[str]:
+        """Raises DataError for a template that cannot be filled."""
+        names = [self.prompt, *self._of_template(), self.answer]
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def _of_template(self) -> list[str]:
+        if self.template is None:
+            return []
+        try:
+            parts = list(string.Formatter().parse(self.template))
+        except ValueError as error:
+            raise DataError([f"--template {self.template!r}: {error}; write {{{{ and }}}} for braces"]) from None
+        names = [name for _, name, _, _ in parts if name is not None]
+        # Attributes and items of a value are no columns.
+        if not names or any(not name or set(name) & set(".[") for name in names):
+            raise DataError([f"--template {self.template!r}: write {{column}} where the text of a column goes"])
+        return names
+
+    def row(self, row: int, record: dict[str, Any], problems: FileProblems) -> dict[str, Any] | None:
+        """None with the reason added to `problems`. Of a conversation all is in the prompt."""
+        messages = self._prompt(row, record, problems)
+        answer = "" if self.answer is None else _text(record[self.answer], row, self.answer, problems)
+        if messages is None or answer is None:
+            return None
+        if self.system is not None:
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if self.is_sft:
+            messages = messages if self.answer is None else [*messages, {"role": "assistant", "content": answer}]
+            if messages[-1]["role"] != "assistant":
+                advice = "name the column of the answers with --answer"
+                problems.add("no assistant message at the end", advice, row=row, column=self.prompt)
+                return None
+            answer = ""
+        return {
+            "data_source": self.data_source,
+            "prompt": messages,
+            "ability": "",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"source_row": row},
+        }
+
+    def _prompt(self, row: int, record: dict[str, Any], problems: FileProblems) -> list[dict[str, str]] | None:
+        if self.template is not None:
+            texts = {name: _text(record[name], row, name, problems) for name in self._of_template()}
+            if None in texts.values():
+                return None
+            return [{"role": "user", "content": self.template.format_map(texts)}]
+        assert self.prompt is not None, "checked with the arguments"
+        value = record[self.prompt]
+        if not isinstance(value, list):
+            text = _text(value, row, self.prompt, problems)
+            return None if text is None else [{"role": "user", "content": text}]
+        messages = check_messages(value, row, self.prompt, problems)
+        if messages is None:
+            return None
+        if more := sorted({name for message in messages for name in message} - {"role", "content"}):
+            found = f"messages with {', '.join(more)}, which would be lost"
+            problems.add(found, "write these rows as parquet yourself: they are taken as they are", row=row)
+            return None
+        return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _text(value: Any, row: int, column: str, problems: FileProblems) -> str | None:
+    """Of text and numbers."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int | float):
+        return str(value)
+    found = "empty text" if isinstance(value, str) else f"{type_name(value)}, neither text nor a number"
+    problems.add(found, "fill it in, or remove the row", row=row, column=column, value=excerpt(value))
+    return None
+
+
+def read_own(path: str, name: str, columns: OwnColumns) -> list[dict[str, Any]]:
+    """Every row of a file. Raises DataError with all of its problems."""
+    problems, rows = FileProblems(name), []
+    needed = columns.needed
+    for chunk in _chunks(path, needed, problems):
+        for row, record in chunk:
+            if record.keys() >= set(needed) and (made := columns.row(row, record, problems)) is not None:
+                rows.append(made)
+        if problems.full:
+            break
+    problems.raise_if_any()
+    return rows
+
+
+def _chunks(path: str, columns: list[str], problems: FileProblems) -> Iterator[Chunk]:
+    read = csv_chunks if Path(path).suffix == ".csv" else read_chunks
+    return read(path, columns, problems)
+
+
+def as_conversations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The column that `scalerl sft` reads."""
+    return [{"messages": row["prompt"]} for row in rows]
