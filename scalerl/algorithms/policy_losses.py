@@ -1,8 +1,9 @@
 """Policy losses other than PPO's (`losses.vanilla`). Dims: T packed tokens.
 
-All of them: logprobs_T, old_logprobs_T, advantages_T [T], ActorConfig -> ([T] loss, {name: [T] values without
-gradient}). sg: without gradient. D = logprobs - old_logprobs in [-20, 20], r = exp(D). low, high: `losses.clip_bounds`.
-actor/ppo_kl is -D in each; actor/pg_clipfrac is 1 where a clip changes a token's loss, absent where nothing clips.
+Each takes logprobs_T, old_logprobs_T, advantages_T [T] and an ActorConfig, and returns ([T] loss, {name: [T] values
+without gradient}). sg: without gradient. D = logprobs - old_logprobs in [-20, 20], r = exp(D). low, high:
+`losses.clip_bounds`. actor/ppo_kl is -D in each; actor/pg_clipfrac is 1 where a clip changes a token's loss, and absent
+from losses without a clip.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _myself() -> dict[str, str]:
 
 
 def _holder(descriptor: int) -> dict[str, str]:
-    """What the holder has written about itself; empty in the moment before it writes."""
+    """The holder's description of itself; empty in the moment before it writes one."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
