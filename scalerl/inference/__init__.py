@@ -1,1 +1,1 @@
-"""`scalerl generate` and `scalerl eval`: what needs a trained model and no trainer."""
+"""The commands `scalerl generate` and `scalerl eval`, which use a trained model and need no trainer."""

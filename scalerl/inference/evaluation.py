@@ -1,4 +1,4 @@
-"""Responses of a file -> scores -> metrics, the table that is printed, the file that is written."""
+"""Scoring of a file's responses: scores, metrics, the printed table and the written file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from scalerl.data.tables import with_columns, write_table
 from scalerl.metrics.validation import Values, source_metrics, validation_metrics
 from scalerl.rewards import RewardManager, ScoreRequest, ScoreResult
 
-# More than any manager has calls under way.
+# More than the calls that any manager runs at a time.
 MAX_PENDING = 512
 SCORE_COLUMNS = ("scores", "reward_extra", "reward_failed")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Of all responses, row by row. rows: the row of each; data_sources and so on: [responses]."""
+    """The scores of all responses, row by row.  rows, data_sources, results: [responses]; rows: each one's row."""
 
     rows: list[int]
     data_sources: list[str]
@@ -34,14 +34,14 @@ class Scored:
         return [result for result in self.results if result.error is not None]
 
     def by_source(self) -> dict[str, dict[str, Values]]:
-        """data source -> variable -> metric -> value."""
+        """Metrics by data source, variable and name."""
         return source_metrics(*self._arguments())
 
     def metrics(self) -> dict[str, float]:
         return validation_metrics(*self._arguments())
 
     def num_responses(self, source: str) -> dict[int, int]:
-        """Row -> its responses, of one data source."""
+        """The number of responses of each row of a data source."""
         counts: dict[int, int] = {}
         for row, name in zip(self.rows, self.data_sources, strict=True):
             if name == source:
@@ -56,16 +56,16 @@ class Scored:
 def score_rows(
     manager: RewardManager, rows: Iterable[ResponseRow], on_score: Callable[[int], None] | None = None
 ) -> Scored:
-    """Every response by the manager, many at a time. on_score: is told how many are done.
+    """Scores every response by the manager, many at a time.  on_score: called with the number of those done.
 
-    Raises RewardError as the manager does; what was under way is given up then.
+    Raises RewardError as the manager does; calls that still run are then abandoned.
     """
-    found: list[tuple[int, str]] = []
+    rows_and_sources: list[tuple[int, str]] = []
 
     def requests() -> Iterator[ScoreRequest]:
         for row in rows:
             for number, response in enumerate(row.responses):
-                found.append((row.row, row.data_source))
+                rows_and_sources.append((row.row, row.data_source))
                 yield ScoreRequest(
                     sample_name=f"{row.name} response {number}",
                     data_source=row.data_source,
@@ -76,7 +76,7 @@ def score_rows(
                 )
 
     results = asyncio.run(_score_all(manager, requests(), on_score))
-    return Scored([row for row, _ in found], [source for _, source in found], results)
+    return Scored([row for row, _ in rows_and_sources], [source for _, source in rows_and_sources], results)
 
 
 async def _score_all(
@@ -102,13 +102,14 @@ async def _score_all(
 
 
 def with_scores(table: pa.Table, scored: Scored) -> pa.Table:
-    """The table with SCORE_COLUMNS, each a list per row: scores, other values as JSON text, whether scoring failed."""
-    places: list[list[int]] = [[] for _ in range(len(table))]
-    for place, row in enumerate(scored.rows):
-        places[row].append(place)
+    """The table with SCORE_COLUMNS, lists per row: scores, other values as JSON text, True where scoring failed."""
+    responses_of_row: list[list[int]] = [[] for _ in range(len(table))]
+    for response, row in enumerate(scored.rows):
+        responses_of_row[row].append(response)
 
     def column(value: Callable[[ScoreResult], Any], kind: pa.DataType) -> pa.Array:
-        return pa.array([[value(scored.results[place]) for place in found] for found in places], pa.list_(kind))
+        values = [[value(scored.results[response]) for response in responses] for responses in responses_of_row]
+        return pa.array(values, pa.list_(kind))
 
     return with_columns(
         table,
@@ -121,12 +122,12 @@ def with_scores(table: pa.Table, scored: Scored) -> pa.Table:
 
 
 def write_scores(table: pa.Table, scored: Scored, path: str) -> None:
-    """Raises OSError."""
+    """Writes the table with its scores to a file.  Raises OSError."""
     write_table(with_scores(table, scored), Path(path).expanduser())
 
 
 def report(scored: Scored) -> str:
-    """A block per data source: a line per variable and metric, a column per number of responses."""
+    """The printed report: a block per data source, a line per variable and metric, a column per number of responses."""
     blocks = []
     for source, variables in scored.by_source().items():
         counts = scored.num_responses(source)
@@ -137,7 +138,7 @@ def report(scored: Scored) -> str:
     return "\n\n".join(blocks)
 
 
-# Metric, as named with @n taken out -> how a line calls it.
+# Names of metrics without @n, each with its name in the report.
 _SHOWN = {
     "mean": "mean",
     "std": "std",
@@ -161,11 +162,11 @@ def _lines(variables: dict[str, Values]) -> list[str]:
 
 
 def _by_metric(values: Values) -> dict[str, dict[int, float]]:
-    """Key of _SHOWN -> n -> value."""
-    found: dict[str, dict[int, float]] = {}
+    """The values of the metrics in _SHOWN, by metric and n."""
+    by_metric: dict[str, dict[int, float]] = {}
     for name, value in values.items():
         metric, _, rest = name.partition("@")
         n, slash, part = rest.partition("/")
         if metric + slash + part in _SHOWN:
-            found.setdefault(metric + slash + part, {})[int(n)] = value
-    return {metric: found[metric] for metric in _SHOWN if metric in found}
+            by_metric.setdefault(metric + slash + part, {})[int(n)] = value
+    return {metric: by_metric[metric] for metric in _SHOWN if metric in by_metric}

@@ -1,4 +1,4 @@
-"""Prompts of a file -> responses, by rollout servers that are started for it and replaced when they are lost."""
+"""Responses to a file's prompts from rollout servers, which are started for it and replaced when they are lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FINISH_REASONS = "finish_reasons"
 
 @dataclass(frozen=True)
 class Prompt:
-    """row: number over all files."""
+    """A prompt to respond to.  row: its number over all files."""
 
     row: int
     input_ids: list[int]
@@ -52,16 +52,16 @@ class Prompt:
 def read_prompts(
     tables: Sequence[FileTable], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Of every row. Raises DataError with the problems of the first file that has any."""
+    """Reads the prompt of every row.  Raises DataError with the problems of the first file that has any."""
     prompts: list[Prompt] = []
     for file in tables:
         problems = FileProblems(file.name)
         column = cfg.data.prompt_key
         for chunk in file.chunks([column], problems, optional=["extra_info"]):
             checked = [check_messages(values[column], row, column, problems) for row, values in chunk]
-            messages = [found for found in checked if found is not None]
+            messages = [conversation for conversation in checked if conversation is not None]
             if problems:
-                # From here on rows are only checked.
+                # Once there is a problem, rows are only checked.
                 continue
             for (row, values), tokens in zip(chunk, tokenize(tokenizer, messages), strict=True):
                 input_ids = _input_ids(tokens, row, cfg, problems)
@@ -75,14 +75,14 @@ def read_prompts(
 
 
 def _input_ids(tokens: np.ndarray | str, row: int, cfg: GenerationConfig, problems: FileProblems) -> list[int] | None:
-    place = {"row": row, "column": cfg.data.prompt_key}
+    where = {"row": row, "column": cfg.data.prompt_key}
     limit = cfg.rollout.prompt_length
     if isinstance(tokens, str):
-        found = f"messages that the chat template refuses ({tokens})"
-        problems.add(found, "correct the messages, or use another template", **place)
+        problem = f"messages that the chat template refuses ({tokens})"
+        problems.add(problem, "correct the messages, or use another template", **where)
         return None
     if not len(tokens):
-        problems.add("messages that the chat template renders to nothing", "correct it", **place)
+        problems.add("messages that the chat template renders to nothing", "correct it", **where)
         return None
     if len(tokens) <= limit:
         return tokens.tolist()
@@ -90,7 +90,7 @@ def _input_ids(tokens: np.ndarray | str, row: int, cfg: GenerationConfig, proble
         problems.add(
             f"a prompt longer than rollout.prompt_length={limit} tokens",
             "raise it, or set data.truncation=left|right|middle",
-            **place,
+            **where,
             value=f"{len(tokens)} tokens",
         )
         return None
@@ -112,10 +112,10 @@ def _sampling(
 
 
 class GenerationServers:
-    """They serve the model's files, so one that is restarted needs nothing else."""
+    """The rollout servers of a generation; they serve the model's files, so a restarted one needs nothing else."""
 
     def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
-        """Starts them; `wait_ready` returns when they answer."""
+        """Starts the servers; `wait_ready` returns when they answer."""
         max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
         clients = ClientSettings(
             GENERATION, max_model_len, cfg.rollout.request_timeout_s, max_in_flight(cfg.rollout.max_num_seqs)
@@ -134,12 +134,12 @@ class GenerationServers:
         self.num_resubmitted = 0
 
     def wait_ready(self) -> None:
-        """Raises ServerStartError with the last log lines of one that does not start."""
+        """Waits until all answer.  Raises ServerStartError with the last log lines of one that does not start."""
         self.servers.wait_ready()
 
     @asynccontextmanager
     async def replaced(self) -> AsyncIterator[Replacements]:
-        """Lost servers come back while the block runs, which may end before they have."""
+        """Restarts lost servers while the block runs; does not wait for restarts at its end."""
         replacements = Replacements(self.servers.clients, self.servers.replicas)
         restarting = asyncio.create_task(self._replace_lost(replacements))
         try:
@@ -153,7 +153,7 @@ class GenerationServers:
                 successors = await asyncio.wrap_future(in_daemon(partial(self._successors, lost), "restart"))
                 replacements.put(successors)
             except Exception as error:
-                # Whoever waits for a successor would wait for ever.
+                # Otherwise those who wait for a successor would wait forever.
                 await replacements.give_up(error)
                 return
             await replacements.in_service(successors)
@@ -162,7 +162,7 @@ class GenerationServers:
         return self.servers.restart_down() if self.servers.end_lost(lost) else {}
 
     def leave(self) -> None:
-        """No other run has them: they serve this model's files."""
+        """Stops the servers, which serve this model's files and so are of no use to another run."""
         self.stop()
 
     def stop(self) -> None:
@@ -173,7 +173,7 @@ class GenerationServers:
 def generation_servers(
     cfg: GenerationConfig, device: str, log_dir: Path, processes: Processes | None = None
 ) -> Iterator[GenerationServers]:
-    """They end with the block; their devices go back to `processes`."""
+    """Starts servers for the block, and stops them after it; their devices go back to `processes`."""
     trainer = cfg.trainer
     with ExitStack() as stack:
         num_workers = trainer.nnodes * trainer.n_gpus_per_node
@@ -198,7 +198,7 @@ def generate(
     *,
     stop: Callable[[], bool],
 ) -> bool:
-    """Makes the parts that are missing; False when `stop` ended it between two of them."""
+    """Generates the parts that are missing; returns False if `stop` ended it between two of them."""
     return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
 
 
@@ -243,7 +243,7 @@ def _request(prompt: Prompt, cfg: GenerationConfig) -> GenerateRequest:
 def _columns(
     outputs: Sequence[GenerateOutput], cfg: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, pa.Array]:
-    """outputs: n of each prompt, in order."""
+    """The columns of a part.  outputs: n of each prompt, in order."""
     n = cfg.data.n_samples
     texts = [str(tokenizer.decode(output.output_ids, skip_special_tokens=True)) for output in outputs]
     reasons = [output.finish_reason for output in outputs]
@@ -255,7 +255,7 @@ def _columns(
 
 
 def check_new_columns(tables: Sequence[FileTable], cfg: GenerationConfig) -> None:
-    """Raises DataError where the input has a column of a name that the output needs."""
+    """Raises DataError if the input has a column whose name the output needs."""
     new = {cfg.data.response_key: "rename it, or set data.response_key", FINISH_REASONS: "rename it"}
     problems = [
         f"{file.name}: has a column '{name}' already, which the output adds; {advice}"

@@ -1,4 +1,4 @@
-"""`python -m scalerl.inference.main_eval KEY=VALUE ...`: scores of responses. `scalerl eval` is the same."""
+"""The command `scalerl eval KEY=VALUE ...` (`python -m scalerl.inference.main_eval`), which scores responses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from scalerl.rewards import RewardManager
     from scalerl.runtime.checks import Findings
 
-# Lines of progress.
+# Number of progress lines.
 NUM_REPORTS = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every response has its score."""
+    """Runs the command; returns 0 when every response has its score."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("eval"))
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     manager, tables, columns = check_eval(cfg)
     try:
-        # All of it before the first call: a bad last row is not found after an hour.
+        # Reads all rows before the first call, so that a bad last row is not found after an hour.
         total = sum(len(row.responses) for row in response_rows(tables, columns))
         if dry_run:
             print(f"Everything checked: {total} responses; --dry-run scores none.")
@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_eval(cfg: EvalConfig) -> tuple[RewardManager, list[FileTable], ResponseColumns]:
-    """Reward manager, rows, names of their columns. Raises ConfigError with every violation that was found."""
+    """Checks everything, and returns reward manager, rows and names of their columns.
+
+    Raises ConfigError with every violation that was found.
+    """
     from scalerl.data.files import resolve_files
     from scalerl.data.response_rows import ResponseColumns
     from scalerl.rewards import build_reward_manager

@@ -1,4 +1,4 @@
-"""`python -m scalerl.inference.main_generation KEY=VALUE ...`: responses to prompts. `scalerl generate` is the same."""
+"""The command `scalerl generate KEY=VALUE ...` (`python -m scalerl.inference.main_generation`): answers to prompts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
-    """0 when the output is there, 75 when the run was asked to stop early and goes on when it is started again.
+    """Runs the command; returns 0 when the output is written, 75 when the run was stopped and can be continued.
 
-    processes: which the run takes, and leaves when it is done; None: it has its own.
+    processes: kept processes that the run uses and leaves when it is done; None: it starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
@@ -79,7 +79,7 @@ class GenerationInputs:
 
 
 def check_generation(cfg: GenerationConfig) -> GenerationInputs:
-    """Raises ConfigError with every violation that was found."""
+    """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import require_chat_template
     from scalerl.data.files import resolve_files

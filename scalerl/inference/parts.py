@@ -1,4 +1,4 @@
-"""What a generation has so far, beside its output: a run that was killed goes on from there."""
+"""Finished parts of a generation, beside its output, from which a run that was killed continues."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from scalerl.data.tables import with_columns, write_table
 from scalerl.errors import UserError
 from scalerl.runtime.directory_lock import directory_lock
 
-# Under this key the schema of the output keeps the fingerprint.
+# Key of the fingerprint in the metadata of the output's schema.
 METADATA_KEY = b"scalerl.generate"
 FINGERPRINT = "fingerprint.json"
-# Settings that change no response: where it runs, how fast, and what the fingerprint has the contents of.
+# Settings that change no response: where it runs, how fast, and paths whose contents are in the fingerprint.
 NOT_IN_FINGERPRINT = (
     "trainer.",
     "data.path",
@@ -45,11 +45,11 @@ Fingerprint = dict[str, Any]
 
 
 class GenerationError(UserError):
-    """An output, or what a run left beside it, that does not go with this run."""
+    """Raised for an output, or parts beside it, that do not belong to this run."""
 
 
 def fingerprint(cfg: GenerationConfig, inputs: Sequence[DataFile]) -> Fingerprint:
-    """Of all that the responses depend on. Raises OSError for a file that cannot be read."""
+    """The fingerprint of all that the responses depend on.  Raises OSError for a file that cannot be read."""
     settings = {key: value for key, value in flatten(cfg).items() if not key.startswith(NOT_IN_FINGERPRINT)}
     return settings | {
         "rows of data.path": _digest(Path(file.path) for file in inputs),
@@ -60,7 +60,10 @@ def fingerprint(cfg: GenerationConfig, inputs: Sequence[DataFile]) -> Fingerprin
 
 
 def _digest(paths: Any, *, names: bool = False) -> str:
-    """Of sizes, and of the contents: of a file over 2 MiB, which holds weights, first and last MiB where `names`."""
+    """A digest of files' sizes and contents.
+
+    names: their names count too, and of a file over 2 MiB, which holds weights, only the first and last MiB.
+    """
     total = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
@@ -75,18 +78,18 @@ def _digest(paths: Any, *, names: bool = False) -> str:
 
 
 def is_complete(output: Path, wanted: Fingerprint) -> bool:
-    """Whether the output is there, made as wanted. Raises GenerationError for another file."""
+    """True if the output exists and was made with these settings.  Raises GenerationError for another file."""
     if not output.exists():
         return False
     try:
-        found = (pq.read_schema(output).metadata or {}).get(METADATA_KEY)
+        stored = (pq.read_schema(output).metadata or {}).get(METADATA_KEY)
     except (pa.ArrowException, OSError):
-        found = None
-    if found is None:
+        stored = None
+    if stored is None:
         raise GenerationError(
             f"data.output_path = {output}: exists, and is no output of scalerl generate; move it away"
         )
-    if different := _differences(json.loads(found), wanted):
+    if different := _differences(json.loads(stored), wanted):
         raise GenerationError(
             f"data.output_path = {output}: exists, of other settings: {different}; give another data.output_path, or "
             "move the file away"
@@ -95,14 +98,18 @@ def is_complete(output: Path, wanted: Fingerprint) -> bool:
 
 
 class Parts:
-    """The finished batches of one output, in OUTPUT.parts. A context manager: one run at a time has it.
+    """The finished batches of one output, in OUTPUT.parts.
 
-    Batch i has the responses of rows i * batch_size and on.
+    Batch i has the responses of batch_size rows from row i * batch_size on. Use as a context manager; only one run at a
+    time can hold it.
     """
 
     def __init__(self, output: Path, wanted: Fingerprint, num_rows: int, batch_size: int) -> None:
-        """Raises DirectoryInUseError when another run has the directory, GenerationError when other settings left
-        something there."""
+        """Locks the directory and checks its fingerprint.
+
+        Raises DirectoryInUseError when another run holds the directory, GenerationError when it has parts of other
+        settings.
+        """
         self.output, self.wanted = output, wanted
         self.num_rows, self.batch_size = num_rows, batch_size
         self.directory = parts_directory(output)
@@ -137,16 +144,16 @@ class Parts:
         return -(-self.num_rows // self.batch_size)
 
     def missing(self) -> list[int]:
-        """Batches that are not done."""
+        """The batches that are not done."""
         return [batch for batch in range(self.num_batches) if not self._path(batch).exists()]
 
     def write(self, batch: int, columns: Mapping[str, pa.Array]) -> None:
-        """columns: an entry for each of rows(batch). Whole or not there."""
+        """Writes a batch atomically.  columns: an entry for each of rows(batch)."""
         assert {len(column) for column in columns.values()} == {len(self.rows(batch))}
         write_table(pa.table(dict(columns)), self._path(batch))
 
     def finish(self, table: pa.Table) -> pa.Table:
-        """Writes the input's table with the columns of all parts to the output; the parts are gone then."""
+        """Writes the input's table with the columns of all parts to the output, and removes the parts."""
         parts = pa.concat_tables([pq.read_table(self._path(batch)) for batch in range(self.num_batches)])
         whole = with_columns(table, {name: parts[name] for name in parts.column_names})
         metadata = (table.schema.metadata or {}) | {METADATA_KEY: json.dumps(self.wanted).encode()}
@@ -163,12 +170,12 @@ def parts_directory(output: Path) -> Path:
 
 
 def remove_parts(output: Path) -> None:
-    """What a run that was killed between writing the output and this may have left."""
+    """Removes the parts of an output, which may be left if a run was killed after writing the output."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(parts_directory(output))
 
 
-def _differences(found: Fingerprint, wanted: Fingerprint) -> str:
-    """Key by key, what is there and what is asked for."""
-    keys = [key for key in dict.fromkeys([*wanted, *found]) if found.get(key) != wanted.get(key)]
-    return "; ".join(f"{key} {found.get(key)} there, {wanted.get(key)} here" for key in keys)
+def _differences(stored: Fingerprint, wanted: Fingerprint) -> str:
+    """The differences of two fingerprints, key by key, as text for errors."""
+    keys = [key for key in dict.fromkeys([*wanted, *stored]) if stored.get(key) != wanted.get(key)]
+    return "; ".join(f"{key} {stored.get(key)} there, {wanted.get(key)} here" for key in keys)
