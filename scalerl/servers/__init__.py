@@ -1,4 +1,4 @@
-"""Rollout servers: the engines, their processes and who restarts them, clients, requests, and weights on the wire.
+"""Rollout servers: engines, processes and their restart, clients, requests, and the transfer of weights.
 
-Imports nothing itself: `servers.supervise` must start in a fraction of a second.
+This file imports nothing, because `servers.supervise` must start in a fraction of a second.
 """

@@ -1,6 +1,6 @@
-"""Who may use a rollout server: whoever has the random key that it was started with.
+"""Access to a rollout server by the random key that it was started with.
 
-It reaches the server by the environment, where other users do not see it, unlike a command line; it is in no log.
+The key is passed in the environment, which other users cannot see, unlike a command line; it is in no log.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import secrets
 
 KEY_VARIABLE = "SCALERL_ROLLOUT_KEY"
-# All that a stranger may ask.
+# The only path that may be asked without the key.
 OPEN_PATH = "/health"
 
 
@@ -18,7 +18,7 @@ def new_key() -> str:
 
 
 def take_key() -> str:
-    """The key of the server that this process is; what it starts does not inherit it."""
+    """Takes this server process' key from the environment, so that processes it starts do not inherit it."""
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise SystemExit(f"{KEY_VARIABLE} is not set: a rollout server needs the key that its clients have")
@@ -26,10 +26,10 @@ def take_key() -> str:
 
 
 def authorization(key: str) -> dict[str, str]:
-    """Headers of a request."""
+    """The headers of a request with the key."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def is_authorized(header: str | None, key: str) -> bool:
-    """header: Authorization of a request."""
+    """True if a request's Authorization header has the key."""
     return secrets.compare_digest((header or "").encode(), authorization(key)["Authorization"].encode())

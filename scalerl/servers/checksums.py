@@ -1,6 +1,6 @@
-"""The checksums that a rollout server's weights must have, made from Hugging Face tensors while they stream by.
+"""The checksums that a rollout server's weights must have, computed from a stream of Hugging Face tensors.
 
-Where an engine keeps which tensor is the engine's to know (`Placement`).
+`Placement` says where an engine stores each tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """16 hex digits over the tensor's bytes, equal to SGLang's: SHA-256 cut to 8 bytes on CPU, its own hash on CUDA."""
+    """A tensor's checksum, 16 hex digits, equal to SGLang's: 8 bytes of SHA-256 on CPU, SGLang's own hash on CUDA."""
     if tensor.is_cuda:
         from sglang.srt.managers.mm_utils import tensor_hash
 
@@ -29,13 +29,13 @@ def tensor_checksum(tensor: Tensor) -> str:
 def _hash_into(digest: Any, tensor: Tensor) -> None:
     data = tensor.detach().contiguous()
     if data.nbytes:
-        # Not through numpy(): it would forbid the storage to be resized, which is how a parameter leaves its device.
+        # Not by numpy(), after which the storage could not be resized, as the offload of parameters needs.
         digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor goes: part `position` of the `count` that make up the server's parameter `name`."""
+    """The place of a Hugging Face tensor: part `position` of the `count` parts of the server's parameter `name`."""
 
     name: str
     position: int = 0
@@ -43,10 +43,10 @@ class Place:
 
 
 class _Parameter:
-    """One parameter of one server rank, hashed part by part in the order of its memory.
+    """A parameter of a server rank, which is hashed part by part in the order of its memory.
 
-    A part that comes before its turn is kept as a copy, since the sender may reuse its buffer. CUDA's hash is of whole
-    tensors, so there all parts are kept until the last has come.
+    A part that arrives early is kept as a copy, since the sender may reuse its buffer. The hash on CUDA needs whole
+    tensors, so there all parts are kept until the last has arrived.
     """
 
     def __init__(self, count: int) -> None:
@@ -85,17 +85,17 @@ class _Parameter:
 
 
 class Placement(Protocol):
-    """Where an engine keeps a Hugging Face tensor. num_ranks: of a server."""
+    """The places where an engine stores Hugging Face tensors.  num_ranks: ranks of a server."""
 
     num_ranks: int
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
-        """(rank, place, what that rank has of it) on every rank that has some."""
+        """Yields (rank, place, part of the tensor) for every rank that stores a part of it."""
         ...
 
 
 class AsSent:
-    """One rank that keeps every tensor under its own name."""
+    """The placement of an engine with one rank, which stores every tensor under its own name."""
 
     num_ranks = 1
 
@@ -104,13 +104,13 @@ class AsSent:
 
 
 class ExpectedChecksums:
-    """What `RolloutClient.checksums` must answer once a stream of Hugging Face tensors is loaded.
+    """The checksums that `RolloutClient.checksums` must return once a stream of Hugging Face tensors is loaded.
 
-    Parts are hashed as they come by: a stream in the order of the family's table is never copied on a CPU.
+    Parts are hashed as they arrive; on a CPU, a stream in the order of the family's table is never copied.
     """
 
     def __init__(self, placement: Placement, dtype: torch.dtype | None = None) -> None:
-        """dtype: what the engine stores; None: as the tensors come."""
+        """Starts without tensors.  dtype: the dtype that the engine stores; None: that of the tensors."""
         self._placement, self._dtype = placement, dtype
         self._ranks: list[dict[str, _Parameter]] = [{} for _ in range(placement.num_ranks)]
 
@@ -121,7 +121,10 @@ class ExpectedChecksums:
                 self._ranks[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
 
     def result(self) -> list[dict[str, str]]:
-        """Per engine rank {server's parameter name: checksum}. ValueError when a part of a fused one is missing."""
+        """The checksums of each engine rank, by the server's parameter names.
+
+        Raises ValueError when a part of a fused parameter is missing.
+        """
         missing = {name: p.missing[:8] for name, p in self._ranks[0].items() if p.checksum is None}
         if missing:
             raise ValueError(f"expected checksums: parts of fused parameters were not sent: {missing}")
@@ -129,7 +132,7 @@ class ExpectedChecksums:
 
 
 def checksum_differences(expected: Sequence[dict[str, str]], actual: Sequence[dict[str, str]]) -> list[str]:
-    """One line per parameter that differs, is missing or too many; empty when the server has exactly these weights."""
+    """One line per parameter that differs, is missing or unexpected; empty if the server has exactly these weights."""
     if len(expected) != len(actual):
         return [f"{len(actual)} engine ranks answered, {len(expected)} expected"]
     lines = []

@@ -1,4 +1,4 @@
-"""`ReplicaHost`: a Ray actor on the replica's node that owns one rollout server process."""
+"""`ReplicaHost`, a Ray actor on the replica's node that owns one rollout server process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
-    """Ray's ids by number, so that 10 comes after 9; names (UUID, MIG) by text, after the numbers."""
+    """Ray's GPU ids sorted by number, so that 10 is after 9; names (UUID, MIG) follow, sorted as text."""
     return sorted(map(str, gpu_ids), key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name))
 
 
 def server_seed(seed: int, *, index: int, first_step: int, num_restarts: int) -> int:
-    """Of SGLang's generator: no two servers of a run draw the same, nor does a successor or a resumed run draw again
-    what was drawn before it.
+    """The seed of a server's generator, different for all servers, restarts and resumptions of a run.
 
-    seed: of the configuration.  index: of the replica.  first_step: that the run begins or goes on after.
+    seed: the configured one.  index: index of the replica.  first_step: step that the run starts or resumes after.
     """
     digest = hashlib.blake2s(f"{seed} {index} {first_step} {num_restarts}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
@@ -34,9 +33,9 @@ def server_seed(seed: int, *, index: int, first_step: int, num_restarts: int) ->
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What every start of a server has in common; host, port and seed are each start's own.
+    """The settings of a server that are equal in all its starts; host, port and seed differ.
 
-    launch.gpu_ids: None on a GPU: those that Ray gave the host.  single_node: listen on the loopback address only.
+    launch.gpu_ids: None on a GPU: those that Ray assigned to the host.  single_node: listen on the loopback only.
     """
 
     launch: Launch
@@ -44,25 +43,26 @@ class ServerSettings:
     single_node: bool
 
     def command(self, *, host: str, port: int, seed: int, gpu_ids: Sequence[int | str] | None) -> Command:
-        """-> (command, environment variables to add)."""
+        """The server's command, and environment variables to add."""
         launch = replace(self.launch, host=host, port=port, seed=seed, gpu_ids=gpu_ids)
         return ENGINES[launch.config.name].command(launch)
 
     def of_process(self) -> str:
-        """The same text for runs that can use the same process; which weights it has is the next sync's."""
+        """A text that is equal for runs that can use the same process; its weights are those of the next sync."""
         host = "127.0.0.1" if self.single_node else ""
         started_with = self.command(host=host, port=0, seed=0, gpu_ids=self.launch.gpu_ids)
-        # Another model may have been written to the path.
+        # Included because another model may have been written to the path.
         model = Path(self.launch.model_path, "config.json").read_text(encoding="utf-8")
         return json.dumps([started_with, model])
 
 
 class ReplicaHost(Reusable):
-    """The server dies with this actor, and this actor with the driver."""
+    """Owns one server process, which ends with this actor, which ends with the driver."""
 
     def __init__(self, index: int, settings: ServerSettings, *, log_dir: str, first_step: int = 0) -> None:
-        """log_dir: gets rollout-{index}.log, and rollout-{index}.restart-{k}.log of each restart.
+        """Prepares the host; `start` starts the server.
 
+        log_dir: directory for rollout-{index}.log, and rollout-{index}.restart-{k}.log of each restart.
         first_step: as `server_seed`.
         """
         self.first_step = first_step
@@ -71,13 +71,13 @@ class ReplicaHost(Reusable):
         self.num_starts = 0
 
     def enter(self, index: int, settings: ServerSettings, *, log_dir: str, first_step: int = 0) -> None:
-        """settings: those of the server that runs here, as far as they are its process's."""
+        """Joins a run with the server that is running; its process must suit the settings."""
         server = self.server
         super().enter(index, settings, log_dir=log_dir, first_step=first_step)
         self.server = server
 
     def leave(self) -> None:
-        """The server has no request, no cached prefix and no version of the run any more. Raises RolloutError."""
+        """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
         from scalerl.servers.client import RolloutClient
 
         assert self.server is not None
@@ -95,16 +95,15 @@ class ReplicaHost(Reusable):
         client.set_policy_version(0)
 
     def start(self) -> tuple[str, str]:
-        """Starts the server, again if it was `end`ed, and returns its URL and its key once it answers; at once for one
-        that another run left.
+        """Starts the server, or starts it again after `end`; returns its URL and key once it answers.
 
-        Raises ServerStartError with the server's own last log lines.
+        A server that another run left is returned at once. Raises ServerStartError with the server's last log lines.
         """
-        # Each has a log of its own: the one that was lost said why.
+        # Each start has its own log, since that of a lost server tells why it was lost.
         name = f"rollout-{self.index}.restart-{self.num_starts}.log" if self.num_starts else f"rollout-{self.index}.log"
         self.num_starts += 1
         if self.server is not None and self.server.alive():
-            # It goes on writing where it began.
+            # The server continues to write to its first log.
             log = Path(self.log_dir, name)
             log.parent.mkdir(parents=True, exist_ok=True)
             log.unlink(missing_ok=True)
@@ -136,7 +135,7 @@ class ReplicaHost(Reusable):
         return self.server.url, self.server.key
 
     def end(self) -> str:
-        """Kills what is left of the server. -> how it ended, and its last log lines."""
+        """Kills what remains of the server; returns how it ended, with its last log lines."""
         assert self.server is not None
         return self.server.end()
 

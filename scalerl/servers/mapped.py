@@ -1,7 +1,7 @@
-"""Memory of one process that others on its machine map: trainer ranks write buckets of weights, SGLang reads them.
+"""Memory shared between processes of a machine, where trainer ranks write buckets of weights and SGLang reads them.
 
-It has no file name: a killed run leaves none of it. It is mapped once and then used for all syncs, because new pages
-cost far more than a copy: the kernel clears each of them, and a virtual machine fetches them from its host first.
+It has no file name, so a killed run leaves nothing behind. It is mapped once and used for all syncs, because new pages
+cost far more than a copy: the kernel clears each, and a virtual machine first gets them from its host.
 
 `load` runs inside SGLang (`--custom-weight-loader`); this module imports nothing that a server does not have.
 """
@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# Of a process that reads: path -> memory. A trainer has one; that of a trainer before it is let go.
+# Memory that this process reads, by path. There is one per trainer; that of an earlier trainer is dropped.
 _attached: dict[str, MappedBytes] = {}
 
 
 class Entry(Protocol):
-    """One tensor of a bucket. start_idx, end_idx: bytes."""
+    """One tensor of a bucket.  start_idx, end_idx: offsets in bytes."""
 
     name: str
     shape: torch.Size
@@ -36,18 +36,18 @@ class Entry(Protocol):
 
 
 class MappedBytes:
-    """flat: uint8 [bytes], shared by every process that has it. Freed when the last of them ends or lets it go."""
+    """Bytes that processes share, freed when the last process ends or drops them.  flat: uint8 [bytes]."""
 
     def __init__(self, descriptor: int, num_bytes: int, path: str) -> None:
         self.path = path
         stat = os.fstat(descriptor)
         self.identity = (stat.st_dev, stat.st_ino)
-        # The tensor keeps the map, and the map keeps the memory.
+        # The tensor keeps the map alive, and the map keeps the memory.
         self.flat = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
 
     @classmethod
     def allocate(cls, num_bytes: int) -> MappedBytes:
-        """All pages are there when it returns."""
+        """Allocates memory, all pages of which exist when this returns."""
         descriptor = os.memfd_create("scalerl-weights", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -55,13 +55,13 @@ class MappedBytes:
         except BaseException:
             os.close(descriptor)
             raise
-        # Others find it by this descriptor.
+        # Other processes open it by this descriptor.
         weakref.finalize(memory, os.close, descriptor)
         return memory
 
     @classmethod
     def attach(cls, path: str, num_bytes: int) -> MappedBytes:
-        """path: of the memory that another process allocated and still has."""
+        """Maps memory that another process has allocated and still holds, by its path."""
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(descriptor, num_bytes, path)
@@ -69,7 +69,7 @@ class MappedBytes:
             os.close(descriptor)
 
     def views(self, entries: Sequence[Entry], offset: int = 0) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket that begins at that byte."""
+        """The tensors of a bucket that begins at byte `offset`."""
         return [
             (
                 entry.name,
@@ -81,17 +81,17 @@ class MappedBytes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a bucket lies: `entries`, from that byte of the memory on."""
+    """The place of a bucket: `entries`, from byte `offset` of the memory on."""
 
     memory: MappedBytes
     offset: int
     entries: Sequence[Entry]
 
     def serialize(self) -> str:
-        """Base64 text for `RolloutClient.update_weights` with load_format=MAPPED_LOADER; holds no values.
+        """The place as base64 text, without values, for `RolloutClient.update_weights` with MAPPED_LOADER.
 
-        SGLang hands a loader (name, tensor) pairs, unpickled by an allow-list: the handle is the name of an empty
-        tensor.
+        SGLang passes (name, tensor) pairs to a loader, unpickled by an allow-list, so the handle is the name of an
+        empty tensor.
         """
         handle = {
             "path": self.memory.path,
@@ -106,20 +106,20 @@ class Place:
 
 
 class _Empty:
-    """Unpickled as an empty tensor, by names that SGLang's allow-list has."""
+    """An object that is unpickled as an empty tensor, by names in SGLang's allow-list."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch.ByteTensor, ()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's loader, for a model of its own, of a bucket that `Place.serialize` names."""
+    """Loads a bucket, given by `Place.serialize`, into SGLang's model; SGLang calls this as its loader."""
     for handle, _ in named_tensors:
         model.load_weights(read(json.loads(handle)))
 
 
 def read(handle: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Views of the bucket's tensors. Raises OSError where the process that has the memory is gone."""
+    """Views of a bucket's tensors.  Raises OSError if the process that holds the memory has ended."""
     path, identity = handle["path"], tuple(handle["identity"])
     memory = _attached.get(path)
     if memory is None or memory.identity != identity:

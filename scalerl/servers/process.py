@@ -1,4 +1,4 @@
-"""`RolloutServer`: one supervised server process and the address it answers on."""
+"""`RolloutServer`, one supervised server process and the address at which it answers."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from scalerl.servers.access import KEY_VARIABLE, new_key
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.supervise import descendants
 
-# A server must not join the process group of the rank that starts it.
+# Variables that a server must not inherit, or it would join the process group of the rank that starts it.
 RENDEZVOUS_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 LOG_TAIL_LINES = 30
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 45.0
-# In which a supervisor notices that its server has ended.
+# Seconds in which a supervisor notices that its server has ended.
 END_NOTICE_S = 2.0
 PORT_START_ATTEMPTS = 3
 ADDRESS_IN_USE = "address already in use"
 
 
 class ServerStartError(UserError, RuntimeError):
-    """A rollout server that ended or stayed silent while it started. The message ends with its own last log lines."""
+    """Raised for a rollout server that ended or did not answer when started; the message has its last log lines."""
 
 
 class ReservedPort:
-    """A TCP port that is held by a bound socket until `release()`."""
+    """A TCP port that a bound socket holds until `release()`."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        # Below the range from which the kernel picks ports for outgoing connections: between release() and the server's
-        # bind lie seconds of imports, in which such a connection could take the port.
+        # Ports below the range from which the kernel picks those of outgoing connections, as such a connection could
+        # take the port in the seconds of imports between release() and the server's bind.
         ephemeral_low = _ephemeral_port_low()
         candidates = random.SystemRandom().sample(range(max(1024, ephemeral_low - 12000), ephemeral_low), 64)
         for port in (*candidates, 0):
@@ -67,7 +67,7 @@ class ReservedPort:
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """host: an address as numbers, IPv6 without brackets."""
+    """The family of a numeric address, IPv6 without brackets."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -79,10 +79,10 @@ def _ephemeral_port_low() -> int:
 
 
 class RolloutServer:
-    """A server command under `servers.supervise`: it and all it starts end with this process, however that ends.
+    """A server command under `servers.supervise`, which ends with this process, however that ends.
 
-    url: where it will answer, such as http://127.0.0.1:30000.  env: variables added to this process's environment.
-    purpose: for errors.  key: a new one, which every request must carry (`servers.access`).
+    url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
+    purpose: for errors.  key: the server's new key, which every request must have (`servers.access`).
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class RolloutServer:
         self._supervisor: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process and return; `wait_ready` follows."""
+        """Starts the process and returns; `wait_ready` waits until it answers."""
         if self._supervisor is not None:
             raise RuntimeError(f"{self.purpose.who} {self.url} was started already; make a new RolloutServer")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
         environment = {name: value for name, value in os.environ.items() if not _is_rendezvous(name)}
         environment |= self.env | {KEY_VARIABLE: self.key}
-        # The supervisor must import this scalerl, also when it was found by the working directory alone.
+        # The supervisor must import this scalerl, even if it was found only by the working directory.
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), package_root]
         environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
@@ -123,14 +123,14 @@ class RolloutServer:
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return when GET /health answers 200, and it is this server that answers.
+        """Waits until GET /health answers 200, from this server and not another on the same port.
 
         Raises `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
         start_timeout_s) passes; the server is stopped then.
         """
         timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        # Another job's server that took the port first answers too, until this one finds it taken and ends.
+        # If another job's server took the port first, that one answers until this one finds the port taken and ends.
         while not (self._answers() and self._listens()):
             if not self.alive():
                 raise self._start_error(f"ended with exit code {self.exit_code()} before it was ready")
@@ -150,11 +150,10 @@ class RolloutServer:
         return None if self._supervisor is None else self._supervisor.poll()
 
     def stop(self) -> None:
-        """Kill the server and everything it started, stopped or not; returns when all of it is gone. May be called
-        twice."""
+        """Kills the server and everything it started, and returns when all of it is gone; may be called twice."""
         if self._supervisor is None:
             return
-        # A supervisor that somebody stopped would not see its input close.
+        # A supervisor that somebody has suspended would not see its input close.
         self._supervisor.send_signal(signal.SIGCONT)
         if self._supervisor.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -170,7 +169,7 @@ class RolloutServer:
                     os.kill(pid, signal.SIGKILL)
 
     def end(self) -> str:
-        """`stop`. -> how the server ended, and the last lines of its log."""
+        """Stops the server; returns how it ended, with the last lines of its log."""
         deadline = time.monotonic() + END_NOTICE_S
         while self.alive() and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL_S)
@@ -199,7 +198,7 @@ class RolloutServer:
             return False
 
     def _listens(self) -> bool:
-        """Whether a process of this server listens on its port; True where the system does not tell."""
+        """True if a process of this server listens on its port, or if the system does not tell."""
         assert self._supervisor is not None
         port = urllib.parse.urlsplit(self.url).port
         for pid in descendants(self._supervisor.pid):
@@ -209,7 +208,7 @@ class RolloutServer:
                 return True
             except psutil.NoSuchProcess:
                 continue
-            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections):
+            if any(conn.status == psutil.CONN_LISTEN and conn.laddr.port == port for conn in connections):
                 return True
         return False
 
@@ -228,7 +227,7 @@ class RolloutServer:
 def start_on_free_port(
     make_server: Callable[[int], RolloutServer], host: str = "127.0.0.1", timeout_s: float | None = None
 ) -> RolloutServer:
-    """Start `make_server(port)` on a free port and wait until it is ready; retries with another if it got taken."""
+    """Starts `make_server(port)` on a free port and waits until it is ready; retries on another if it was taken."""
     for attempt in range(1, PORT_START_ATTEMPTS + 1):
         reserved = ReservedPort(host)
         try:

@@ -1,4 +1,4 @@
-"""What a set of servers is for: how errors call its servers, and which keys configure them."""
+"""The purpose of a set of servers: their name in errors, and the keys that configure them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Purpose:
-    """who: what errors call one of the servers.  section: of the configuration that is their `ServerConfig`."""
+    """The purpose of servers.  who: their name in errors.  section: configuration section of their `ServerConfig`."""
 
     who: str
     section: str

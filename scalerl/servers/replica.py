@@ -1,4 +1,4 @@
-"""`Replica`: where a server answers; `ClientSettings`: what makes a client of it, in any process."""
+"""`Replica`, the address of a server, and `ClientSettings`, which create clients of it in any process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Replica:
-    """One rollout server. engine: its name (`engines.ENGINES`).
+    """The address of a rollout server.  engine: name of its engine (`engines.ENGINES`).
 
-    tp_size: its ranks; each takes its own copy of a bucket.  key: what its clients must have.
+    tp_size: its ranks, each of which takes a copy of each bucket.  key: the key that its clients must have.
     """
 
     url: str
@@ -26,7 +26,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """What the clients of a set have in common, whichever process they are in. max_concurrency: samples in flight."""
+    """The settings of all clients of a set of servers, in any process.  max_concurrency: samples in flight."""
 
     purpose: Purpose
     max_model_len: int

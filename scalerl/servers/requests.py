@@ -1,4 +1,4 @@
-"""What a rollout server is asked for and what comes back: one record per sample, whole or interrupted."""
+"""Requests to rollout servers and their results: one record per sample, finished or interrupted."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass, replace
 
 from scalerl.errors import RunError
 
-# Of a sample that needs no more tokens.
+# Finish reasons of a sample that needs no more tokens.
 FINISHED = ("stop", "length")
 ABORTED = "abort"
-# The version of a sample without tokens that no server has seen.
+# Policy version of a sample without tokens that no server has seen.
 NO_VERSION = -1
 
 SampleKey = tuple[int | str, int]
 
 
 class RolloutError(RunError):
-    """A rollout server refused a request, broke its contract or went away. The message holds what the server said."""
+    """Raised when a rollout server refuses a request, breaks its contract or is lost; the message has its answer."""
 
 
 class ServerLostError(RolloutError):
-    """The server closed the connection, or there is none: it can take no further request."""
+    """Raised when a server has closed the connection or cannot be reached, so that it takes no further request."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k -1 and top_p 1.0 are off.
+    """Sampling parameters of a request; temperature 0 is greedy, top_k -1 and top_p 1.0 are off.
 
-    max_new_tokens: of the whole response, over all interruptions.
-    A sample ends early at an end-of-text token or one of `stop_token_ids` (neither with `ignore_eos`), and where its
-    text holds one of `stop`; the response keeps what ended it.
+    max_new_tokens: tokens of the whole response, over all interruptions.
+    A sample ends early at an end-of-text token or one of `stop_token_ids` (neither with `ignore_eos`), and when its
+    text contains one of `stop`; the response keeps the token or text that ended it.
     """
 
     max_new_tokens: int
@@ -44,11 +44,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateOutput:
-    """One sample. output_ids include the token that stopped it.
+    """A sample, finished or interrupted.  output_ids: its tokens, with the one that stopped it.
 
-    logprobs: of each output token under softmax(logits / temperature) (temperature 1 when greedy), whole vocabulary.
-    finish_reason: stop | length; abort: interrupted, `unfinished_requests` asks for the rest.
-    policy_version: of the weights of its first token (without tokens: of the server, or NO_VERSION).
+    logprobs: log-prob of each token under softmax(logits / temperature) (temperature 1 when greedy), whole vocabulary.
+    finish_reason: stop | length | abort (interrupted; `unfinished_requests` asks for the rest).
+    policy_version: version of the weights of its first token (without tokens: that of the server, or NO_VERSION).
     version_spans: (index of a span's first token, version of its weights), ascending; spans end where the next begins.
     """
 
@@ -73,7 +73,7 @@ class GenerateOutput:
         return self.finish_reason in FINISHED
 
     def token_versions(self) -> list[int]:
-        """[len(output_ids)] the version of the weights that each token was drawn from."""
+        """[len(output_ids)] the version of the weights that drew each token."""
         ends = [start for start, _ in self.version_spans[1:]] + [len(self.output_ids)]
         return [
             version for (start, version), end in zip(self.version_spans, ends, strict=True) for _ in range(start, end)
@@ -82,11 +82,11 @@ class GenerateOutput:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """n samples for one prompt.
+    """A request for n samples of one prompt.
 
     seeds: one per sample. The embedded engine needs them; SGLang draws from its own generator and ignores them.
-    progress: interrupted samples to go on with, n of them; () begins n new ones.
-    home: requests of one home go to one server while it has room; (): those of equal input_ids do.
+    progress: n interrupted samples to continue; () begins n new ones.
+    home: requests with the same home go to one server while it has room; () takes input_ids for it.
     """
 
     request_id: int | str
@@ -103,7 +103,7 @@ class GenerateRequest:
 
 
 def check_request(request: GenerateRequest, max_model_len: int) -> None:
-    """ValueError, naming the request, for one that no server could answer as asked."""
+    """Raises ValueError, naming the request, for one that no server could answer as asked."""
     who, sampling = f"request {request.request_id!r}", request.sampling
     if not request.input_ids or len(request.input_ids) > max_model_len:
         raise ValueError(
@@ -133,7 +133,7 @@ def _check_progress(who: str, request: GenerateRequest) -> None:
                 f"{who} cannot go on with sample {output.key}, which has finish reason {output.finish_reason!r}"
             )
         if output.output_ids and request.sampling.stop:
-            # The server would look for the string in the new tokens only.
+            # The server would look for the stop string only in the new tokens.
             raise ValueError(
                 f"{who}: sample {output.sample_index} has {len(output.output_ids)} tokens; a response with stop "
                 f"strings ({list(request.sampling.stop)}) cannot be continued: use stop_token_ids, or drop its tokens"
@@ -143,23 +143,25 @@ def _check_progress(who: str, request: GenerateRequest) -> None:
 def unfinished_requests(
     requests: Sequence[GenerateRequest], outputs: Iterable[GenerateOutput]
 ) -> list[GenerateRequest]:
-    """What is left to ask for: of each request its samples that did not finish, with the tokens they have.
+    """The requests for the samples that did not finish, which continue from the tokens they have.
 
-    requests: those that `outputs` answer; a request without an unfinished sample is left out.
+    requests: the requests that `outputs` answer; one without an unfinished sample is left out.
     """
-    left: dict[int | str, list[GenerateOutput]] = {}
+    unfinished: dict[int | str, list[GenerateOutput]] = {}
     for output in outputs:
         if not output.finished:
-            left.setdefault(output.request_id, []).append(output)
-    return [_rest_of(request, left[request.request_id]) for request in requests if request.request_id in left]
+            unfinished.setdefault(output.request_id, []).append(output)
+    return [
+        _rest_of(request, unfinished[request.request_id]) for request in requests if request.request_id in unfinished
+    ]
 
 
-def _rest_of(request: GenerateRequest, left: list[GenerateOutput]) -> GenerateRequest:
-    left = sorted(left, key=lambda output: output.sample_index)
+def _rest_of(request: GenerateRequest, unfinished: list[GenerateOutput]) -> GenerateRequest:
+    unfinished = sorted(unfinished, key=lambda output: output.sample_index)
     if request.sampling.stop:
-        left = [replace(output, output_ids=[], logprobs=[], version_spans=()) for output in left]
+        unfinished = [replace(output, output_ids=[], logprobs=[], version_spans=()) for output in unfinished]
     seeds = None
     if request.seeds is not None:
         by_key = dict(zip(request.sample_keys(), request.seeds, strict=True))
-        seeds = [by_key[output.key] for output in left]
-    return replace(request, n=len(left), seeds=seeds, progress=tuple(left))
+        seeds = [by_key[output.key] for output in unfinished]
+    return replace(request, n=len(unfinished), seeds=seeds, progress=tuple(unfinished))

@@ -1,10 +1,10 @@
-"""`python -m scalerl.servers.supervise --log FILE -- COMMAND ...`: run a command that never outlives its parent.
+"""The program `python -m scalerl.servers.supervise --log FILE -- COMMAND ...`, whose command never outlives its parent.
 
-The command gets a session of its own and writes to FILE. Its whole process tree is killed when this process's standard
-input closes (the parent ended, in whatever way), on SIGTERM, and when the command itself ends; daemons that detached
-from the tree are included (Linux: this process is their subreaper). Exits with the command's code, 128 + N after
-signal N. The command's temporary files, and what it leaves in /dev/shm when it is killed, are removed. Standard library
-only: it starts in a fraction of a second.
+The command runs in its own session and writes to FILE. Its whole process tree is killed when this process's standard
+input closes (the parent has ended, however), on SIGTERM, and when the command itself ends; that includes daemons that
+detached from the tree (Linux: this process is their subreaper). Exits with the command's code, 128 + N after signal N.
+The command's temporary files, and files it leaves in /dev/shm when killed, are removed. Only the standard library is
+used, so that it starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ POLL_INTERVAL_S = 0.5
 KILL_TIMEOUT_S = 30.0
 SCRATCH_PREFIX = "scalerl-server-"
 SHARED_MEMORY = Path("/dev/shm")
-# Between two looks at what the command's processes have there.
+# Seconds between two looks at the files that the command's processes have there.
 LOOK_INTERVAL_S = 5.0
-# In the scratch directory: names that were seen, one a line.
+# File in the scratch directory with the names that were seen, one per line.
 SEEN_FILE = "shared_memory"
-# Files of SGLang and of joblib whose name has the number of the process that made them.
+# Files of SGLang and joblib whose names contain the id of the process that created them.
 OF_PROCESS = re.compile(r"(?:sem\.loky-(\d+)-|sgl_shm_.*_(\d+)_[0-9a-f]+$|multi_tokenizer_args_(\d+)$)")
-# Files of SGLang with a random name; a process of the server has them open.
+# Prefix of SGLang's files with random names, which a process of the server has open.
 OPENED = "sglang_loads_"
 
 
 def _prctl() -> Callable[[int, int], int]:
-    """prctl(2), loaded before any fork: a forked child must not import."""
+    """The function prctl(2), loaded before any fork, because a forked child must not import."""
     if not sys.platform.startswith("linux"):
         return lambda option, value: 0
     libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ def _prctl() -> Callable[[int, int], int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Live processes below `pid` in the process tree, zombies excluded."""
+    """The live processes below `pid` in the process tree, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -65,24 +65,24 @@ def descendants(pid: int) -> list[int]:
             continue
         if state not in "ZX":
             children.setdefault(int(parent), []).append(int(entry))
-    found: list[int] = []
+    below_pid: list[int] = []
     queue = [pid]
     while queue:
         below = children.get(queue.pop(), [])
-        found += below
+        below_pid += below
         queue += below
-    return found
+    return below_pid
 
 
 def _reap() -> None:
-    """Collect every child that ended, adopted ones included."""
+    """Reaps every child that has ended, adopted ones included."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
-    """SIGKILL everything below this process until nothing is left; returns what survived `timeout_s`."""
+    """Kills everything below this process until nothing is left; returns the processes that survived `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         alive = descendants(os.getpid())
@@ -96,9 +96,9 @@ def kill_descendants(timeout_s: float = KILL_TIMEOUT_S) -> list[int]:
 
 
 class SharedFiles:
-    """What the processes below this one have in /dev/shm and would leave there when they are killed.
+    """The files in /dev/shm that the processes below this one would leave there when they are killed.
 
-    Files that others made and they only read, as the trainer's weights, have other names.
+    Files of others that they only read, such as the trainer's weights, have other names.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -108,18 +108,18 @@ class SharedFiles:
         self._last_look = 0.0
 
     def look(self, *, now: bool = False) -> None:
-        """now: else at most every LOOK_INTERVAL_S."""
+        """Records the files that exist now; without `now` at most every LOOK_INTERVAL_S."""
         if not now and time.monotonic() - self._last_look < LOOK_INTERVAL_S:
             return
         self._last_look = time.monotonic()
         pids = descendants(os.getpid())
         self._pids.update(pids)
-        found = {name for pid in pids for name in _opened(pid)}
+        names = {name for pid in pids for name in _opened(pid)}
         for name in os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ():
             match = OF_PROCESS.match(name)
             if match and int(next(filter(None, match.groups()))) in self._pids:
-                found.add(name)
-        if new := found - self._names:
+                names.add(name)
+        if new := names - self._names:
             self._names |= new
             with open(self._seen_file, "a", encoding="utf-8") as file:
                 file.writelines(f"{name}\n" for name in sorted(new))
@@ -137,7 +137,7 @@ def _opened(pid: int) -> list[str]:
 
 
 def remove_shared_files(scratch: Path) -> None:
-    """Those that `SharedFiles` saw."""
+    """Removes the files that `SharedFiles` saw."""
     seen = scratch / SEEN_FILE
     for name in seen.read_text(encoding="utf-8").splitlines() if seen.exists() else ():
         path = SHARED_MEMORY / name
@@ -147,11 +147,11 @@ def remove_shared_files(scratch: Path) -> None:
 
 
 def supervise(command: list[str], log_path: str) -> int:
-    """Run `command` until it ends, standard input closes, the parent is gone or SIGTERM comes; its exit code."""
+    """Runs a command until it, standard input or the parent ends, or SIGTERM arrives; returns its exit code."""
     parent = Path(tempfile.gettempdir())
     with scratch_directory(SCRATCH_PREFIX, parent, remove_shared_files) as scratch:
         environment = os.environ | {"TMPDIR": str(scratch)}
-        # That one is worth keeping.
+        # This cache is worth keeping.
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{getpass.getuser()}"))
         return _supervise(command, log_path, environment, SharedFiles(scratch))
 
@@ -173,7 +173,7 @@ def _supervise(command: list[str], log_path: str, environment: dict[str, str], s
     def child_setup() -> None:
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # an ignored signal stays ignored over exec
             signal.signal(signum, signal.SIG_DFL)
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should this process itself be killed
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # in case this process itself is killed
 
     with open(log_path, "ab") as log:
         try:

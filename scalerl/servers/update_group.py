@@ -1,7 +1,7 @@
-"""Process groups of one trainer rank and the ranks of one rollout server, through which weights are broadcast.
+"""Process groups of a trainer rank and the ranks of a rollout server, in which weights are broadcast.
 
-They exist beside a process's own torch.distributed world. SGLang joins in `init_custom_process_group`
-(sglang/srt/utils/common.py); the store's keys and the order of the bytes here are those that it expects.
+They exist beside each process's own torch.distributed world. SGLang joins by `init_custom_process_group`
+(sglang/srt/utils/common.py), which determines the store's keys and the order of the bytes here.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 
 from scalerl.servers.weights import NamedTensors
 
-# Of the trainer rank in each of these groups.
+# Rank of the trainer in each of these groups.
 SENDER = 0
 ANY_PORT = 0
 
 
 def address_towards(url: str) -> str:
-    """This machine's address as the server at that URL reaches it; IPv6 without brackets."""
+    """This machine's address by which the server at a URL can reach it; IPv6 without brackets."""
     server = urlsplit(url)
     family, kind, protocol, _, address = socket.getaddrinfo(server.hostname, server.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        # Sends nothing: the kernel looks up the route.
+        # Sends nothing; the kernel only looks up the route.
         probe.connect(address)
         return probe.getsockname()[0]
 
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """Where the members of a group meet, on a port of its own choice (`.port`)."""
-    # By itself torch would listen on every address of the machine.
+    """Opens the store at which the members of a group meet, on a free port (`.port`)."""
+    # Without this listener torch would listen on every address of the machine.
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, ANY_PORT))
     listener.listen()
@@ -58,9 +58,9 @@ def reach_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 def join_group(
     store: dist.Store, *, name: str, rank: int, world_size: int, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Blocks until all members have joined (gloo), or joins with the first broadcast (nccl).
+    """Joins a group: waits until all members have joined (gloo), or joins with the first broadcast (nccl).
 
-    name: no other group of this process may have it.
+    name: must differ from the names of this process's other groups.
     """
     group, _ = _new_process_group_helper(
         world_size,
@@ -71,7 +71,7 @@ def join_group(
         group_name=cast("Any", name),
         timeout=timedelta(seconds=timeout_s),
     )
-    # What destroy_process_group asks for.
+    # Needed by destroy_process_group.
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return cast("dist.ProcessGroup", group)
 
@@ -81,37 +81,37 @@ def leave_group(group: dist.ProcessGroup) -> None:
 
 
 def broadcast(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """From the trainer's rank to the others. flat: uint8 [bytes]; overwritten on the others."""
+    """Broadcasts flat, uint8 [bytes], from the trainer's rank to the others, where it is overwritten."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = SENDER, 0
     group.broadcast([flat], options).wait()
     if flat.is_cuda:
-        # wait() orders streams; who calls this reuses the memory, or reads it, from another thread.
+        # wait() only orders streams, but callers reuse or read the memory from another thread.
         torch.cuda.synchronize(flat.device)
 
 
 def in_sending_order(named: NamedTensors) -> NamedTensors:
-    """Widest dtype first: tensors lie one right after the other, and each must begin at a multiple of its width."""
+    """Sorts tensors by width of dtype, widest first, so that each begins at a multiple of its width without gaps."""
     return sorted(named, key=lambda item: -item[1].dtype.itemsize)
 
 
 def pack(named: NamedTensors) -> Tensor:
-    """uint8 [bytes]: the tensors one right after the other, on their device."""
-    flat = torch.empty(sum(x.nbytes for _, x in named), dtype=torch.uint8, device=named[0][1].device)
-    layout = [(name, x.dtype, x.shape) for name, x in named]
-    for (_, place), (_, tensor) in zip(unpack(flat, layout), named, strict=True):
-        place.copy_(tensor.detach())
+    """Copies tensors end to end into uint8 [bytes] on their device."""
+    flat = torch.empty(sum(tensor.nbytes for _, tensor in named), dtype=torch.uint8, device=named[0][1].device)
+    layout = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
+    for (_, view), (_, tensor) in zip(unpack(flat, layout), named, strict=True):
+        view.copy_(tensor.detach())
     return flat
 
 
 def unpack(flat: Tensor, layout: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> list[tuple[str, Tensor]]:
-    """Views into `flat`. layout: (name, dtype, shape) in the order of the bytes."""
-    found, start = [], 0
+    """Views of the tensors in `flat`.  layout: (name, dtype, shape) in the order of the bytes."""
+    named, start = [], 0
     for name, dtype, shape in layout:
         end = start + math.prod(shape) * dtype.itemsize
-        found.append((name, flat[start:end].view(dtype).view(*shape)))
+        named.append((name, flat[start:end].view(dtype).view(*shape)))
         start = end
-    return found
+    return named
 
 
 def num_bytes(layout: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> int:

@@ -1,6 +1,7 @@
-"""Weights on their way into a rollout server; `checksums` proves that they arrived.
+"""Buckets of weights for rollout servers, and their serialization; `checksums` proves that they arrived.
 
-Imports no sglang on a CPU (5 s and 350 MB in every trainer rank): the payload is written in sglang's pickle format.
+On a CPU sglang is not imported, which would take 5 s and 350 MB in every trainer rank: the payload is written in its
+pickle format.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ __all__ = [
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-# Bytes; the widest dtype, complex128, has 16.
+# In bytes, as the widest dtype, complex128, has 16.
 BUCKET_ALIGNMENT = 16
-# SGLang's name for what `serialize_bucket` gives.
+# SGLang's name for the format of `serialize_bucket`.
 FLATTENED = "flattened_bucket"
 SHARED_MEMORY_DIR = "/dev/shm"
-# torch has one sharing strategy for the whole process.
+# Guards torch's sharing strategy, which is one for the whole process.
 _sharing = threading.Lock()
 
 
 @dataclass
 class BucketEntry:
-    """One tensor of a bucket. Pickled under the name of sglang's FlattenedTensorMetadata, whose fields it has.
+    """One tensor of a bucket, pickled under the name of sglang's FlattenedTensorMetadata, whose fields it has.
 
-    start_idx, end_idx, numel: in bytes.
+    start_idx, end_idx, numel: offsets and size in bytes.
     """
 
     name: str
@@ -63,12 +64,12 @@ class BucketEntry:
     numel: int
 
 
-# The pickler in Python, whose methods can be overridden; neither has types.
+# The pickler that is written in Python, whose methods can be overridden; it has no types.
 _PythonPickler: Any = vars(pickle)["_Pickler"]
 
 
 class _SglangPickler(_PythonPickler):
-    """Tensors go by shared memory (as torch.multiprocessing sends them), `BucketEntry` as sglang's class."""
+    """Pickles tensors by shared memory (as torch.multiprocessing does), and `BucketEntry` as sglang's class."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.DEFAULT_PROTOCOL)
@@ -85,7 +86,7 @@ class _SglangPickler(_PythonPickler):
 
 
 def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple[list[BucketEntry], int]:
-    """-> (entries, bytes): (name, shape, dtype) one after the other, at offsets that every dtype can be read at."""
+    """Lays out tensors (name, shape, dtype) end to end, aligned for every dtype; returns entries and size in bytes."""
     entries, start = [], 0
     for name, shape, dtype in tensors:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -95,15 +96,18 @@ def flat_layout(tensors: Sequence[tuple[str, torch.Size, torch.dtype]]) -> tuple
 
 
 class SharedBytes:
-    """Memory of one bucket that a server reads by its file name. Freed when the last process lets it go, or dies."""
+    """Memory of a bucket that a server opens by file name; freed when the last process drops it or ends."""
 
     def __init__(self, flat: Tensor) -> None:
-        """flat: uint8 [bytes], in shared memory that has a file name."""
+        """Wraps flat, uint8 [bytes] in shared memory with a file name."""
         self.flat = flat
 
     @classmethod
     def allocate(cls, num_bytes: int) -> SharedBytes:
-        """Raises UserError where the machine's shared memory is too small: writing to it would kill the process."""
+        """Allocates shared memory.
+
+        Raises UserError if the machine has too little, since writing to it would kill the process.
+        """
         stat = os.statvfs(SHARED_MEMORY_DIR)
         if stat.f_bavail * stat.f_frsize < num_bytes:
             raise UserError(
@@ -115,7 +119,7 @@ class SharedBytes:
         return cls(torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(num_bytes)))
 
     def views(self, entries: Sequence[BucketEntry]) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket that lies at the start of this memory."""
+        """The tensors of a bucket at the start of this memory."""
         return [
             (entry.name, self.flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape))
             for entry in entries
@@ -124,7 +128,10 @@ class SharedBytes:
 
 @dataclass(frozen=True)
 class Bucket:
-    """named: (HF name, tensor), which lie in memory that servers of this machine map, or anywhere (None)."""
+    """A bucket of weights.
+
+    named: (HF name, tensor).  shared: their place in memory that servers of this machine map; None: they are elsewhere.
+    """
 
     named: NamedTensors
     shared: Place | None = None
@@ -135,12 +142,12 @@ class Bucket:
 
     @property
     def load_format(self) -> str:
-        """How SGLang reads what `serialize` gives."""
+        """The name of the format by which SGLang reads the serialized bucket."""
         return FLATTENED if self.shared is None else MAPPED_LOADER
 
 
 def serialize_bucket(named_tensors: NamedTensors, engine: str) -> str:
-    """Text for `RolloutClient.update_weights`; call it once per rank of the server. engine: its name."""
+    """A bucket as text for `RolloutClient.update_weights`; to be called once per server rank.  engine: its name."""
     if not named_tensors:
         raise ValueError("serialize_bucket: an empty bucket; send only buckets with tensors")
     return ENGINES[engine].serialize(Bucket(named_tensors))
@@ -153,32 +160,32 @@ def expected_checksums(
     engine: str,
     dtype: torch.dtype | None = None,
 ) -> list[dict[str, str]]:
-    """`Engine.expected_checksums` over all tensors of a model at once."""
+    """The expected checksums (`Engine.expected_checksums`) of all tensors of a model, per engine rank."""
     expected = ENGINES[engine].expected_checksums(model_config, tp_size, dtype)
     expected.add(named_tensors)
     return expected.result()
 
 
 def flattened_text(named_tensors: NamedTensors) -> str:
-    """The tensors one after the other in memory that a server opens, under sglang's names."""
+    """Copies tensors into memory that a server opens, and returns its handle as text in sglang's format."""
     return _sglang_text(*_flatten(named_tensors))
 
 
 def _flatten(named_tensors: NamedTensors) -> tuple[Tensor, list[BucketEntry]]:
-    """-> (uint8 [bytes], entries); on a CPU in shared memory."""
+    """Copies tensors into uint8 [bytes], on a CPU in shared memory; returns it and its entries."""
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors])
     if named_tensors[0][1].is_cuda:
         flat = torch.empty(num_bytes, dtype=torch.uint8, device=named_tensors[0][1].device)
     else:
         flat = SharedBytes.allocate(num_bytes).flat
-    for (_, place), (_, tensor) in zip(SharedBytes(flat).views(entries), named_tensors, strict=True):
-        place.copy_(tensor.detach())
+    for (_, view), (_, tensor) in zip(SharedBytes(flat).views(entries), named_tensors, strict=True):
+        view.copy_(tensor.detach())
     return flat, entries
 
 
 def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
     if flat.is_cuda:
-        # Names the device by its UUID: sender and server may see the devices in different orders.
+        # Names the device by its UUID, as sender and server may see devices in different orders.
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         monkey_patch_torch_reductions()
@@ -188,7 +195,7 @@ def _sglang_text(flat: Tensor, entries: Sequence[BucketEntry]) -> str:
 def _dump(content: Any) -> bytes:
     file = io.BytesIO()
     with _sharing:
-        # The other strategy hands file descriptors over a socket that only processes of one Python family can open.
+        # The other strategy passes file descriptors over a socket that only related processes can open.
         strategy = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")
         try:

@@ -1,4 +1,4 @@
-"""The samples of a request, as slots, and how they come out of the answer of /generate, a stream of events."""
+"""The samples of a request as slots, and the reading of /generate's answer, a stream of events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAST_EVENT = b"[DONE]"
 
 @dataclass(frozen=True)
 class Slot:
-    """One sample on its way. room: tokens that it may still get."""
+    """A sample being generated.  room: number of tokens that it may still get."""
 
     request_id: int | str
     sample_index: int
@@ -36,7 +36,7 @@ class Slot:
     def extended(
         self, output_ids: list[int], logprobs: list[float], spans: Sequence[tuple[int, int]], finish_reason: str
     ) -> GenerateOutput:
-        """The sample with these tokens behind the ones it had. spans: of the new tokens."""
+        """The sample with further tokens appended.  spans: version spans of the new tokens."""
         merged = list(self.version_spans) if self.output_ids else []
         for start, version in spans if output_ids or not merged else ():
             if not merged or merged[-1][1] != version:
@@ -64,7 +64,10 @@ def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
 
 
 async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each event. chunks: bytes as they come in, cut anywhere. RolloutError for one that ends too early."""
+    """Yields the JSON of each event.  chunks: bytes as they arrive, divided anywhere.
+
+    Raises ServerLostError for a stream that ends too early.
+    """
     rest = b""
     async for chunk in chunks:
         *events, rest = (rest + chunk).split(EVENT_END)

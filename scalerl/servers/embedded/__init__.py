@@ -1,1 +1,1 @@
-"""The embedded engine: transformers behind SGLang's HTTP protocol, on a CPU, exactly repeatable."""
+"""The embedded engine: transformers behind SGLang's HTTP protocol, on a CPU, with exactly repeatable results."""

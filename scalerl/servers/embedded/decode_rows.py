@@ -1,7 +1,7 @@
-"""Decoding in rows of a fixed shape: a row's numbers depend on its own tokens, bit by bit, and on no neighbour.
+"""Decoding in rows of a fixed shape, so that a row's numbers depend, bit by bit, on its own tokens only.
 
-A matrix product may add in another order when its shape changes. So a prompt is computed alone, and a decoding step
-always has NUM_ROWS rows and the full capacity of keys, whatever is in them.
+A matrix product may add in another order when its shape changes. So a prompt is computed by itself, and a decoding step
+always has NUM_ROWS rows and the full capacity of keys, used or not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_ROWS = 32
 
 @dataclass(frozen=True)
 class Prefilled:
-    """logits_V: of the token behind the sequence.  layers: per layer its keys and values [heads, T, d]."""
+    """A computed prompt.  logits_V: logits of the next token.  layers: keys and values [heads, T, d] of each layer."""
 
     logits_V: Tensor
     layers: list[tuple[Tensor, Tensor]]
@@ -31,13 +31,13 @@ def prefill(model: PreTrainedModel, ids: Sequence[int]) -> Prefilled:
     cache = DynamicCache()
     input_ids = torch.tensor([list(ids)], device=model.device)
     logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    # A dynamic cache has layers of keys and values alone.
+    # All layers of a dynamic cache have keys and values.
     layers: list[Any] = cache.layers
     return Prefilled(logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in layers])
 
 
 class DecodeRows:
-    """NUM_ROWS places, each empty or with a sequence of at most `capacity` tokens."""
+    """NUM_ROWS rows, each empty or with a sequence of at most `capacity` tokens."""
 
     def __init__(self, model: PreTrainedModel, capacity: int) -> None:
         self._model = model
@@ -53,11 +53,14 @@ class DecodeRows:
         self._lengths[row] = prefilled.layers[0][0].shape[1]
 
     def step(self, tokens: Sequence[tuple[int, int]]) -> Tensor:
-        """-> logits [len(tokens), V] after one more token each. tokens: (row, token id); the other rows stay."""
+        """Appends tokens, (row, token id) each, and returns the logits [len(tokens), V] after them.
+
+        The other rows are not changed.
+        """
         rows = torch.tensor([row for row, _ in tokens], device=self._lengths.device)
         input_ids = torch.zeros(NUM_ROWS, 1, dtype=torch.int64, device=self._lengths.device)
         input_ids[rows, 0] = torch.tensor([token for _, token in tokens], device=self._lengths.device)
-        # A row that stays writes behind its last token, where the next one overwrites it.
+        # A row without a new token writes after its last one, where its next token will overwrite that.
         for layer in self._layers:
             layer.positions = self._lengths
         with self._experts_by_token():
@@ -76,7 +79,7 @@ class DecodeRows:
 
     @contextlib.contextmanager
     def _experts_by_token(self) -> Iterator[None]:
-        """Each token by its experts, not each expert by its tokens: how many those are is the neighbours' doing."""
+        """Computes experts token by token: products by expert would have shapes that depend on the other rows."""
         if not self._has_experts:
             yield
             return
@@ -88,7 +91,7 @@ class DecodeRows:
             self._model.set_experts_implementation(before)
 
     def _mask(self) -> Tensor | dict[str, Tensor]:
-        """True where a row's token sees a key: [NUM_ROWS, 1, 1, capacity], per layer type where the model has types."""
+        """[NUM_ROWS, 1, 1, capacity], True where a row's token attends to a key; by layer type if there are types."""
         config = self._model.config
         layer_types = getattr(config, "layer_types", None)
         seen = self._index_L[None] <= self._lengths[:, None]
@@ -102,7 +105,10 @@ class DecodeRows:
 
 
 class _RowLayer(CacheLayerMixin):
-    """keys, values: [NUM_ROWS, heads, capacity, d].  positions: [NUM_ROWS] where the forward at hand writes."""
+    """The cache of one layer.
+
+    keys, values: [NUM_ROWS, heads, capacity, d].  positions: [NUM_ROWS] where the current forward pass writes.
+    """
 
     positions: Tensor
 

@@ -1,4 +1,4 @@
-"""A transformers model with a KV cache behind the operations of a rollout server: generate, load weights, checksum."""
+"""The embedded engine, a transformers model with the operations of a rollout server: generate, load, checksum."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class RefusedError(ValueError):
-    """A request that the server answers with 400 and this message."""
+    """Raised for a request that the server answers with status 400 and this message."""
 
 
 @dataclass
 class _Sequence:
-    """index: in its request.  position: index of its first new token in the response."""
+    """A sequence to generate.
+
+    index: its number in the request.  position: index of its first new token in the response.
+    """
 
     index: int
     input_ids: list[int]
@@ -49,7 +52,7 @@ class _Sequence:
 
 
 class _Request:
-    """Sequences that one caller waits for. finished: gets each of them once."""
+    """Sequences that one caller waits for.  finished: gets each of them once."""
 
     def __init__(self) -> None:
         self.sequences: list[_Sequence] = []
@@ -58,10 +61,11 @@ class _Request:
 
 
 class EmbeddedEngine:
-    """One model, one thread that computes; callers wait.
+    """One model, and one thread that computes while callers wait.
 
-    Up to `max_batch_size` sequences run at a time, each beginning when a place is free. What a sequence becomes depends
-    on its tokens, settings and seed and on the weights, bit by bit, and not on what runs beside it (`decode_rows`).
+    Up to `max_batch_size` sequences run at a time; each begins when a slot is free. The tokens of a sequence depend,
+    bit by bit, on its prompt, settings and seed and on the weights, not on sequences that run at the same time
+    (`decode_rows`).
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class EmbeddedEngine:
         self.max_batch_size = max_batch_size
         self.policy_version = "0"
         self.device = torch.device(device)
-        # Of whichever class the directory names.
+        # Its class is the one that the directory names.
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=dtype,
@@ -94,7 +98,7 @@ class EmbeddedEngine:
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)
         self._changed = threading.Condition()
         self._waiting: deque[_Sequence] = deque()
-        # Place -> sequence; place i is row i % NUM_ROWS of block i // NUM_ROWS.
+        # Sequences by slot; slot i is row i % NUM_ROWS of block i // NUM_ROWS.
         self._live: dict[int, _Sequence] = {}
         self._blocks: list[DecodeRows] = []
         self._paused = False
@@ -108,10 +112,10 @@ class EmbeddedEngine:
     def generate(
         self, prompts: Sequence[list[int]], sampling_params: Sequence[dict[str, Any]]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """-> (index, {"output_ids", "meta_info"} as SGLang answers) of each prompt, as soon as it is finished.
+        """Yields (index, {"output_ids", "meta_info"} as SGLang answers) for each prompt, as soon as it is finished.
 
-        RefusedError, before anything is returned, on input that the model cannot take. RuntimeError where the engine
-        fails.
+        Raises RefusedError, before anything is returned, for input that the model cannot take; RuntimeError if the
+        engine fails.
         """
         request = _Request()
         for index, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
@@ -135,13 +139,13 @@ class EmbeddedEngine:
             yield sequence.index, self._answer(sequence)
 
     def abort_all(self) -> None:
-        """End what runs or waits with what it has (finish reason abort)."""
+        """Ends running and waiting sequences with the tokens that they have (finish reason abort)."""
         with self._changed:
             for sequence in (*self._live.values(), *self._waiting):
                 sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": "Aborted"}
 
     def pause(self) -> None:
-        """`abort_all`, and hold new requests until `resume_generation`."""
+        """Does `abort_all`, and holds new requests until `resume_generation`."""
         with self._changed:
             self._paused = True
         self.abort_all()
@@ -200,11 +204,11 @@ class EmbeddedEngine:
                 self._fail(error)
 
     def _leave(self) -> None:
-        """Gives finished sequences to their callers."""
+        """Hands finished sequences to their callers and frees their slots."""
         finished = [s for s in (*self._live.values(), *self._waiting) if s.finish_reason is not None]
-        for place in [place for place, s in self._live.items() if s.finish_reason is not None]:
-            del self._live[place]
-            self._blocks[place // NUM_ROWS].clear(place % NUM_ROWS)
+        for slot in [slot for slot, s in self._live.items() if s.finish_reason is not None]:
+            del self._live[slot]
+            self._blocks[slot // NUM_ROWS].clear(slot % NUM_ROWS)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         for sequence in finished:
             sequence.request.finished.put(sequence)
@@ -212,9 +216,9 @@ class EmbeddedEngine:
             self._changed.notify_all()
 
     def _enter(self) -> list[tuple[int, _Sequence]]:
-        """-> the sequences that begin, with their places: the lowest free ones, so that few blocks are in use."""
-        free = [place for place in range(self.max_batch_size) if place not in self._live]
-        entering = [(place, self._waiting.popleft()) for place in free[: len(self._waiting)]]
+        """Begins waiting sequences, and returns them with their slots: the lowest free ones, to use few blocks."""
+        free = [slot for slot in range(self.max_batch_size) if slot not in self._live]
+        entering = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         self._live.update(entering)
         while len(self._blocks) * NUM_ROWS <= max(self._live, default=-1):
             self._blocks.append(DecodeRows(self._model, self.max_model_len))
@@ -222,22 +226,22 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _advance(self, entering: list[tuple[int, _Sequence]]) -> None:
-        """One token for every live sequence. Equal prompts that enter together are read once."""
-        begun = {place for place, _ in entering}
+        """Draws one token for every live sequence; equal prompts that enter together are computed once."""
+        begun = {slot for slot, _ in entering}
         for ids, group in itertools.groupby(entering, key=lambda entry: entry[1].input_ids):
-            places, sequences = zip(*group, strict=True)
+            slots, sequences = zip(*group, strict=True)
             prefilled = prefill(self._model, ids)
-            self._draw(prefilled.logits_V.expand(len(places), -1), sequences)
-            for place in places:
-                self._blocks[place // NUM_ROWS].put(place % NUM_ROWS, prefilled)
+            self._draw(prefilled.logits_V.expand(len(slots), -1), sequences)
+            for slot in slots:
+                self._blocks[slot // NUM_ROWS].put(slot % NUM_ROWS, prefilled)
         for index, block in enumerate(self._blocks):
             rows = [
-                (place, sequence)
-                for place, sequence in self._live.items()
-                if place // NUM_ROWS == index and place not in begun and sequence.finish_reason is None
+                (slot, sequence)
+                for slot, sequence in self._live.items()
+                if slot // NUM_ROWS == index and slot not in begun and sequence.finish_reason is None
             ]
             if rows:
-                logits_SV = block.step([(place % NUM_ROWS, sequence.output_ids[-1]) for place, sequence in rows])
+                logits_SV = block.step([(slot % NUM_ROWS, sequence.output_ids[-1]) for slot, sequence in rows])
                 self._draw(logits_SV, [sequence for _, sequence in rows])
 
     def _draw(self, logits_SV: Tensor, sequences: Sequence[_Sequence]) -> None:
@@ -264,13 +268,13 @@ class EmbeddedEngine:
         if not sequence.stop_strings:
             return None
         assert self._tokenizer is not None
-        # A token is at least a byte of text, or text of its own.
+        # A token has at least one byte of text, so a stop string is within the last tokens.
         num_tokens = max(len(string.encode()) for string in sequence.stop_strings) + 1
         text = self._tokenizer.decode(sequence.output_ids[-num_tokens:], skip_special_tokens=False)
         return next((string for string in sequence.stop_strings if string in text), None)
 
     def _fail(self, error: Exception) -> None:
-        """Everything that runs gets the error; the engine goes on with empty blocks."""
+        """Ends all sequences with an error, and continues with empty blocks."""
         with self._changed:
             for sequence in (*self._live.values(), *self._waiting):
                 sequence.request.error = error
@@ -299,7 +303,7 @@ class EmbeddedEngine:
     # --- weights ---
 
     def begin_weight_update(self) -> None:
-        """Waits for what runs."""
+        """Opens a weight-update session, after all running sequences have ended."""
         with self._changed:
             self._wait_idle()
             if self._session_open:
@@ -313,7 +317,7 @@ class EmbeddedEngine:
             self._session_open = False
 
     def update_weights(self, blob: str, policy_version: str | None) -> None:
-        """Load one bucket; all of it or, on an unknown name or a wrong shape, nothing."""
+        """Loads one bucket of a session; none of it if a name is unknown or a shape is wrong."""
         self.require_session("update_weights_from_tensor")
         self.load(safetensors.torch.load(base64.b64decode(blob, validate=True)), policy_version)
 
@@ -323,7 +327,7 @@ class EmbeddedEngine:
                 raise RefusedError(f"{work} must run between begin_weight_update and end_weight_update")
 
     def load(self, tensors: Mapping[str, Tensor], policy_version: str | None) -> None:
-        """All of them or, on an unknown name or a wrong shape, none."""
+        """Loads tensors; none of them if a name is unknown or a shape is wrong."""
         with self._changed:
             unknown = sorted(tensors.keys() - self._parameters.keys())
             if unknown:
@@ -341,7 +345,7 @@ class EmbeddedEngine:
                 self.policy_version = policy_version
 
     def load_directory(self, directory: str, policy_version: str | None) -> None:
-        """A whole model; waits for what runs."""
+        """Loads a whole model, after all running sequences have ended."""
         files = sorted(Path(directory).glob("*.safetensors"))
         if not files:
             raise RefusedError(f"{directory} has no *.safetensors file")
@@ -361,7 +365,7 @@ class EmbeddedEngine:
         with self._changed:
             return {name: tensor_checksum(parameter.data.cpu()) for name, parameter in self._parameters.items()}
 
-    # --- memory: the engine keeps none that is worth releasing; the calls are held to SGLang's order ---
+    # --- memory: there is none worth releasing; the calls only check SGLang's order ---
 
     def release(self, tags: Sequence[str] | None) -> None:
         with self._changed:
@@ -405,10 +409,10 @@ def _tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerB
 def _eos_ids(
     model_path: str, config_eos: int | list[int] | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """As SGLang: of the model's config, its generation config and its tokenizer, whichever exist."""
-    found: list[int | list[int] | None] = [config_eos]
+    """The end-of-text tokens, as in SGLang: of the config, the generation config and the tokenizer, if they exist."""
+    eos_ids: list[int | list[int] | None] = [config_eos]
     if (Path(model_path) / "generation_config.json").exists():
-        found.append(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id)
+        eos_ids.append(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id)
     if tokenizer is not None:
-        found.append(cast("int | None", tokenizer.eos_token_id))
-    return frozenset(token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids]))
+        eos_ids.append(cast("int | None", tokenizer.eos_token_id))
+    return frozenset(token for ids in eos_ids if ids is not None for token in (ids if isinstance(ids, list) else [ids]))

@@ -1,4 +1,4 @@
-"""A transformers model's tensors under the names of its files, which are the names that weight sync uses."""
+"""Tensors of a transformers model by the names in its files, which weight sync uses."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ if TYPE_CHECKING:
 
 from scalerl.families import FAMILIES
 
-# What transformers 5 calls a layer's mixture of experts in memory, whatever the files call it.
+# Name of a layer's mixture of experts in transformers 5's models, whatever the files call it.
 _MIXTURE = "mlp"
-# Files of a model that is of no family: those of most.
+# Names in the files of a model that is of no family, as most models have them.
 _EXPERT_NAMES = tuple(f"{_MIXTURE}.experts.{{e}}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 
 
 def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> the tensor, or the view of it that the files store; writing to a view changes the model.
+    """The tensors by name, or views of them if the files store parts; writing to a view changes the model.
 
-    Tied weights appear once. model: requires no gradient.
+    Tied weights appear once. model: must not require gradients.
     """
     family = FAMILIES.get(model.config.model_type)
     gate, up, down = (family.expert_names if family else ()) or _EXPERT_NAMES
-    # transformers 5 keeps the experts of a layer in two tensors; the files store every expert by itself.
+    # transformers 5 has the experts of a layer in two tensors; the files store each expert separately.
     fused = {"gate_up_proj": (gate, up), "down_proj": (down,)}
     mixture = gate.partition(".")[0]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in model.named_parameters():
         prefix, _, part = name.rpartition(".")
         if prefix.endswith(f".{_MIXTURE}.experts") and part in fused:
             layer = prefix.removesuffix(f"{_MIXTURE}.experts")
             for expert, weight in enumerate(tensor):
                 for of_file, view in zip(fused[part], weight.chunk(len(fused[part])), strict=True):
-                    found[f"{layer}{of_file.format(e=expert)}.weight"] = view
+                    tensors[f"{layer}{of_file.format(e=expert)}.weight"] = view
         else:
-            found[name.replace(f".{_MIXTURE}.", f".{mixture}.")] = tensor
-    return found | {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+            tensors[name.replace(f".{_MIXTURE}.", f".{mixture}.")] = tensor
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return tensors | biases

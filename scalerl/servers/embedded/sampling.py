@@ -1,4 +1,4 @@
-"""Sampling of the embedded engine: the token of a sample depends on its seed, its position and its logits alone."""
+"""Sampling of the embedded engine, where a token depends only on the sample's seed, its position and its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """Of one sample. temperature 0 is greedy; top_k -1 and top_p 1.0 are off."""
+    """The sampling settings of one sample; temperature 0 is greedy, top_k -1 and top_p 1.0 are off."""
 
     temperature: float
     top_p: float
@@ -22,7 +22,7 @@ class SampleSettings:
 
 
 def counter_uniform(seeds_S: np.ndarray, positions_S: np.ndarray) -> np.ndarray:
-    """-> [S] float64 in [0, 1): a hash of (seed, position), splitmix64 (Steele, Lea and Flood, 2014) applied twice.
+    """[S] float64 in [0, 1): a hash of (seed, position) by splitmix64 (Steele, Lea and Flood, 2014), applied twice.
 
     seeds_S, positions_S: [S] int64.
     """
@@ -39,11 +39,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def sample(logits_SV: Tensor, settings: list[SampleSettings], positions: list[int]) -> tuple[list[int], list[float]]:
-    """-> (token ids [S], log-probs [S]).
+    """Draws a token for each sample; returns (token ids [S], log-probs [S]).
 
-    logits_SV: [S, V].  positions: index of the new token in its response.  The log-prob is of
+    logits_SV: [S, V].  positions: index of the new token in its response.  The log-prob is that under
     softmax(logits / temperature) over the whole vocabulary (temperature 1 for a greedy sample), as SGLang reports it:
-    top_p and top_k choose the token and do not renormalize.
+    top_p and top_k restrict the choice and do not renormalize.
     """
     device = logits_SV.device
     temperature_S = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32, device=device)
@@ -58,7 +58,7 @@ def sample(logits_SV: Tensor, settings: list[SampleSettings], positions: list[in
 
 
 def _truncate(probs_SV: Tensor, settings: list[SampleSettings]) -> Tensor:
-    """Zero outside the top_k most likely tokens and the smallest set of mass top_p, both cut on the full softmax."""
+    """Sets probabilities to 0 outside the top_k tokens and the smallest set of mass top_p, both of the full softmax."""
     if all(s.top_p >= 1.0 and s.top_k < 1 for s in settings):
         return probs_SV
     vocab_size = probs_SV.shape[1]
@@ -72,10 +72,10 @@ def _truncate(probs_SV: Tensor, settings: list[SampleSettings]) -> Tensor:
 
 
 def _inverse_cdf(weights_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """-> [S] index with cdf[index - 1] <= u * total < cdf[index]; in vocabulary order, which ties cannot reorder."""
+    """[S] index with cdf[index - 1] <= u * total < cdf[index], in vocabulary order, which ties cannot change."""
     cdf_SV = weights_SV.cumsum(-1)
     target_S = uniform_S.to(cdf_SV.dtype) * cdf_SV[:, -1]
     index_S = torch.searchsorted(cdf_SV, target_S[:, None], right=True)[:, 0]
-    # u * total can round up to the total: then the last token with any weight.
+    # If u * total rounds up to the total, the last token with any weight is taken.
     last_S = (weights_SV > 0).long().mul(torch.arange(1, weights_SV.shape[1] + 1, device=weights_SV.device)).argmax(-1)
     return torch.minimum(index_S, last_S)

@@ -1,4 +1,4 @@
-"""`python -m scalerl.servers.embedded.server`: the embedded engine over HTTP, with SGLang's endpoints and JSON."""
+"""The program `python -m scalerl.servers.embedded.server`: the embedded engine with SGLang's HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,17 +28,20 @@ SAMPLING_DEFAULTS: dict[str, Any] = {
     "stop": [],
     "stop_token_ids": [],
     "sampling_seed": 0,
-    # Index in its response of the first token to draw.
+    # Index, in the response, of the first token to draw.
     "sampling_position": 0,
     "n": 1,
 }
-# Of joining a group and of one broadcast, as torch's default.
+# Seconds to join a group, and for one broadcast; torch's default.
 GROUP_TIMEOUT_S = 1800.0
 SUCCESS = {"success": True, "message": "Success"}
 
 
 class Endpoints:
-    """Path -> function of the request's JSON; raises RefusedError for a 400. An iterator is a stream of events."""
+    """The endpoints by path, functions of the request's JSON.
+
+    They raise RefusedError for status 400; one that returns an iterator sends a stream of events.
+    """
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
@@ -60,7 +64,7 @@ class Endpoints:
             "/end_weight_update": lambda body: engine.end_weight_update() or SUCCESS,
             "/update_weight_version": lambda body: engine.set_policy_version(str(body["new_version"])) or SUCCESS,
             "/weights_checker": self._weights_checker,
-            # There is no cache between requests.
+            # Nothing is cached between requests.
             "/flush_cache": lambda body: SUCCESS,
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
@@ -75,14 +79,14 @@ class Endpoints:
             raise RefusedError("input_ids must be a list of token ids or a list of such lists")
         single = not isinstance(prompts[0], list)
         prompts = [prompts] if single else prompts
-        given = body.get("sampling_params") or {}
-        per_prompt = given if isinstance(given, list) else [given] * len(prompts)
+        sampling_params = body.get("sampling_params") or {}
+        per_prompt = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
         if len(per_prompt) != len(prompts):
             raise RefusedError(f"{len(per_prompt)} sampling_params for {len(prompts)} prompts")
         unknown = sorted({key for params in per_prompt for key in params} - SAMPLING_DEFAULTS.keys())
         if unknown:
             raise RefusedError(f"sampling_params {unknown} are not known; known: {sorted(SAMPLING_DEFAULTS)}")
-        params = [SAMPLING_DEFAULTS | given_params for given_params in per_prompt]
+        params = [SAMPLING_DEFAULTS | of_prompt for of_prompt in per_prompt]
         # The i-th of n samples draws from sampling_seed + i.
         expanded = [
             (prompt, param | {"sampling_seed": param["sampling_seed"] + i})
@@ -92,7 +96,7 @@ class Endpoints:
         answers = self._engine.generate([prompt for prompt, _ in expanded], [param for _, param in expanded])
         if body.get("stream"):
             return (answer | {"index": index} for index, answer in answers)
-        in_order = [answer for _, answer in sorted(answers, key=lambda found: found[0])]
+        in_order = [answer for _, answer in sorted(answers, key=itemgetter(0))]
         return in_order[0] if single and len(in_order) == 1 else in_order
 
     def _update_weights(self, body: dict[str, Any]) -> Any:
@@ -212,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             for event in events:
                 self._send_chunk(b"data: " + json.dumps(event).encode() + EVENT_END)
-        except RuntimeError as error:  # of the engine: too late for another status
+        except RuntimeError as error:  # the engine failed; it is too late for another status
             traceback.print_exc()
             self._send_chunk(b"data: " + json.dumps({"error": {"message": str(error)}}).encode() + EVENT_END)
         self._send_chunk(b"data: " + LAST_EVENT + EVENT_END)
@@ -222,12 +226,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def log_message(self, format: str, *args: Any) -> None:
-        pass  # one line per request drowns the lines that matter
+        pass  # a line per request would hide the lines that matter
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    # Connections that wait to be accepted: a client opens one per request.
+    # Connections that may wait to be accepted; a client opens one per request.
     request_queue_size = 1024
 
 
@@ -243,7 +247,7 @@ def main() -> None:
     parser.add_argument("--trust-remote-code", action="store_true")
     args = parser.parse_args()
     Handler.key = take_key()
-    # One thread: sums are added in the same order on every machine.
+    # With one thread sums are added in the same order on every machine.
     torch.set_num_threads(1)
     Server.address_family = address_family(args.host)
     # The port is taken before the model is loaded; requests wait until serve_forever.

@@ -1,6 +1,6 @@
-"""The engines that a rollout server may run; one file each.
+"""The engines that a rollout server can run, one file each.
 
-They are made from configurations and used by processes that must start quickly: torch is imported inside their methods.
+Processes that must start quickly use them, so torch is imported inside their methods.
 """
 
 from __future__ import annotations

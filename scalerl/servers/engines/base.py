@@ -1,4 +1,4 @@
-"""`Engine`: all that differs between the engines of a rollout server, behind SGLang's HTTP protocol."""
+"""`Engine`, the interface of a rollout server's engine: all that differs between engines of SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Command = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True)
 class Launch:
-    """What a server is started with.
+    """The settings that a server is started with.
 
-    device: cpu or cuda.  gpu_ids: of this server; None leaves CUDA_VISIBLE_DEVICES.
-    max_model_len: tokens of prompt and response.  seed: of the server's own generator, if its engine has one.
-    releases_memory: it gives its device back between generations (GPU).
+    device: cpu or cuda.  gpu_ids: GPUs of this server; None leaves CUDA_VISIBLE_DEVICES as it is.
+    max_model_len: tokens of prompt and response.  seed: seed of the server's own generator, if its engine has one.
+    releases_memory: the server frees its device between generations (GPU).
     """
 
     model_path: str
@@ -44,22 +44,25 @@ class Launch:
 
 
 class Engine(ABC):
-    """One engine. It has no state: a server's is in `host`, a client's in `client`."""
+    """One kind of engine; it has no state, as that of a server is in `host` and that of a client in `client`."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def command(self, launch: Launch) -> Command:
-        """-> (command, environment variables to add). Raises ValueError for a model that cannot be served so."""
+        """The server's command, and environment variables to add.
+
+        Raises ValueError for a model that cannot be served with these settings.
+        """
 
     @abstractmethod
     def num_ranks(self, tp_size: int) -> int:
-        """Of one server with this tensor_model_parallel_size: each takes its own copy of a bucket of weights."""
+        """Ranks of one server with this tensor_model_parallel_size, each of which takes a copy of each bucket."""
 
     # --- requests ---
 
     def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        """The body of /generate. slots: those of the request that have room."""
+        """The body of /generate.  slots: the request's slots that have room."""
         return {
             "input_ids": [request.input_ids + slot.output_ids for slot in slots],
             "sampling_params": [self.sampling_params(request, slot) for slot in slots],
@@ -79,26 +82,26 @@ class Engine(ABC):
             "stop_token_ids": list(sampling.stop_token_ids),
         }
 
-    # Tokens at the end of an aborted answer that whoever goes on draws again.
+    # Number of tokens at the end of an aborted answer that its continuation draws again.
     undone_by_abort: ClassVar[int] = 0
 
     # --- weights ---
 
     @abstractmethod
     def serialize(self, bucket: Bucket) -> str:
-        """Text for `RolloutClient.update_weights`; call it once for each rank of the server."""
+        """A bucket as text for `RolloutClient.update_weights`; to be called once for each rank of the server."""
 
     def update_fields(self, load_format: str) -> dict[str, Any]:
-        """What /update_weights_from_tensor needs beside the tensors. load_format: `Bucket.load_format`."""
+        """The further fields of /update_weights_from_tensor.  load_format: `Bucket.load_format`."""
         return {}
 
     @abstractmethod
     def expected_checksums(
         self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
     ) -> ExpectedChecksums:
-        """What `RolloutClient.checksums` must answer once a stream of Hugging Face tensors is loaded.
+        """The checksums that `RolloutClient.checksums` must return once a stream of tensors is loaded.
 
-        model_config: the model's config.json.  dtype: what the engine stores; None: as the tensors come.
+        model_config: the model's config.json.  dtype: the dtype that the engine stores; None: that of the tensors.
         """
 
     # --- before anything starts ---
@@ -106,9 +109,9 @@ class Engine(ABC):
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:
-        """Of a policy that a server gets from the trainer. section: the keys of config."""
+        """Yields the reasons why a policy cannot be served while it is trained.  section: prefix of config's keys."""
         return iter(())
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
-        """Of a model that a server alone reads, of any family. key: of tp_size, the ranks of a server."""
+        """Yields the reasons why a model, of any family, cannot be served from its files.  key: that of tp_size."""
         return iter(())

@@ -1,4 +1,4 @@
-"""The embedded engine: transformers on a CPU. It repeats every draw from the sample's own seed."""
+"""The embedded engine: transformers on a CPU, with draws that are repeatable from the sample's seed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class EmbeddedEngine(Engine):
     def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
         if slot.seed is None:
             raise ValueError(f"request {request.request_id!r}: the embedded engine needs seeds, one per sample")
-        # The counter goes on where it was, so that an interruption does not change what is drawn.
-        position = {"sampling_seed": slot.seed, "sampling_position": len(slot.output_ids)}
-        return super().sampling_params(request, slot) | position
+        # The position continues after an interruption, which so does not change the tokens.
+        draw = {"sampling_seed": slot.seed, "sampling_position": len(slot.output_ids)}
+        return super().sampling_params(request, slot) | draw
 
     def serialize(self, bucket: Bucket) -> str:
-        """Text that holds the values."""
+        """A bucket as text that contains the values."""
         import safetensors.torch
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.named}

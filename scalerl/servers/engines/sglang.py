@@ -1,4 +1,4 @@
-"""SGLang: its command line, its requests, how it takes weights and what it cannot serve."""
+"""The SGLang engine: its command line, requests and weight updates, and the models that it cannot serve."""
 
 from __future__ import annotations
 
@@ -26,26 +26,29 @@ if TYPE_CHECKING:
     from scalerl.servers.weights import Bucket
     from scalerl.servers.wire import Slot
 
-# Of the machine's memory, an upper bound for weights and KV cache; in practice max_total_tokens limits the cache.
+# Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 CPU_MEM_FRACTION_STATIC = 0.5
-# SGLang keeps the last tokens of a context for itself: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
+# Tokens of a context that SGLang does not use: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
 CONTEXT_SLACK = 8
-# Reads buckets out of memory that the trainer's ranks write.
+# Loader that reads buckets from memory which the trainer's ranks write.
 MAPPED_LOADER = "scalerl.servers.mapped.load"
-# Mixtures whose experts it holds as `sglang.placement` says; shown on a CPU by tests/sglang/test_sync_mixture.py.
+# Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
 MIXTURES = ("qwen3_moe", "mixtral")
-# Of its arguments those that decide which rank holds which expert, and how.
+# Prefixes of its arguments that decide which rank stores which expert, and how.
 EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
 
 
 class SGLangEngine(Engine):
     name = "sglang"
-    # One more token comes after the abort, and whether it ends the sample was not looked at.
+    # SGLang adds one more token after an abort without checking if it ends the sample.
     undone_by_abort = 1
 
     def command(self, launch: Launch) -> Command:
-        """`engine_kwargs["sglang"]` has the last word: a value replaces ours, true is a bare flag, null or false drops
-        the argument, a list gives several values."""
+        """The server's command, and environment variables to add.
+
+        `engine_kwargs["sglang"]` takes precedence: a value replaces scalerl's, true is a bare flag, null or false drops
+        the argument, a list gives several values.
+        """
         check_context_length(launch.model_path, launch.max_model_len)
         config, on_cpu = launch.config, launch.device == "cpu"
         arguments: dict[str, Any] = {
@@ -57,23 +60,21 @@ class SGLangEngine(Engine):
             "context_length": launch.max_model_len + CONTEXT_SLACK,
             "max_running_requests": config.max_num_seqs,
             "random_seed": launch.seed,
-            # Numeric from the start, so that every sample's version parses; `RolloutClient.set_policy_version`
-            # changes it.
+            # A number from the start, so that every sample's version can be parsed.
             "weight_version": "0",
             "log_level": "warning",
             "skip_server_warmup": True,
-            # A model's generation_config.json may ask for a repetition penalty; the policy is the model alone.
+            # Ignores generation_config.json, which may have a repetition penalty: the policy is the model alone.
             "sampling_defaults": "openai",
             "trust_remote_code": launch.trust_remote_code,
-            # Answers are streams, so that each sample comes when it is finished; of its tokens only the first comes
-            # before.
+            # Answers are streams, so that each sample is sent when it is finished; only its first token is sent before.
             "stream_interval": 2**30,
         }
-        # /health without a generated token: a probe must not wait behind a full batch.
+        # /health must not generate a token, as a probe would then wait for a full batch.
         env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-        # The model is a directory.
+        # The model is a local directory.
         env["HF_HUB_OFFLINE"] = "1"
-        # The slack may lie beyond the model's positions: no token ever gets there.
+        # The slack may be beyond the model's positions, where no token ever is.
         env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         if on_cpu:
             arguments |= _cpu_arguments(config, launch.max_model_len)
@@ -85,7 +86,7 @@ class SGLangEngine(Engine):
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
         if on_cpu:
-            # Ours as well as the user's.
+            # Added to the user's loaders.
             arguments["custom_weight_loader"] = [*(arguments.get("custom_weight_loader") or []), MAPPED_LOADER]
         return [sys.executable, "-m", "scalerl.servers.sglang.launch", *_flags(arguments)], env
 
@@ -95,7 +96,7 @@ class SGLangEngine(Engine):
     def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
         body = super().generate_body(request, slots)
         if not request.progress:
-            # It computes the prompt of n equal samples once.
+            # SGLang computes the prompt of n equal samples once.
             body["input_ids"] = request.input_ids
             body["sampling_params"] = self.sampling_params(request, slots[0]) | {"n": len(slots)}
         return body
@@ -104,10 +105,10 @@ class SGLangEngine(Engine):
         return super().sampling_params(request, slot) | {"skip_special_tokens": False}
 
     def serialize(self, bucket: Bucket) -> str:
-        """Text with a one-shot handle of shared memory (CPU) or of device memory (CUDA), which holds no values; a
-        bucket that lies in mapped memory is not copied.
+        """A bucket as text with a one-shot handle of shared memory (CPU) or device memory (CUDA), without values.
 
-        The memory is freed when the server has read it; on a CPU it lives until this process ends if it never does.
+        A bucket in mapped memory is not copied. The memory is freed when the server has read it; on a CPU, if it never
+        does, when this process ends.
         """
         from scalerl.servers.weights import flattened_text
 
@@ -127,7 +128,7 @@ class SGLangEngine(Engine):
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int
     ) -> Iterator[str]:
-        # On a GPU it repeats heads that are fewer than its ranks; on a CPU it adds some, which no checksum knows.
+        # With fewer heads than ranks, SGLang repeats heads on a GPU. On a CPU it pads, and those checksums are unknown.
         tp_size, kv_heads = config.tensor_model_parallel_size, shape.num_kv_heads
         if device == "cpu" and tp_size > kv_heads and verify_weights_every:
             yield (
@@ -142,7 +143,7 @@ class SGLangEngine(Engine):
         try:
             config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            # The server says what is wrong with the directory.
+            # The server will report what is wrong with the directory.
             return
         config = config.get("text_config") or config
         heads = config.get("num_attention_heads")
@@ -188,10 +189,10 @@ def _cpu_arguments(config: ServerConfig, max_model_len: int) -> dict[str, Any]:
         "device": "cpu",
         "attention_backend": ATTENTION_BACKEND,
         "sampling_backend": "pytorch",
-        # Overlap hides host work behind the device; here both are the same cores.
+        # Overlap hides host work behind the device's, but here both use the same cores.
         "disable_overlap_schedule": True,
-        # An idle scheduler polls without pause otherwise: half a core that the trainer needs. Where there are
-        # more ranks the others would still poll.
+        # Otherwise an idle scheduler polls without pause, which takes half a core from the trainer. With several ranks
+        # the others would still poll.
         "sleep_on_idle": config.tensor_model_parallel_size == 1,
         "mem_fraction_static": CPU_MEM_FRACTION_STATIC,
         "max_total_tokens": config.max_num_seqs * (max_model_len + CONTEXT_SLACK),
@@ -199,13 +200,13 @@ def _cpu_arguments(config: ServerConfig, max_model_len: int) -> dict[str, Any]:
 
 
 def _cpu_environment(tp_size: int) -> dict[str, str]:
-    # A machine may have a GPU and be told not to use it.
+    # The machine may have a GPU that is not to be used.
     env = {"CUDA_VISIBLE_DEVICES": ""} | shim_environment()
     if allowed := os.environ.get("SGLANG_PLUGINS"):
-        # The user's list of plugins that SGLang may load, which has the attention backend then too.
+        # The user's list of plugins that SGLang may load; it needs the attention backend's too.
         env["SGLANG_PLUGINS"] = f"{allowed},{PLUGIN}"
     if tp_size > 1:
-        # One core per rank; without it SGLang wants a NUMA node for each.
+        # One core per rank; otherwise SGLang needs a NUMA node for each.
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
     return env

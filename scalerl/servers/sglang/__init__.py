@@ -1,1 +1,1 @@
-"""What runs inside an SGLang server's process, and the stand-ins that let it run on a CPU."""
+"""Code that runs inside an SGLang server's processes, and the stand-ins with which it runs on a CPU."""

@@ -1,7 +1,7 @@
-"""Causal attention of many sequences over a paged KV cache on a CPU, in a few calls of torch's attention.
+"""Causal attention of many sequences over a paged KV cache on a CPU, by few calls of torch's attention.
 
-Sequences of about the same length share a call, where the shorter ones are padded. T: query tokens of all sequences,
-H: query heads, K: key-value heads, D: numbers of a head, B: sequences of a call, Q, S: queries and keys of its longest.
+Sequences of similar length share a call, in which the shorter ones are padded. T: query tokens of all sequences,
+H: query heads, K: key-value heads, D: head size, B: sequences of a call, Q, S: queries and keys of its longest.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# In copied numbers, as all costs here: a call, with its share of making it, takes as long as this many of them (about
-# 50 microseconds), so that padding which costs less is cheaper than another call.
+# Costs are measured in copied numbers. A call, with its setup, takes as long as copying this many (about 50
+# microseconds), so padding that costs less is cheaper than another call.
 CALL_COST = 1 << 17
-# Keys of a call of several sequences: as many values beside them, and both stay in the cache of a core.
+# Largest number of keys in a call of several sequences; with as many values they stay in the cache of a core.
 MAX_KEY_NUMBERS = 1 << 18
-# Mask of a call: queries times keys.
+# Largest mask of a call, queries times keys.
 MAX_MASK_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of an attention layer: num_query_heads is a multiple of num_kv_heads."""
+    """The heads of an attention layer; num_query_heads is a multiple of num_kv_heads."""
 
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
 
     def cost(self, num_queries: int, num_keys: int) -> float:
-        """Of one sequence: its keys and values are copied, a multiplication costs about half of a copied number."""
+        """Cost of one sequence: copying its keys and values, and multiplications at half the cost of a copy."""
         return self.head_dim * num_keys * (2 * self.num_kv_heads + 0.5 * self.num_query_heads * num_queries)
 
 
 class _Piece(NamedTuple):
-    """Consecutive queries of a sequence. num_keys: that the last of them sees."""
+    """Consecutive queries of a sequence.  num_keys: number of keys that the last of them attends to."""
 
     sequence: int
     first_row: int
@@ -47,43 +47,43 @@ class _Piece(NamedTuple):
 
 
 class AttentionCall:
-    """One call of torch's attention: some sequences' queries on their keys, for any layer with these heads."""
+    """One call of torch's attention for some sequences, usable in every layer with these heads."""
 
     def __init__(
         self, pieces: Sequence[_Piece], req_to_token: Tensor, req_pool_indices: Tensor, heads: Heads, causal: bool
     ) -> None:
-        """causal: each piece has all queries of a sequence, from its first token on."""
+        """Prepares the indices of a call.  causal: each piece has all queries of a sequence, from its first token."""
         self.heads, self.causal = heads, causal
         sequences, first_rows, num_queries, num_keys = torch.tensor(list(zip(*pieces, strict=True)))[:, :, None]
         self.shape = len(pieces), int(num_queries.max()), int(num_keys.max())
         keys, queries = torch.arange(self.shape[2]), torch.arange(self.shape[1])
-        # Padding repeats a sequence's last key and query: what another sequence or nobody left in the cache may be NaN.
+        # Padding repeats a sequence's last key and query, because other slots of the cache may hold NaN.
         self.slots = req_to_token[req_pool_indices[sequences], keys.minimum(num_keys - 1)].flatten()
         query_rows = first_rows + queries.minimum(num_queries - 1)
         self.query_rows = query_rows.flatten()
         is_query = (queries < num_queries).flatten()
         self.unpadded = None if is_query.all() else is_query.nonzero()[:, 0]
         self.output_rows = self.query_rows if self.unpadded is None else self.query_rows[self.unpadded]
-        # [B, Q]: the last key that a query sees.
+        # [B, Q] the last key that a query attends to.
         self._last_keys = num_keys - num_queries + queries.minimum(num_queries - 1)
         self._mask: Tensor | None = None
         self._needs_mask = not causal and not bool((self._last_keys == self.shape[2] - 1).all())
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, Q, S]: 0 where a query sees a key, else minus infinity."""
+        """[B, 1, Q, S] mask: 0 where a query attends to a key, else minus infinity; None if it is not needed."""
         if not self._needs_mask or self._mask is not None:
             return self._mask
         hidden = torch.arange(self.shape[2]) > self._last_keys[:, None, :, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
         if self.shape[1] == 1:
-            # As small as the slots; larger ones are made again in every layer.
+            # Such a mask is as small as the slots; larger ones are computed again in every layer.
             self._mask = mask
         return mask
 
     def attend(self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scaling: float | None) -> None:
-        """Writes its rows of `output`.
+        """Attends, and writes its rows of `output`.
 
-        query, output: [T, H, D].  k_cache, v_cache: [slots, K, D].  scaling: of the scores; None is 1 / sqrt(D).
+        query, output: [T, H, D].  k_cache, v_cache: [slots, K, D].  scaling: factor of scores; None is 1 / sqrt(D).
         """
         num_seqs, num_queries, num_keys = self.shape
         num_heads, num_kv_heads, head_dim = self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.head_dim
@@ -97,7 +97,7 @@ class AttentionCall:
         rows = query.index_select(0, self.query_rows)
         mask = self.mask(query.dtype)
         if num_queries == 1:
-            # Query heads that share keys are rows of one product, which reads the keys once.
+            # Query heads that share keys become rows of one product, which reads the keys once.
             rows = rows.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
             attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
         else:
@@ -114,10 +114,10 @@ class AttentionCall:
 def plan_calls(
     seq_lens: Tensor, query_lens: Tensor, req_to_token: Tensor, req_pool_indices: Tensor, heads: Heads
 ) -> list[AttentionCall]:
-    """The calls of a forward pass, for all its layers with these heads.
+    """Plans the calls of a forward pass, for all its layers with these heads.
 
-    seq_lens, query_lens: [sequences], tokens of each that have keys, and how many of its last ones are queries; queries
-    lie end to end.  req_to_token: [requests, tokens], slots of the cache.  req_pool_indices: [sequences], rows of it.
+    seq_lens, query_lens: [sequences], tokens of each that have keys, and the number of its last ones that are queries;
+    queries are end to end.  req_to_token: [requests, tokens] slots of the cache.  req_pool_indices: [sequences] rows.
     """
     from_start, after_prefix, first_row = [], [], 0
     for sequence, (num_keys, num_queries) in enumerate(zip(seq_lens.tolist(), query_lens.tolist(), strict=True)):
@@ -131,14 +131,14 @@ def plan_calls(
             after_prefix.append(piece)
     return [
         AttentionCall(pieces, req_to_token, req_pool_indices, heads, causal)
-        # From the start no mask is needed: padding comes after all queries.
+        # A sequence from its start needs no mask, as padding is after all queries.
         for causal, group in ((True, from_start), (False, after_prefix))
         for pieces in _alike(group, heads.cost, MAX_KEY_NUMBERS // (heads.num_kv_heads * heads.head_dim))
     ]
 
 
 def _cut(piece: _Piece) -> Iterator[_Piece]:
-    """Parts with masks of at most MAX_MASK_NUMBERS, each with the keys that it sees."""
+    """Cuts a piece into parts with masks of at most MAX_MASK_NUMBERS, each with the keys that it attends to."""
     at_most = max(1, MAX_MASK_NUMBERS // piece.num_keys)
     for first in range(0, piece.num_queries, at_most):
         num_queries = min(at_most, piece.num_queries - first)
@@ -147,15 +147,15 @@ def _cut(piece: _Piece) -> Iterator[_Piece]:
 
 
 def _alike(pieces: Sequence[_Piece], cost: Callable[[int, int], float], max_keys: int) -> Iterator[list[_Piece]]:
-    """Pieces of a call: the next longest, until padding them costs more than another call, or there are too many keys.
+    """Groups pieces, longest first, into calls until padding would cost more than another call, or keys are too many.
 
-    So all padding costs at most what all calls do.
+    So all padding costs at most as much as all calls.
     """
     alike: list[_Piece] = []
     longest_queries = longest_keys = 0
-    # Of a piece as long as the longest of each, and of all as they are.
+    # Cost of a piece as long as the longest queries and keys, and of all pieces without padding.
     padded_cost = needed_cost = 0.0
-    # The longest first: queries of a call are at most those of its first piece.
+    # Longest first, so that no piece of a call has more queries than its first.
     for piece in sorted(pieces, key=itemgetter(2, 3), reverse=True):
         _, _, num_queries, num_keys = piece
         count = len(alike) + 1

@@ -1,4 +1,4 @@
-"""SGLang's attention on a CPU, with a few calls for a batch where its own backend makes one for each sequence."""
+"""An attention backend for SGLang on a CPU, with few calls for a batch instead of SGLang's one for each sequence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scalerl.servers.sglang.cpu_attention import AttentionCall, Heads, plan_call
 
 
 class BatchedAttnBackend(TorchNativeAttnBackend):
-    """Causal self-attention in calls for many sequences; everything else is left to SGLang's loop over sequences.
+    """Causal self-attention by calls for many sequences; all else is left to SGLang's loop over sequences.
 
-    Left to the loop: sliding windows, encoders and cross-attention, keys and values of different width (MLA).
+    The loop does sliding windows, encoders, cross-attention, and keys and values of different width (MLA).
     """
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
-        # Of the running forward pass; all layers of one shape share them.
+        # Calls of the current forward pass; all layers with the same heads share them.
         self._calls: dict[Heads, list[AttentionCall]] = {}
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

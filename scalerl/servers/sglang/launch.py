@@ -1,6 +1,6 @@
-"""`python -m scalerl.servers.sglang.launch ARGUMENTS`: SGLang's server, with the key that is in the environment.
+"""The program `python -m scalerl.servers.sglang.launch ARGUMENTS`: SGLang's server with the key of the environment.
 
-Arguments are those of `sglang.launch_server`; a key among them would be on the command line, where everybody reads it.
+Its arguments are those of `sglang.launch_server`, where a key would be on the command line, which everybody can read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from scalerl.servers.access import take_key
 
-# In the environment of a server that has no GPU (`cpu_shim`).
+# Variable in the environment of a server without a GPU (`cpu_shim`).
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 LISTEN_TIMEOUT_S = 120.0
 POLL_INTERVAL_S = 0.1
@@ -25,20 +25,20 @@ POLL_INTERVAL_S = 0.1
 def fork_its_processes() -> None:
     """Makes SGLang's scheduler and detokenizer forks of this process, which has imported all that they need.
 
-    SGLang asks for processes that import it anew, as CUDA demands: 15 of the 24 seconds of processor time that a start
-    takes on a CPU. Nothing runs beside this thread when they start.
+    SGLang spawns processes that import it anew, as CUDA needs; on a CPU that is 15 of the 24 seconds of processor time
+    of a start. No other thread runs when they are forked.
     """
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=force)
-    # Else the first collection of each would copy every page that they share.
+    # Otherwise the first garbage collection of each would copy every page that they share.
     os.register_at_fork(before=gc.freeze)
 
 
 def freeze_garbage_once_it_listens() -> None:
-    """Lets SGLang's own request of /freeze_gc wait for the socket.
+    """Makes SGLang's own request of /freeze_gc wait until the server listens.
 
-    It is sent from a thread right after the start, is refused where no warm-up comes before it, and is not repeated:
-    each full collection then goes through all modules, a second every few steps on a CPU.
+    A thread sends it right after the start. Without a warm-up before it, it is refused and not repeated, and then each
+    full garbage collection goes through all modules, which on a CPU takes a second every few steps.
     """
     from sglang.srt.entrypoints import http_server
 
@@ -57,7 +57,7 @@ def freeze_garbage_once_it_listens() -> None:
 
 def main() -> None:
     key = take_key()
-    # Inside: SGLang's processes import this module again.
+    # Imported here, because SGLang's processes import this module again.
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

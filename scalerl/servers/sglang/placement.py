@@ -1,7 +1,7 @@
-"""Where SGLang keeps the tensors of a model, dense or one of the mixtures in `engines.sglang.MIXTURES`.
+"""Places where SGLang stores the tensors of a model, dense or one of the mixtures in `engines.sglang.MIXTURES`.
 
-q, k, v and gate, up are fused, all experts of a layer are in two tensors; heads, MLP widths and vocabulary are cut over
-its ranks.
+q, k, v and gate, up are fused, and all experts of a layer are in two tensors; heads, MLP widths and vocabulary are
+divided over its ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from scalerl.servers.engines.sglang import MIXTURES
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
-# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE: of every MLP's inner width on one rank of a CPU server
+# sglang.srt.configs.update_config.DEFAULT_MOE_PADDING_SIZE, for every MLP's inner width on one rank of a CPU server
 CPU_WIDTH_PADDING = 32
 
-# HF module -> (SGLang's fused module, place in it)
+# By HF module: (SGLang's fused module, position in it)
 FUSED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -31,7 +31,7 @@ FUSED = {
     "up_proj": ("gate_up_proj", 1),
 }
 NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
-# Of one expert's gate, up and down matrix: (SGLang's tensor of all experts, place, places per expert)
+# For an expert's gate, up and down matrix: (SGLang's tensor of all experts, position, positions per expert)
 EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
 
@@ -40,14 +40,14 @@ _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>
 
 
 class SGLangPlacement:
-    """`checksums.Placement` of one SGLang server."""
+    """The `checksums.Placement` of an SGLang server."""
 
     def __init__(self, model_config: Mapping[str, Any], num_ranks: int) -> None:
-        """model_config: the model's config.json."""
+        """Reads the placement from model_config, the model's config.json."""
         self._config, self.num_ranks = model_config, num_ranks
         family = FAMILIES.get(str(model_config.get("model_type")))
         names = family.expert_names if family else ()
-        # Last part of the name -> place.
+        # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
@@ -58,7 +58,7 @@ class SGLangPlacement:
             yield rank, place, self._shard(cut, tensor, rank)
 
     def _place(self, name: str) -> tuple[Place, str]:
-        """-> (place, how it is cut over the ranks: see `_shard`)."""
+        """The place of a tensor, and how it is divided over the ranks (see `_shard`)."""
         of_expert = _EXPERT_NAME.match(name)
         if of_expert is not None and of_expert["part"] in self._expert_parts:
             tensor, position, per_expert = self._expert_parts[of_expert["part"]]
@@ -106,7 +106,7 @@ class SGLangPlacement:
         return _slice(tensor, 1 if cut == "columns" else 0, rank, self.num_ranks)
 
     def _vocab_shard(self, tensor: Tensor, rank: int) -> Tensor:
-        """Rows of one rank; the vocabulary is padded with zeros at its end."""
+        """A rank's rows of the vocabulary, which is padded with zeros at its end."""
         vocab_size = self._config["vocab_size"]
         padded = -(-vocab_size // VOCAB_PADDING) * VOCAB_PADDING
         if padded % self.num_ranks:
@@ -115,14 +115,14 @@ class SGLangPlacement:
         return _padded_slice(tensor, 0, rank, padded // self.num_ranks)
 
     def _width_shard(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """Of an MLP's inner width, which SGLang pads with zeros at its end on a CPU."""
+        """A rank's part of an MLP's inner width, which SGLang pads with zeros at its end on a CPU."""
         if tensor.is_cuda:
             return _slice(tensor, dim, rank, self.num_ranks)
         padding = CPU_WIDTH_PADDING * self.num_ranks
         return _padded_slice(tensor, dim, rank, -(-tensor.shape[dim] // padding) * CPU_WIDTH_PADDING)
 
     def _kv_shard(self, tensor: Tensor, rank: int) -> Tensor:
-        """With more ranks than key-value heads each head is on several ranks (GPU; SGLang on CPU pads instead)."""
+        """A rank's key-value heads; with more ranks than heads each is on several ranks (GPU; on a CPU SGLang pads)."""
         num_kv_heads, tp_size = self._num_kv_heads, self.num_ranks
         if num_kv_heads >= tp_size:
             return _slice(tensor, 0, rank, tp_size)
@@ -145,7 +145,7 @@ def _slice(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
 
 
 def _padded_slice(tensor: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """size rows or columns from index * size on; zeros where the tensor has ended."""
+    """`size` rows or columns from index * size on, with zeros beyond the end of the tensor."""
     start = min(index * size, tensor.shape[dim])
     part = tensor.narrow(dim, start, min(size, tensor.shape[dim] - start))
     lacking = size - part.shape[dim]

@@ -1,7 +1,7 @@
-"""What SGLang calls in each of its processes on a CPU before it reads its arguments: our names in its registries.
+"""SGLang plugin for a CPU, which registers scalerl's attention backend in each of SGLang's processes.
 
-SGLang finds `register` by the entry point beside the import stand-ins (`cpu_shim/*.dist-info`), so it is known where
-these are on PYTHONPATH and nowhere else.
+SGLang calls `register` before it reads its arguments. It finds it by the entry point beside the import stand-ins
+(`cpu_shim/*.dist-info`), so only if these are on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Of the entry point, and of SGLang's --attention-backend.
+# Names of the entry point, and for SGLang's --attention-backend.
 PLUGIN = "scalerl_cpu"
 ATTENTION_BACKEND = "scalerl_cpu"
 
@@ -25,7 +25,7 @@ def register() -> None:
 
     add_attention_backend_choices([ATTENTION_BACKEND])
     register_attention_backend(ATTENTION_BACKEND)(_create_backend)
-    # SGLang takes every backend whose name it does not know for one beside which triton runs.
+    # SGLang assumes that triton works with every backend whose name it does not know.
     HookRegistry.register("sglang.srt.utils.common.support_triton", _support_triton, HookType.REPLACE)
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", _get_last_loc, HookType.REPLACE)
 

@@ -1,8 +1,8 @@
-"""Import stand-ins that let unmodified SGLang run on a CPU: `sgl_kernel` and `torchvision`. And a `megatron` that
-cannot be imported, which SGLang takes for none.
+"""Import stand-ins with which unmodified SGLang runs on a CPU: `sgl_kernel` and `torchvision`.
 
-Beside them the metadata of a distribution, whose entry point makes SGLang load `servers/sglang/plugin.py`. This
-directory goes on PYTHONPATH of the server process alone, and never where there is a GPU.
+There is also a `megatron` that cannot be imported, which SGLang takes for missing, and the metadata of a distribution,
+whose entry point makes SGLang load `servers/sglang/plugin.py`. This directory is on PYTHONPATH of server processes
+only, and never with a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHIM_DIR = str(Path(__file__).resolve().parent)
 
 
 def shim_environment() -> dict[str, str]:
-    """Environment variables that a process without a GPU needs before it starts, to import sglang.
+    """The environment variables that a process without a GPU needs, before it starts, to import sglang.
 
     The scheduler processes that SGLang spawns inherit them.
     """

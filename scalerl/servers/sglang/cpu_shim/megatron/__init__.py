@@ -1,3 +1,3 @@
-"""No Megatron in a rollout server: SGLang's debugging aid imports it where it finds it, for six seconds of a start."""
+"""Hides Megatron in a rollout server, where SGLang's debugging aid would import it, which takes six seconds."""
 
 raise ImportError("a rollout server has no trainer, so no megatron (scalerl/servers/sglang/cpu_shim)")

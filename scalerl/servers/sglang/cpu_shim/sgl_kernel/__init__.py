@@ -1,7 +1,7 @@
-"""What SGLang imports from the CPU build of sgl-kernel, which has no wheel.
+"""Stand-in for the CPU build of sgl-kernel, which has no wheel, with the names that SGLang imports.
 
-Without AMX, SGLang's CPU path computes everything in plain torch. It still imports some kernels by name: one is called
-in every batch and is written here; the rest belong to speculative decoding and raise when called.
+Without AMX, SGLang's CPU path computes everything in plain torch, but it still imports some kernels by name. One is
+called in every batch and is implemented here; the others belong to speculative decoding and raise when called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 def assign_req_to_token_pool_cpu(
     req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int
 ) -> None:
-    """Row `req_pool_indices[i]` of req_to_token, columns start[i]:end[i], takes the next cache slots."""
+    """Writes the next cache slots to columns start[i]:end[i] of row `req_pool_indices[i]` of req_to_token."""
     first = 0
     for row, low, high in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         slots = out_cache_loc[first : first + high - low]
@@ -35,6 +35,6 @@ def __getattr__(name: str) -> Callable:
     return missing
 
 
-# The weight checksums of SGLang 0.5.21 wait for the CUDA device whatever the device is; without one there is no wait.
+# The weight checksums of SGLang 0.5.21 synchronize with CUDA even on a CPU; without a GPU that must do nothing.
 if not torch.cuda.is_available():
     torch.cuda.synchronize = lambda device=None: None

@@ -1,4 +1,4 @@
-"""Names that SGLang and transformers import from torchvision and use for images only.
+"""Stand-in for torchvision, with the names that SGLang and transformers import and use only for images.
 
 torchvision's Linux wheel on PyPI is linked to CUDA and cannot be imported next to a CPU build of torch.
 Every submodule exists, every name in it resolves, and calling one raises.
@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class InterpolationMode(enum.Enum):
-    """Used as dictionary keys at import time, so its members must be real and distinct."""
+    """The interpolation modes, which are used as dictionary keys at import and so must be real and distinct."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
@@ -56,5 +56,5 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-# Before the default finders: those would look for files that are not there.
+# Before the default finders, which would look for files that do not exist.
 sys.meta_path.insert(0, _Submodules())
