@@ -1,4 +1,4 @@
-"""`scalerl doctor`: what is installed on this machine, what is missing, and what that changes."""
+"""The command `scalerl doctor`: reports what is installed on this machine, what is missing, and the consequences."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ MIN_SHM_GIB = 1.0
 
 @dataclass(frozen=True)
 class Package:
-    """`probe`: Python code that fails when the package does not work here. `without`: what its absence changes."""
+    """A package to check.
+
+    probe: Python code that fails when the package does not work here.  without: the consequence of its absence.
+    """
 
     name: str
     probe: str
     without: str
 
 
-# The main job cannot run without these.
+# Packages without which the main job cannot run.
 REQUIRED = (
     Package("torch", "import torch", "nothing runs"),
     Package("numpy", "import numpy", "nothing runs"),
@@ -49,7 +52,7 @@ REQUIRED = (
     Package("megatron-core", "import megatron.core.parallel_state, megatron.core.dist_checkpointing", "no training"),
     Package(
         "sglang",
-        # As the server process does: its environment has to be there before the interpreter starts.
+        # As the server process does: its environment must be set before the interpreter starts.
         "import os, sys, torch; from scalerl.servers.sglang.cpu_shim import shim_environment; "
         "env = {} if torch.cuda.is_available() else shim_environment(); "
         "os.execve(sys.executable, [sys.executable, '-c', 'import sglang.srt.entrypoints.engine'], "
@@ -58,7 +61,7 @@ REQUIRED = (
     ),
 )
 
-# Used when they are there.
+# Packages that are used if they are installed.
 OPTIONAL = (
     Package(
         "transformer-engine",
@@ -90,7 +93,7 @@ print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda}))
 
 @dataclass(frozen=True)
 class Probe:
-    """`error` is the last line of the failure, None when the package works."""
+    """The result of a package's probe.  error: the last line of the failure; None when the package works."""
 
     package: Package
     version: str | None
@@ -98,7 +101,7 @@ class Probe:
 
 
 def run_python(code: str, timeout_s: float = IMPORT_TIMEOUT_S) -> tuple[str, str | None]:
-    """(standard output, error) of `code` in its own interpreter; a crash there is an error here."""
+    """Runs code in a separate interpreter; returns its standard output and an error, also if it crashed."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -133,7 +136,10 @@ def describe_devices(gpus: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def describe_platform(gpus: Sequence[object], cuda: str | None, device: NvidiaDevice | None) -> str:
-    """cuda: that torch is built for.  device: as the file system shows it."""
+    """Describes if the CPU platform is on.
+
+    cuda: the version that torch is built for.  device: the device that the file system shows.
+    """
     if gpus:
         return f"off: CUDA {cuda} is used"
     if device is not None:
@@ -145,16 +151,16 @@ def describe_platform(gpus: Sequence[object], cuda: str | None, device: NvidiaDe
 
 
 def describe_space() -> list[str]:
-    """Free space where Ray, checkpoints and the object store write, with a warning where it is little."""
+    """Describes the free space where Ray, checkpoints and the object store write, with warnings if it is little."""
     lines = []
-    places = ((Path.cwd(), MIN_FREE_DISK_GIB), (Path(tempfile.gettempdir()), MIN_FREE_DISK_GIB))
-    for place, least_gib in (*places, (Path("/dev/shm"), MIN_SHM_GIB)):
-        if not place.exists():
-            lines.append(f"{place}: does not exist")
+    disks = ((Path.cwd(), MIN_FREE_DISK_GIB), (Path(tempfile.gettempdir()), MIN_FREE_DISK_GIB))
+    for directory, least_gib in (*disks, (Path("/dev/shm"), MIN_SHM_GIB)):
+        if not directory.exists():
+            lines.append(f"{directory}: does not exist")
             continue
-        free_gib = shutil.disk_usage(place).free / GIB
+        free_gib = shutil.disk_usage(directory).free / GIB
         warning = f"   WARNING: less than {least_gib:g} GiB" if free_gib < least_gib else ""
-        lines.append(f"{place}: {free_gib:.1f} GiB free{warning}")
+        lines.append(f"{directory}: {free_gib:.1f} GiB free{warning}")
     return lines
 
 
@@ -173,22 +179,24 @@ def _optional_line(result: Probe) -> str:
     name, version = result.package.name, result.version or "-"
     if result.error is None:
         return f"{name:<20} {version:<14} ok"
-    # Present but broken is a different problem from absent.
+    # A broken package is another problem than a missing one.
     state = "missing" if result.version is None else f"FAILS: {result.error}"
     return f"{name:<20} {version:<14} {state}; without it: {result.package.without}"
 
 
 def run_doctor(required: Sequence[Package] = REQUIRED, optional: Sequence[Package] = OPTIONAL) -> int:
-    """Print the report; 0 when the main job can run here, 1 when a required package does not import."""
+    """Prints the report; returns 0 when the main job can run here, 1 when a required package does not import."""
     _section("scalerl", [f"{scalerl.__version__} in {Path(scalerl.__file__).parent}"])
     _section("python", [f"{platform.python_version()} {sys.executable}", platform.platform()])
 
     out, error = run_python(DEVICES_PROBE)
-    found = json.loads(out) if error is None else {"gpus": [], "cuda": None}
-    _section("devices", describe_devices(found["gpus"]))
+    devices = json.loads(out) if error is None else {"gpus": [], "cuda": None}
+    _section("devices", describe_devices(devices["gpus"]))
     on_cpu = "unknown: torch does not import"
     if error is None:
-        on_cpu = describe_platform(found["gpus"], found["cuda"], None if nvidia.are_hidden() else find_nvidia_device())
+        on_cpu = describe_platform(
+            devices["gpus"], devices["cuda"], None if nvidia.are_hidden() else find_nvidia_device()
+        )
     _section("CPU platform", [on_cpu])
 
     with ThreadPoolExecutor(max_workers=PROBES_AT_A_TIME) as pool:
@@ -213,7 +221,7 @@ def run_doctor(required: Sequence[Package] = REQUIRED, optional: Sequence[Packag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of `scalerl doctor`; takes no options."""
+    """Entry point of `scalerl doctor`, which takes no options."""
     argparse.ArgumentParser(prog="scalerl doctor", description=__doc__).parse_args(argv)
     return run_doctor()
 

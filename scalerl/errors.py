@@ -1,4 +1,4 @@
-"""Errors whose message is enough: a user's, and a failure of what a run is made of; the wrapper that prints them."""
+"""Errors whose message is enough without a stack, and the wrapper of entry points that prints them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Callable
 
 EXIT_USER_ERROR = 2
-# sysexits.h EX_SOFTWARE: the same command may well succeed when it is started again.
+# EX_SOFTWARE of sysexits.h: the same command may succeed when it is started again.
 EXIT_FAILED = 70
 EXIT_INTERRUPTED = 130
-# Set to 1 to see the stack of an error that is printed as one message.
+# Set to 1 to see the stack of an error of which only the message is printed.
 TRACEBACK_ENV = "SCALERL_TRACEBACK"
 
 
@@ -20,14 +20,14 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """Base of every error of what a run is made of: a rank, a server or a machine failed, or is not there.
+    """Base of every error of a part of a run: a rank, a server or a machine failed or is missing.
 
-    The message says which, and what it said last; nothing in the input or the configuration explains it.
+    The message says which one, and its last output; the cause is not in the input or the configuration.
     """
 
 
 def run_main(fn: Callable[..., int | None], *args: object) -> int:
-    """Run an entry point and return its exit code; an error that has a message of its own is that message on stderr.
+    """Runs an entry point and returns its exit code; of known errors it prints only the message, on stderr.
 
     Returns: fn's code (None is 0), 2 for a `UserError` or a missing file, 70 for a `RunError`, 130 when interrupted.
     Raises: anything else, with its stack: that is a defect of scalerl, not of the input.
@@ -48,7 +48,7 @@ def run_main(fn: Callable[..., int | None], *args: object) -> int:
 
 
 def _known_cause(error: BaseException) -> BaseException | None:
-    """The error that has a message: `error` itself, or what a remote worker raised (Ray keeps it in `.cause`)."""
+    """The error whose message is enough: `error`, or what a remote worker raised (in Ray's `.cause`); else None."""
     remote = getattr(error, "cause", None)
     for candidate in (remote, error):
         if isinstance(candidate, UserError | FileNotFoundError | RunError):

@@ -1,4 +1,4 @@
-"""Whether this machine has an NVIDIA device, asked without torch: what torch does not see may still be there."""
+"""Detection of NVIDIA devices without torch, which does not see every device of the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# Of the processes that compute: which devices they may use.
+# Environment variable with the devices that a process may use.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILE = re.compile(r"/nvidia\d+$")
 _DRIVER_FILE = "proc/driver/nvidia/version"
@@ -16,20 +16,20 @@ _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 @dataclass(frozen=True)
 class NvidiaDevice:
-    """driver: its version, None where the system does not tell.  signs: the files that show it."""
+    """An NVIDIA device.  driver: its version; None if the system does not tell.  signs: files that show the device."""
 
     driver: str | None
     signs: tuple[str, ...]
 
 
 def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
-    """None where nothing shows one. root: of the file system."""
+    """Looks for an NVIDIA device; None if no file shows one.  root: root of the file system."""
     signs = sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*"))
     driver = None
     if (version_file := root / _DRIVER_FILE).exists():
         signs.append(str(version_file))
-        found = _DRIVER_VERSION.search(version_file.read_text(encoding="utf-8", errors="replace"))
-        driver = found.group(1) if found else None
+        version = _DRIVER_VERSION.search(version_file.read_text(encoding="utf-8", errors="replace"))
+        driver = version.group(1) if version else None
     for folder in ("usr/bin", "usr/local/bin", "usr/local/nvidia/bin", "usr/lib/wsl/lib"):
         if (tool := root / folder / "nvidia-smi").exists():
             signs.append(str(tool))
@@ -45,10 +45,10 @@ def count_devices(root: Path = Path("/")) -> int:
 
 
 def are_hidden() -> bool:
-    """Whether the user has hidden the devices of this process."""
+    """True if the user has hidden the devices from this process."""
     return os.environ.get(VISIBLE_DEVICES) in ("", "-1")
 
 
 def hide() -> None:
-    """From this process, if it has not used one yet, and from those that it starts."""
+    """Hides the devices from this process, unless it has used one already, and from those that it starts."""
     os.environ[VISIBLE_DEVICES] = ""

@@ -1,4 +1,4 @@
-"""`DataProto`: the columnar batch that workers exchange. Token columns are jagged, never padded.
+"""`DataProto`, the columnar batch that workers exchange; its token columns are jagged, never padded.
 
 Every token column of a batch has one value per token of prompt + response, so all share the same `cu_seqlens`.
 `logprobs`-like columns hold at position t the log-probability of token t given the tokens before it (0 at position 0).
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Jagged:
-    """S sequences of different lengths, end to end.
+    """A token column: S sequences of different lengths, end to end.
 
     values: [T] any dtype, T = sum of lengths.  cu_seqlens: [S + 1] int64, cu_seqlens[0] = 0.
     """
@@ -39,7 +39,7 @@ class Jagged:
 
     @property
     def lengths(self) -> Tensor:
-        """[S] int64."""
+        """[S] int64 length of each sequence."""
         return self.cu_seqlens.diff()
 
     def select(self, rows: Sequence[int]) -> Jagged:
@@ -50,19 +50,22 @@ class Jagged:
         return {"values": self.values.numpy(), "cu_seqlens": self.cu_seqlens.numpy()}
 
     def __setstate__(self, state: dict[str, np.ndarray]) -> None:
-        # Arrays from the object store are read-only; the copy keeps in-place users from writing to shared memory.
+        # Arrays from the object store are read-only; a copy may be changed in place.
         for name, array in state.items():
             object.__setattr__(self, name, torch.from_numpy(array.copy()))
 
 
 def cu_seqlens_of(lengths: Sequence[int] | Tensor) -> Tensor:
-    """[S] lengths -> [S + 1] int64 starting at 0."""
+    """The bounds of S sequences of these lengths, end to end: [S + 1] int64 starting at 0."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)])
 
 
 @dataclass
 class DataProto:
-    """tokens: name -> Jagged with S rows.  samples: name -> [S] array (object dtype for strings, dicts).  meta: any."""
+    """A batch of S samples, as columns by name.
+
+    tokens: Jagged columns with S rows.  samples: [S] arrays (object dtype for strings and dicts).  meta: any values.
+    """
 
     tokens: dict[str, Jagged] = field(default_factory=dict)
     samples: dict[str, np.ndarray] = field(default_factory=dict)
@@ -95,7 +98,7 @@ class DataProto:
         )
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both; a column in both is an error."""
+        """A batch with the columns of both.  Raises ValueError for a column that is in both."""
         both = (self.tokens.keys() & other.tokens.keys()) | (self.samples.keys() & other.samples.keys())
         if both:
             raise ValueError(f"DataProto.union: columns {sorted(both)} are in both batches; drop or rename one")
@@ -103,7 +106,10 @@ class DataProto:
 
     @staticmethod
     def concat(batches: Sequence[DataProto]) -> DataProto:
-        """Rows of all batches in order. All must have the same columns; meta is the first one's."""
+        """A batch with the rows of all batches, in order; meta is that of the first.
+
+        Raises ValueError unless all have the same columns.
+        """
         first = batches[0]
         for other in batches[1:]:
             if other.tokens.keys() != first.tokens.keys() or other.samples.keys() != first.samples.keys():

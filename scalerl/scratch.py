@@ -1,4 +1,4 @@
-"""Directories for temporary files that go with their process; those of a killed one go with the next."""
+"""Temporary directories that are removed with their process; those of a killed process are removed by a later one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Held by the process that owns the directory.
+# File that the process which owns the directory keeps locked.
 LOCK = "lock"
 REMOVE_ATTEMPTS = 20
 REMOVE_PAUSE_S = 0.1
@@ -21,9 +21,9 @@ REMOVE_PAUSE_S = 0.1
 def scratch_directory(
     prefix: str, parent: Path, clean: Callable[[Path], None] = lambda directory: None
 ) -> Iterator[Path]:
-    """An empty directory of a random name, readable for this user alone, gone after the block.
+    """Yields an empty directory with a random name, accessible to this user only, and removes it after the block.
 
-    clean: called before it is removed, also before that of a killed process is.
+    clean: called before a directory is removed, also before one of a killed process is.
     """
     remove_abandoned(prefix, parent, clean)
     directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -37,7 +37,7 @@ def scratch_directory(
 
 
 def remove_abandoned(prefix: str, parent: Path, clean: Callable[[Path], None] = lambda directory: None) -> None:
-    """Directories of this user whose process was killed: nobody holds their lock."""
+    """Removes this user's directories whose process was killed, which nobody has locked."""
     for directory in parent.glob(f"{prefix}*"):
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -46,12 +46,12 @@ def remove_abandoned(prefix: str, parent: Path, clean: Callable[[Path], None] = 
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 clean(directory)
                 shutil.rmtree(directory, ignore_errors=True)
-        except OSError:  # the owner is there, or another process was quicker
+        except OSError:  # the owner is alive, or another process was quicker
             continue
 
 
 def _remove(directory: Path) -> None:
-    """The last processes that have files in it may write while they end."""
+    """Removes a directory, with retries, as processes that are ending may still write files there."""
     for _ in range(REMOVE_ATTEMPTS):
         shutil.rmtree(directory, ignore_errors=True)
         if not directory.exists():

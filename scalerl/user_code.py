@@ -1,4 +1,4 @@
-"""Python files of the user's own: imported by path, and the line in them that an error is about."""
+"""Import of the user's Python files by path, and errors that name the line in them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from typing import Any
 from scalerl.errors import UserError
 
 IMPORT_FILES = "trainer.import_files"
-# Of the modules' names.
+# Prefix of the modules' names.
 _PREFIX = "scalerl_user_"
-# In the order in which `import_files` took them.
+# Files that `import_files` imported, in their order.
 _imported: list[str] = []
-# Module name -> digest of the text that was run.
+# Digests of the text that was run, by module name.
 _digests: dict[str, str] = {}
-# What takes back what the files registered.
+# Calls that undo what the files registered.
 _undo: list[Callable[[], object]] = []
 
 
 class UserCodeError(UserError):
-    """A file that does not exist or does not import."""
+    """Raised for a user's file that cannot be imported, or a function of it that fails."""
 
 
 def import_files(paths: Iterable[str]) -> None:
-    """Imports the files in their order, for what they register. Raises UserCodeError for the first that does not."""
+    """Imports files in their order, for what they register.
+
+    Raises UserCodeError for the first that does not import.
+    """
     for path in paths:
         file = str(import_file(path, IMPORT_FILES).__file__)
         if file not in _imported:
@@ -38,19 +41,19 @@ def import_files(paths: Iterable[str]) -> None:
 
 
 def absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """As another process finds them, whatever its working directory."""
+    """The paths as absolute ones, for processes with another working directory."""
     return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 
 def imported_files() -> tuple[str, ...]:
-    """What `import_files` imported in this process."""
+    """The files that `import_files` imported in this process."""
     return tuple(_imported)
 
 
 def import_file(path: str | Path, key: str) -> ModuleType:
-    """The module of a Python file; run once in a process, and again when its text has changed.
+    """Imports a Python file; its code runs once per process, and again when its text has changed.
 
-    key: of the configuration, for errors.  Raises UserCodeError, naming file and line, when it does not import.
+    key: configuration key, for errors.  Raises UserCodeError, naming file and line, when it does not import.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -58,7 +61,7 @@ def import_file(path: str | Path, key: str) -> ModuleType:
     if path.suffix != ".py":
         raise UserCodeError(f"{key}={path} is no Python file; give a file that ends in .py")
     path = path.resolve()
-    # By the whole path: two files named reward.py are two modules, and every process calls a file the same.
+    # The name is made from the whole path: two files named reward.py are two modules, and it is equal in all processes.
     name = f"{_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if name in sys.modules and _digests.get(name) == digest:
@@ -66,7 +69,7 @@ def import_file(path: str | Path, key: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by name.
+    # Dataclasses and pickle look up a class's module by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -78,13 +81,13 @@ def import_file(path: str | Path, key: str) -> ModuleType:
 
 
 def on_forget(definition: Any, undo: Callable[[], object]) -> None:
-    """undo: called when the files are forgotten, if `definition` is of one of them."""
+    """Registers a call that undoes a registration when files are forgotten, if `definition` is from one of them."""
     if is_users_own(definition):
         _undo.append(undo)
 
 
 def forget_files() -> None:
-    """This process is as if it had imported none of the user's files: for the next run, which may name others."""
+    """Forgets all of the user's files, as if none had been imported, for a next run that may name others."""
     while _undo:
         _undo.pop()()
     for name in _digests:
@@ -94,15 +97,16 @@ def forget_files() -> None:
 
 
 def defined_in(module: ModuleType) -> dict[str, Any]:
-    """Public functions, classes and the like that the file itself defines."""
+    """The public functions, classes and the like that a file itself defines."""
     own = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
     return {name: value for name, value in own if getattr(value, "__module__", None) == module.__name__}
 
 
 def cause_of(error: BaseException, path: str | None) -> str:
-    """Type, message and place (file:line: code) of an error.
+    """An error as text with its type, message and place (file:line: code).
 
-    The place is the innermost line of `path` if the traceback has one, else the innermost line; a syntax error's own.
+    The place is the innermost line of `path` if the traceback has one, else the innermost line; for a syntax error, the
+    line with it.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
@@ -114,7 +118,7 @@ def cause_of(error: BaseException, path: str | None) -> str:
 
 
 def place_of(definition: Any) -> str:
-    """`name (file:line)` of a function or class; of scalerl's own the dotted name."""
+    """The place of a function or class as `name (file:line)`; the dotted name if it is scalerl's own."""
     module, name = definition.__module__, definition.__qualname__
     if not is_users_own(definition):
         return f"{module}.{name}"
@@ -128,12 +132,12 @@ def place_of(definition: Any) -> str:
 
 
 def is_users_own(definition: Any) -> bool:
-    """Whether a function or class is of a file that was imported here."""
+    """True if a function or class is from a user's file."""
     return definition.__module__.startswith(_PREFIX)
 
 
 def check_arguments(function: Callable[..., Any], arguments: Sequence[str], named: Sequence[str], what: str) -> None:
-    """Raises ValueError, with its place, for a function that cannot be called with these, the last ones by name."""
+    """Raises ValueError, with its place, for a function that does not take `arguments` and, by name, `named`."""
     try:
         signature = inspect.signature(function)
         signature.bind(*arguments, **dict.fromkeys(named))
@@ -146,7 +150,7 @@ def check_arguments(function: Callable[..., Any], arguments: Sequence[str], name
 
 
 def called(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs). Raises UserCodeError with the line, for what a function of the user's file raises.
+    """Calls a function and returns its result.  Raises UserCodeError, with the line, if a user's function raises.
 
     what: the key and value that name the function.
     """
@@ -159,10 +163,10 @@ def called(function: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -
 
 
 def file_of(definition: Any) -> str | None:
-    """Of the module that defines it."""
+    """The file of the module that defines a function or class."""
     return getattr(sys.modules.get(definition.__module__), "__file__", None)
 
 
 def is_same_definition(known: Any, new: Any) -> bool:
-    """Whether `new` is `known` once more, from a file that was imported again."""
+    """True if `new` is the same definition as `known`, perhaps from a file that was imported again."""
     return known is new or (known.__module__, known.__qualname__) == (new.__module__, new.__qualname__)
