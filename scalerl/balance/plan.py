@@ -5,8 +5,10 @@ One plan serves every pass of the step (old log-probs, reference, update), so a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -72,19 +74,20 @@ class StepPlan:
 
     def rows(self, dp_rank: int) -> tuple[int, ...]:
         """Rows of a rank in the order in which it trains them."""
-        return tuple(row for mini in self.micro_batches[dp_rank] for micro in mini for row in micro)
+        return self._rows[dp_rank]
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[int, ...], ...]:
+        chained = itertools.chain.from_iterable
+        return tuple(tuple(chained(chained(minis))) for minis in self.micro_batches)
 
     def local_micro_batches(self, dp_rank: int) -> tuple[tuple[MicroBatch, ...], ...]:
         """[mini_batch][micro_batch] = positions in rows(dp_rank), for a shard that holds only the rank's rows."""
-        position = 0
-        minis = []
-        for mini in self.micro_batches[dp_rank]:
-            micros = []
-            for micro in mini:
-                micros.append(tuple(range(position, position + len(micro))))
-                position += len(micro)
-            minis.append(tuple(micros))
-        return tuple(minis)
+        positions = iter(range(len(self.rows(dp_rank))))
+        return tuple(
+            tuple(tuple(itertools.islice(positions, len(micro))) for micro in mini)
+            for mini in self.micro_batches[dp_rank]
+        )
 
 
 def plan_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -69,11 +70,11 @@ class RankProcess(Reusable):
     # Return values of their own: the driver takes the first two, and of the last only the reference.
     @ray.method(num_returns=3)
     def run_on_shard(
-        self, method: str, shard: Shard, kwargs: dict, *fragments: DataProto
+        self, method: str, shard: Shard, kwargs: bytes, *fragments: DataProto
     ) -> tuple[Any, dict[str, np.ndarray], DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
-        fragments: of all parts of the shard, in order.
+        kwargs: pickled.  fragments: of all parts of the shard, in order.
         Returns metrics (with the reading, as a pair, where the registration says so), sample columns, token columns.
         """
         batch, given = DataProto(samples=shard.samples), iter(fragments)
@@ -82,7 +83,7 @@ class RankProcess(Reusable):
             batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
         function = self._method(method)
         metrics: dict[str, Metric]
-        metrics, columns = function(batch, shard.micro_batches, **kwargs)
+        metrics, columns = function(batch, shard.micro_batches, **pickle.loads(kwargs))
         answer = (metrics, self.worker.reading()) if _has_reading(function) else metrics
         if columns is None:
             return answer, {}, None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from scalerl.cluster.batch import Shard, ShardedBatch
@@ -161,11 +162,13 @@ class WorkerGroup:
         (batch,) = args
         # Once for each data-parallel rank; its tp, pp and cp ranks get references.
         shards = [self._shard(batch, dp_rank) for dp_rank in range(self.layout.dp_size)]
+        # Once for all ranks: they are configurations, which cost more to pickle than to send.
+        packed = cloudpickle.dumps(kwargs)
         metrics, samples, columns = [], [], []
         for rank, actor in enumerate(self.ranks):
             of_rank, fragments = shards[self.layout.coordinates(rank).dp_rank]
             # Ray resolves references among the arguments themselves, not inside of them.
-            call = actor.run_on_shard.remote(name, of_rank, kwargs, *fragments)
+            call = actor.run_on_shard.remote(name, of_rank, packed, *fragments)
             for slot, ref in zip((metrics, samples, columns), call, strict=True):
                 slot.append(ref)
         outputs = self.layout.output_ranks()

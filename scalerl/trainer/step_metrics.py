@@ -92,6 +92,6 @@ def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for extra in extras:
         for key, value in extra.items():
-            if isinstance(value, bool | int | float):
-                values.setdefault(key, []).append(float(value))
+            if isinstance(value, (int, float)):
+                values.setdefault(key, []).append(value)
     return {f"reward_extra/{key}": float(np.mean(found)) for key, found in values.items()}

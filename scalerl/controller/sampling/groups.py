@@ -71,8 +71,10 @@ class Enough:
 
 def kept_uids(samples: Mapping[str, np.ndarray], keep: GroupFilter | None) -> list[int]:
     """uids of the groups that `keep` keeps, in the order in which they come. samples: column -> [S]."""
+    if keep is None:
+        return list(dict.fromkeys(samples["uid"].tolist()))
     rows: dict[int, list[int]] = {}
     for row, uid in enumerate(samples["uid"].tolist()):
         rows.setdefault(uid, []).append(row)
     scores, extras = samples["score"], samples["reward_extra"]
-    return [uid for uid, of_group in rows.items() if keep is None or keep.keeps(scores[of_group], extras[of_group])]
+    return [uid for uid, of_group in rows.items() if keep.keeps(scores[of_group], extras[of_group])]
