@@ -41,7 +41,8 @@ class HeldRows:
         found = []
         for batch in np.unique(batch_R).tolist():
             places = np.flatnonzero(batch_R == batch)
-            found.append(Piece(*self.batches[batch], row_R[places].tolist(), places.tolist()))
+            worker, batch_id = self.batches[batch]
+            found.append(Piece(worker, batch_id, row_R[places].tolist(), places.tolist()))
         return found
 
     def select(self, rows: Sequence[int]) -> HeldRows:

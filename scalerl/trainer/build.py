@@ -191,7 +191,7 @@ def start_servers_pool(lease: Lease, cfg: PPOConfig, device: str) -> ResourcePoo
 
 
 def start_judge(lease: Lease, cfg: PPOConfig, rollout: ResourcePool, device: str, log_dir: Path) -> JudgeServers | None:
-    """rollout: the pool of the rollout worker, which asks the judge."""
+    """rollout: the pool of the rollout workers, which ask the judge."""
     judge = cfg.reward_model.judge
     if not judge.enable:
         return None

@@ -14,8 +14,8 @@ from tests.e2e.test_kill_and_resume import reproducible
 
 STEPS = 3
 FAULTS = ("rollout/num_restarts", "rollout/num_resubmitted")
-# A third of the groups has no sample that differs. With the log of a server it kills that from inside the first
-# training sample's scoring, whichever worker does it.
+# A third of the groups has no sample that differs. With the log of a server it kills that from inside the scoring of a
+# training sample, the first of any worker's.
 REWARD = """
 import os, signal
 from scalerl.rewards.trial import TRIAL_RESPONSE

@@ -203,26 +203,83 @@ def test_a_sample_is_judged_while_others_wait_to_be_generated(bench: Bench) -> N
 
 
 def test_a_lost_server_is_replaced_and_asked_again(bench: Bench) -> None:
+    """Two rollout workers share the judge; one notices the loss, both go on with the successor."""
     args, kwargs = bench.worker_arguments()
-    worker = ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=64).remote(*args, **kwargs)
+    workers = [
+        ray.remote(RolloutWorker).options(num_cpus=0, max_concurrency=64).remote(*args, **kwargs) for _ in range(2)
+    ]
     try:
-        ray.get(worker.connect.remote(*bench.policy_arguments), timeout=TIMEOUT_S)
-        bench.servers.connect(worker)
+        for worker in workers:
+            ray.get(worker.connect.remote(*bench.policy_arguments), timeout=TIMEOUT_S)
+        bench.servers.connect(workers)
         ray.get(bench.servers.servers.hosts[0].end.remote(), timeout=TIMEOUT_S)
-        call = worker.generate.remote("train", GROUPS, 1, SAMPLING, keep=True)
-        ready, _ = ray.wait([call, bench.servers.lost], timeout=TIMEOUT_S)
-        assert ready == [bench.servers.lost]
-        bench.servers.replace_lost()
-        generated = ray.get(call, timeout=TIMEOUT_S)
-        tokenizer, lengths = load_tokenizer(bench.policy_path), generated.samples["prompt_length"]
-        shard = ray.get(worker.shard.remote(generated.batch_id, range(3)), timeout=TIMEOUT_S).tokens["input_ids"]
-        responses = [
-            tokenizer.decode(shard[row].tolist()[lengths[row] :], skip_special_tokens=True) for row in range(3)
-        ]
-        check(bench, generated.samples, responses)
-        assert bench.servers.num_restarts == 1
+        call = workers[0].generate.remote("train", GROUPS, 1, SAMPLING, keep=True)
+        (told,), _ = ray.wait([call, *bench.servers.news], timeout=TIMEOUT_S)
+        assert bench.servers.news[told] is workers[0]
+        bench.servers.replace_lost(told)
+        later = workers[1].generate.remote("train", GROUPS, 1, SAMPLING, keep=True)
+        tokenizer = load_tokenizer(bench.policy_path)
+        for worker, made in zip(workers, (call, later), strict=True):
+            generated = ray.get(made, timeout=TIMEOUT_S)
+            lengths = generated.samples["prompt_length"]
+            shard = ray.get(worker.shard.remote(generated.batch_id, range(3)), timeout=TIMEOUT_S).tokens["input_ids"]
+            ids = [shard[row].tolist()[lengths[row] :] for row in range(3)]
+            check(bench, generated.samples, [tokenizer.decode(part, skip_special_tokens=True) for part in ids])
+        assert bench.servers.num_restarts == 1 and len(bench.servers.news) == 2
     finally:
-        ray.kill(worker)
+        for worker in workers:
+            ray.kill(worker)
+
+
+PROGRAM = """
+async def program(prompt, servers, tools):
+    trajectory = servers.begin()
+    turn = await servers.generate(trajectory, max_new_tokens=2)
+    trajectory.observe(tools.encode("ab"))
+    trajectory.extra["said"] = tools.decode(turn.output_ids)
+    if prompt.uid:
+        trajectory.reward = 7.5
+    return trajectory
+"""
+
+
+def test_a_program_may_score_its_own_sample(bench: Bench, tmp_path: Path) -> None:
+    """What it leaves without a score the judge reads, observations too; its own values are kept in both cases."""
+    (tmp_path / "scoring.py").write_text(PROGRAM)
+    args, kwargs = bench.worker_arguments()
+    kwargs["program"] = ProgramConfig(str(tmp_path / "scoring.py"))
+
+    async def run() -> tuple[dict[str, Any], list[list[int]], list[list[bool]]]:
+        worker = RolloutWorker(*args, **kwargs)
+        worker.connect(*bench.policy_arguments)
+        await worker.connect_judge(bench.servers.servers.replicas, bench.servers.servers.clients)
+        generated = await asyncio.wait_for(worker.generate("train", GROUPS, 1, SAMPLING, keep=True), TIMEOUT_S)
+        tokens = worker.batches[generated.batch_id].tokens
+        starts = generated.samples["prompt_length"]
+        ids, masks = (
+            [tokens[name][row].tolist()[starts[row] :] for row in range(3)] for name in ("input_ids", "response_mask")
+        )
+        return generated.samples, ids, masks
+
+    samples, ids, masks = asyncio.run(run())
+    tokenizer = load_tokenizer(bench.policy_path)
+    added = len(tokenizer.encode("ab", add_special_tokens=False))
+    assert masks == [[True] * 2 + [False] * added] * 3
+    assert samples["num_sampled_tokens"].tolist() == [2] * 3
+    assert samples["response_length"].tolist() == [2 + added] * 3
+    said = [tokenizer.decode(row[:2], skip_special_tokens=True) for row in ids]
+    assert samples["score"].tolist()[1:] == [7.5, 7.5]
+    assert [extra["said"] for extra in samples["reward_extra"]] == said
+    judged_text = bench.text(
+        replace(
+            ASKED,
+            prompt_str="a?",
+            solution_str=tokenizer.decode(ids[0], skip_special_tokens=True),
+            ground_truth=rows()[0]["reward_model"]["ground_truth"],
+        )
+    )
+    assert samples["reward_extra"][0]["judge_response"] == judged_text
+    assert samples["score"][0] == float(judged_text[0]) * 0.5
 
 
 def judged(bench: Bench, on_error: str, *requests: ScoreRequest, **changes: Any) -> list[Any]:
