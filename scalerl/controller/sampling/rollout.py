@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -17,7 +17,7 @@ from scalerl.cluster.ask import values_of
 from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerError, WorkerGroup
-from scalerl.config.schema import PPOConfig, ProgramConfig
+from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
 from scalerl.controller.sampling.dump import parts_at, parts_of, placed_fragments, update_columns
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.judge import JudgeServers
@@ -100,18 +100,14 @@ class HybridRollout:
                 shared,
                 policy_tokenizer,
                 reward=config.reward_model,
-                custom_reward=config.custom_reward_function,
-                program=self._program(),
+                custom_reward=_found_from_anywhere(config.custom_reward_function),
+                program=_found_from_anywhere(self.rollout.program),
                 trust_remote_code=model.trust_remote_code,
                 user_files=absolute(config.trainer.import_files),
             )
             for mine in shares
         ]
         self.workers = RolloutWorkers(processes, shares, self.timeout_s)
-
-    def _program(self) -> ProgramConfig:
-        program = self.rollout.program
-        return program if program.path is None else replace(program, path=absolute([program.path])[0])
 
     def wait_ready(self, workers: WorkerGroup) -> None:
         """Blocks until every server answers, then connects them to the trainer ranks that feed them."""
@@ -324,3 +320,11 @@ class HybridRollout:
     def stop(self) -> None:
         """The rollout workers; the servers are stopped by whoever started them."""
         self.workers.stop()
+
+
+UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)
+
+
+def _found_from_anywhere(config: UserFile) -> UserFile:
+    """Its file, as a process on another node finds it."""
+    return config if config.path is None else replace(config, path=absolute([config.path])[0])
