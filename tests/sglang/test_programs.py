@@ -110,12 +110,26 @@ def test_the_first_turns_of_a_group_are_one_request(engine: Engine) -> None:
 @pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
 def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine) -> None:
     """Ended again and again, each time after another sample or when a turn is half made."""
-    whole, _ = made([client_of(engine)], requests())
+
+    class Counting(RolloutClient):
+        async def generate(self, requests: Any) -> Any:
+            resumed.extend(len(output.output_ids) for request in requests for output in request.progress)
+            async for output in super().generate(requests):
+                yield output
+
+    def client() -> RolloutClient:
+        counting = client_of(engine)
+        counting.__class__ = Counting
+        return counting
+
+    resumed: list[int] = []
+    whole, _ = made([client()], requests())
+    assert resumed == []
     found: dict[tuple[int, int], Trajectory] = {}
     asks: dict[tuple[int, int], Sequence[Ask]] = {(r.uid, r.sample_index): () for r in requests()}
     num_ends = num_kept_turns = num_half_turns = 0
     while asks:
-        came, left = made([client_of(engine)], requests(asks), stop_when=lambda samples: len(samples) >= 1)
+        came, left = made([client()], requests(asks), stop_when=lambda samples: len(samples) >= 1)
         assert came.keys() | left.keys() == asks.keys() and not came.keys() & left.keys()
         found |= came
         asks, num_ends = left, num_ends + 1
@@ -124,6 +138,7 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
         num_half_turns += sum(not output.finished and len(output.output_ids) > 0 for output in outputs)
     assert bits(found) == bits(whole)
     assert num_ends > 1 and num_kept_turns > 0 and num_half_turns > 0, "nothing was interrupted"
+    assert sum(resumed) > 0, "half a turn was begun again"
     for key, trajectory in found.items():
         assert trajectory.logprobs == pytest.approx(whole[key].logprobs, abs=1e-5)
 
