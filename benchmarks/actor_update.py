@@ -130,14 +130,12 @@ def main(arguments: list[str]) -> int:
 def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int, device: str) -> Job:
     from scalerl.config.schema import MegatronConfig
 
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if options.recompute == "full" else {}
     megatron = MegatronConfig(
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         context_parallel_size=options.cp,
         dtype=options.dtype,
         recompute_granularity=options.recompute,
-        **full,
     )
     budget = options.budget or LENGTHS[name].budget
     lengths = LENGTHS[name].draw(options.seqs, budget, options.seed)

@@ -34,7 +34,7 @@ from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 from scalerl.runtime.stop import StopRequest
 from scalerl.servers.replica import Replica
-from scalerl.trainer.packing_rules import Planner
+from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
@@ -173,7 +173,12 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
     rollout = make_rollout(config, pool, group, worker.options(**place, max_concurrency=64).remote(options.seed))
     actor = config.actor_rollout_ref.actor
     update = actor.ppo_mini_batch_size * GROUP
-    planner = Planner(actor.megatron, dp_size, actor.ppo_max_token_len_per_gpu, update, SHAPE)
+    rules = PackingRules.of(
+        group.layout,
+        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
+        sequence_parallel=actor.megatron.sequence_parallel,
+    )
+    planner = Planner(rules, update, SHAPE)
     return Run(
         config=config,
         samples=SampleStream(config, rollout, PromptCursor(10**6, 1, True), total_steps=10**6),

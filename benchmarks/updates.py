@@ -126,26 +126,26 @@ def make_plan(lengths: list[int], megatron: MegatronConfig, world_size: int, bud
     from scalerl.balance import plan_step
     from scalerl.families import ModelShape
     from scalerl.trainer.build import flops_shape
-    from scalerl.trainer.packing_rules import packing_rules
+    from scalerl.trainer.packing_rules import PackingRules
 
+    layout = layout_of(megatron, world_size)
+    rules = PackingRules.of(
+        layout,
+        max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(budget),
+        sequence_parallel=megatron.sequence_parallel,
+    )
     return plan_step(
         lengths,
-        dp_size=layout_of(megatron, world_size).dp_size,
         mini_batches=[range(len(lengths))],
         workload_S=flops_shape(ModelShape.from_hf(model_path)).forward_each(lengths),
-        **packing_rules(megatron, budget),
+        **vars(rules),
     )
 
 
 def layout_of(megatron: MegatronConfig, world_size: int) -> Any:
     from scalerl.parallel.layout import Layout
 
-    return Layout(
-        world_size,
-        megatron.tensor_model_parallel_size,
-        megatron.pipeline_model_parallel_size,
-        megatron.context_parallel_size,
-    )
+    return Layout.of(megatron, world_size)
 
 
 # ranks

@@ -34,9 +34,12 @@ _MANY = 65536
 
 @dataclass(frozen=True)
 class SizeKeys:
-    """Configuration keys that errors name: of the token budget of one device, and of a mini-batch's samples."""
+    """The configuration's names of two sizes, for errors.
 
-    budget: str = "max_tokens_per_micro_batch"
+    max_tokens: the key of max_tokens_per_micro_batch, counted on one device.  mini_batch: of a mini-batch's samples.
+    """
+
+    max_tokens: str = "max_tokens_per_micro_batch"
     mini_batch: str = "the samples of a mini-batch"
 
 
@@ -109,8 +112,8 @@ def plan_step(
     workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
     micro_batch_multiple: the number of a rank's micro-batches in a mini-batch is a multiple of it (virtual pipeline).
     alignment: padding of sequences and micro-batches by the layout; it counts towards the cap.
-    devices_per_sequence: context parallelism, for errors: the configured budget is that of one device.
-    keys: configuration keys that set the cap and the samples of a mini-batch, for errors.
+    devices_per_sequence: context parallelism, for errors: the configuration counts the tokens of one device.
+    keys: configuration keys that set max_tokens_per_micro_batch and the samples of a mini-batch, for errors.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
@@ -122,6 +125,7 @@ def plan_step(
     minis = [np.asarray(rows, dtype=np.int64).reshape(-1) for rows in mini_batches]
     names = _Names(sample_names)
     _check_sizes(dp_size, micro_batch_multiple, max_tokens_per_micro_batch, len(minis))
+    # The capacity of a bin: whole units of the alignment.
     cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
     sizes_S = alignment.of_sequences(num_tokens_S)
     _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, devices_per_sequence, keys)
@@ -169,8 +173,8 @@ def _plan_mini_batch(
     if count > len(sizes):
         raise ValueError(
             f"mini-batch {number} of {len(sizes)} samples needs {count} micro-batches of {cap} tokens (a multiple of "
-            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise {keys.budget}, or "
-            f"make {keys.mini_batch} a multiple of {step}"
+            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise {keys.max_tokens}, "
+            f"or make {keys.mini_batch} a multiple of {step}"
         )
     if ranks is None:
         ranks = _deal(bins, workload, count, dp_size)
@@ -280,8 +284,8 @@ def _check_samples(
         (num_tokens_S < 1, "has {tokens} tokens: a sample needs at least one"),
         (
             sizes_S > cap,
-            f"has {size}, over the {{cap}} of one micro-batch: set {keys.budget} to at least {{needed}}, or shorten "
-            "the data",
+            f"has {size}, over the {{cap}} of one micro-batch: set {keys.max_tokens} to at least {{needed}}, or "
+            "shorten the data",
         ),
         (~(np.isfinite(workload_S) & (workload_S > 0)), "has workload {work}: must be positive and finite"),
     ):

@@ -6,46 +6,33 @@ from scalerl.config.batch_summary import batch_table
 from scalerl.config.compose import Composed, compose, composed
 from scalerl.config.errors import ConfigError
 from scalerl.config.help import help_text
+from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
+from scalerl.config.layout_sizes import LayoutSizes, alignment, trained_layout, world_size
 from scalerl.config.model_specs import ModelRole, model_roles, num_devices, uses_critic
-from scalerl.config.pipeline_sizes import PipelineSizes
-from scalerl.config.rules.layout import (
-    ModelSizes,
-    alignment,
-    dp_size,
-    expert_tp_size,
-    layout_violations,
-    micro_batch_multiple,
-    server_violations,
-    world_size,
-)
-from scalerl.config.rules.recompute import recompute_violations
-from scalerl.config.rules.rollout import transport_of
 from scalerl.config.run_length import too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
 from scalerl.config.verl import translation_table
+from scalerl.config.weight_transport import transport_of
 
 __all__ = [
     "Composed",
     "ConfigError",
     "EvalConfig",
     "GenerationConfig",
+    "LayoutSizes",
     "ModelRole",
     "ModelSizes",
     "PPOConfig",
-    "PipelineSizes",
     "SFTConfig",
     "alignment",
     "batch_table",
     "compose",
     "composed",
-    "dp_size",
-    "expert_tp_size",
     "flatten",
     "help_text",
     "layout_violations",
-    "micro_batch_multiple",
     "model_roles",
     "num_devices",
     "recompute_violations",
@@ -54,6 +41,7 @@ __all__ = [
     "too_few_conversations",
     "too_few_prompts",
     "total_steps",
+    "trained_layout",
     "translation_table",
     "transport_of",
     "uses_critic",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from scalerl.config.rules.layout import dp_size, world_size
+from scalerl.config.layout_sizes import trained_layout
 from scalerl.config.run_length import total_steps
 from scalerl.config.schema import PPOConfig
+from scalerl.config.sections import ACTOR
 
 
 def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
@@ -16,17 +17,17 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
         num_prompts: prompts of the training data; adds the steps of an epoch and of the run.
     """
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    megatron = actor.megatron
+    layout = trained_layout(cfg)
     prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    ranks, budget = dp_size(cfg), actor.ppo_max_token_len_per_gpu * actor.megatron.context_parallel_size
+    max_tokens_per_micro_batch = layout.max_tokens_per_micro_batch(actor.ppo_max_token_len_per_gpu)
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    per_rank = mini * n / ranks
+    per_rank = mini * n / layout.dp_size
     most = math.ceil(per_rank) * longest
-    divided = [("tensor", megatron.tensor_model_parallel_size), ("pipeline", megatron.pipeline_model_parallel_size)]
-    budget_key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    if megatron.context_parallel_size > 1:
-        divided.insert(1, ("context", megatron.context_parallel_size))
-        budget_key += " x context"
+    divided = [("tensor", layout.tp_size), ("pipeline", layout.pp_size)]
+    max_tokens_key = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    if layout.cp_size > 1:
+        divided.insert(1, ("context", layout.cp_size))
+        max_tokens_key += " x context"
     rows = [
         ("prompts per step", f"{prompts}", "data.train_batch_size"),
         ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
@@ -35,7 +36,7 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
         ("samples per mini-batch", f"{mini * n}", "actor_rollout_ref.actor.ppo_mini_batch_size x n"),
         (
             "data-parallel ranks",
-            f"{world_size(cfg)} / ({' x '.join(str(size) for _, size in divided)}) = {ranks}",
+            f"{layout.world_size} / ({' x '.join(str(size) for _, size in divided)}) = {layout.dp_size}",
             f"devices / ({' x '.join(name for name, _ in divided)} parallel sizes)",
         ),
         ("samples per mini-batch and rank", _about(per_rank), "balanced by tokens"),
@@ -44,8 +45,12 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
             f"up to about {most}",
             "data.max_prompt_length + data.max_response_length",
         ),
-        ("tokens per micro-batch", f"at most {budget}", budget_key),
-        ("micro-batches per mini-batch", _micro_batches(math.ceil(per_rank), longest, budget), "by token budget"),
+        ("tokens per micro-batch", f"at most {max_tokens_per_micro_batch}", max_tokens_key),
+        (
+            "micro-batches per mini-batch",
+            _micro_batches(math.ceil(per_rank), longest, max_tokens_per_micro_batch),
+            "by token budget",
+        ),
     ]
     if num_prompts is not None:
         rows += _step_rows(cfg, num_prompts)
@@ -62,9 +67,9 @@ def _about(per_rank: float) -> str:
     return f"about {per_rank:.0f}" if per_rank == int(per_rank) else f"about {per_rank:.1f}"
 
 
-def _micro_batches(samples: int, longest: int, budget: int) -> str:
+def _micro_batches(samples: int, longest: int, max_tokens_per_micro_batch: int) -> str:
     """Between 1 and what full-length samples need; a micro-batch holds whole samples."""
-    most = math.ceil(samples / (budget // longest))
+    most = math.ceil(samples / (max_tokens_per_micro_batch // longest))
     return "1" if most == 1 else f"1 to {most}"
 
 

@@ -26,7 +26,7 @@ from yaml import YAMLError
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import Draft
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
-from scalerl.config.validate import said_once, validate_eval, validate_generation, validate_ppo, validate_sft
+from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft, without_repeats
 from scalerl.config.verl import Translation
 
 CONFIGS_PACKAGE = "scalerl.configs"
@@ -102,7 +102,7 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
         draft.put_override(override)
     missing, config = draft.finish()
     misfits = request.violations + draft.violations
-    values = said_once(config, dict(domain_violations(config)))
+    values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or misfits or missing or values:
         violations = [*misfits, *missing, *(values if misfits else VALIDATORS[request.kind](config))]
         if violations:
@@ -278,11 +278,13 @@ def _cannot_read(request: _Request, error: Exception) -> ConfigError:
 def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
     options = _options(request, group)
     wanted = [name for name in (value if isinstance(value, list) else [value]) if name is not None]
-    found = []
+    violations = []
     for name in (str(name) for name in wanted if str(name) not in options):
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.0)
-        found.append(f"{group}={name}: no such option; did you mean {group}={close[0]}? There are {', '.join(options)}")
-    return found
+        violations.append(
+            f"{group}={name}: no such option; did you mean {group}={close[0]}? There are {', '.join(options)}"
+        )
+    return violations
 
 
 def _defaults_list(request: _Request, groups: list[str]) -> Any:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
-from scalerl.config.rules.base import Rule, value_at
-from scalerl.config.schema import IS_LEVELS, RS_OPTIONS, PPOConfig, RolloutCorrectionConfig
+from scalerl.config.schema import IS_LEVELS, RS_OPTIONS, RolloutCorrectionConfig
 
-SECTION = "algorithm.rollout_correction"
 # (lower or None, upper)
 Bounds = tuple[float | None, float]
 _BAND = 'a band is [lower, upper] or "lower_upper"'
@@ -27,7 +24,7 @@ def rejects(config: RolloutCorrectionConfig) -> bool:
 
 
 def is_bounds(config: RolloutCorrectionConfig) -> Bounds:
-    """Of rollout_is_threshold: (None, upper) truncates, (lower, upper) zeroes what is outside.
+    """The bounds that rollout_is_threshold gives: (None, upper) truncates, (lower, upper) zeroes what is outside.
 
     Raises ValueError unless lower <= 1 <= upper: a ratio of 1 is a token on which both agree.
     """
@@ -35,7 +32,7 @@ def is_bounds(config: RolloutCorrectionConfig) -> Bounds:
 
 
 def rs_bounds(config: RolloutCorrectionConfig) -> dict[str, Bounds]:
-    """By test of rollout_rs, in its order: k1: (lower, upper) of the ratio; k2, k3: (None, upper) of the divergence.
+    """Test of rollout_rs -> its bounds: k1: (lower, upper) of the ratio; k2, k3: (None, upper) of the divergence.
 
     Raises ValueError for a test that does not exist or is named twice, and for thresholds that do not fit the tests.
     """
@@ -62,20 +59,6 @@ def rs_options(config: RolloutCorrectionConfig) -> list[str]:
 def correction_violations(config: RolloutCorrectionConfig, *, prefix: str) -> list[str]:
     """Everything that is wrong with `config`, as "prefix.key = value: limit; what to set"."""
     return [f"{prefix}.{text}" for text in _violations(config)]
-
-
-def _rule_about(key: str) -> Rule:
-    """What is wrong with the value of one key, given the others."""
-
-    def check(cfg: PPOConfig) -> Iterator[str]:
-        found = correction_violations(value_at(cfg, SECTION), prefix=SECTION)
-        yield from (text for text in found if text.startswith(f"{SECTION}.{key} = "))
-
-    return Rule((f"{SECTION}.{key}",), check)
-
-
-# One for each key, so that a wrong one hides nothing about the others.
-CORRECTION_RULES = [_rule_about(field.name) for field in fields(RolloutCorrectionConfig)]
 
 
 def _violations(config: RolloutCorrectionConfig) -> Iterator[str]:

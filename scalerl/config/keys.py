@@ -56,12 +56,12 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
 def inherited_keys(schema: type) -> dict[str, str]:
     """Keys whose default is the value of another one, and that one."""
     raw: Any = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
-    found = {}
+    sources = {}
     for leaf in leaves(schema):
         value = functools.reduce(lambda node, part: node[part], leaf.key.split("."), raw)
         if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            found[leaf.key] = match[1]
-    return found
+            sources[leaf.key] = match[1]
+    return sources
 
 
 class KeyTable:

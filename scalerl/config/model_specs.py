@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from scalerl.config.layout_sizes import LayoutSizes, world_size
 from scalerl.config.registered_names import CRITIC_ESTIMATORS
-from scalerl.config.rules.layout import ACTOR, devices_per_model
 from scalerl.config.schema import MegatronConfig, PPOConfig, ResourcePoolConfig
+from scalerl.config.sections import ACTOR
 
 RoleName = Literal["ref", "critic", "reward_model"]
 
@@ -27,15 +28,14 @@ LAYOUT_FIELDS = (
 
 @dataclass(frozen=True)
 class ModelRole:
-    """One of them, in one configuration.
+    """A model other than the actor, as one configuration describes it.
 
-    section: its keys start with it.  budget_key: key under it for the tokens of a packed micro-batch on one device.
-    head: lm | value.  switch: what makes a run have it, as an override.
+    section: its keys start with it.  head: lm | value.  switch: what makes a run have it, as an override.
+    max_tokens_key: the key of max_tokens_per_device.
     """
 
     name: RoleName
     section: str
-    budget_key: str
     head: Literal["lm", "value"]
     switch: str
     active: bool
@@ -43,24 +43,25 @@ class ModelRole:
     trust_remote_code: bool
     megatron: MegatronConfig
     pool: ResourcePoolConfig
+    max_tokens_key: str
     max_tokens_per_device: int
 
     @property
     def has_own_pool(self) -> bool:
         return self.pool.nnodes > 0
 
-    def world_size(self, cfg: PPOConfig) -> int:
-        """Devices that it runs on; on CPU, processes."""
-        pool = self.pool if self.has_own_pool else cfg.trainer
-        return pool.nnodes * pool.n_gpus_per_node
+    @property
+    def max_tokens_per_micro_batch(self) -> int:
+        return LayoutSizes.of(self.megatron).max_tokens_per_micro_batch(self.max_tokens_per_device)
 
-    def dp_size(self, cfg: PPOConfig) -> int:
-        """Data-parallel ranks; the layout must fit the devices."""
-        return self.world_size(cfg) // devices_per_model(self.megatron)
+    def layout(self, cfg: PPOConfig) -> LayoutSizes:
+        """The model's layout on its own pool, or on the trainer's devices."""
+        pool = self.pool if self.has_own_pool else cfg.trainer
+        return LayoutSizes.of(self.megatron, pool.nnodes * pool.n_gpus_per_node)
 
 
 def uses_critic(cfg: PPOConfig) -> bool:
-    """Whether the estimator reads values. Of an estimator of the user's own: once its file is imported."""
+    """Whether the estimator reads values; known of an estimator of the user's own once its file is imported."""
     return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
 
@@ -71,7 +72,6 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
         ModelRole(
             name="ref",
             section="actor_rollout_ref.ref",
-            budget_key="log_prob_max_token_len_per_gpu",
             head="lm",
             switch=f"{ACTOR}.use_kl_loss=true, or algorithm.use_kl_in_reward=true",
             active=policy.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward,
@@ -79,12 +79,12 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=policy.model.trust_remote_code,
             megatron=policy.ref.megatron,
             pool=policy.ref.resource_pool,
+            max_tokens_key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
             max_tokens_per_device=policy.ref.log_prob_max_token_len_per_gpu,
         ),
         ModelRole(
             name="critic",
             section="critic",
-            budget_key="ppo_max_token_len_per_gpu",
             head="value",
             switch="algorithm.adv_estimator=gae",
             active=uses_critic(cfg),
@@ -92,12 +92,12 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=critic.model.trust_remote_code,
             megatron=critic.megatron,
             pool=critic.resource_pool,
+            max_tokens_key="critic.ppo_max_token_len_per_gpu",
             max_tokens_per_device=critic.ppo_max_token_len_per_gpu,
         ),
         ModelRole(
             name="reward_model",
             section="reward_model",
-            budget_key="forward_max_token_len_per_gpu",
             head="value",
             switch="reward_model.enable=true",
             active=reward.enable,
@@ -105,6 +105,7 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=reward.model.trust_remote_code,
             megatron=reward.megatron,
             pool=reward.resource_pool,
+            max_tokens_key="reward_model.forward_max_token_len_per_gpu",
             max_tokens_per_device=reward.forward_max_token_len_per_gpu,
         ),
     ]
@@ -116,14 +117,14 @@ def model_roles(cfg: PPOConfig) -> list[ModelRole]:
 
 
 def num_devices(cfg: PPOConfig) -> int:
-    """Of all pools of the run; on CPU, processes."""
-    actor = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    """Devices of all pools of the run; on CPU, processes."""
     own = cfg.actor_rollout_ref.rollout.resource_pool
     servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
     if cfg.reward_model.judge.enable:
         judge = cfg.reward_model.judge.resource_pool
         servers += judge.nnodes * judge.n_gpus_per_node
-    return actor + servers + sum(role.world_size(cfg) for role in model_roles(cfg) if role.has_own_pool)
+    roles = sum(role.layout(cfg).world_size for role in model_roles(cfg) if role.has_own_pool)
+    return world_size(cfg) + servers + roles
 
 
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:

@@ -115,7 +115,10 @@ class Draft:
         """What a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:
             with contextlib.suppress(OmegaConfBaseException):
-                return OmegaConf.to_container(OmegaConf.create({"it": value}, parent=self._config), resolve=True)["it"]
+                resolved: Any = OmegaConf.to_container(
+                    OmegaConf.create({"it": value}, parent=self._config), resolve=True
+                )
+                return resolved["it"]
         return value
 
     def foreign(self, key: str) -> Any:
@@ -136,28 +139,28 @@ class Draft:
             OmegaConf.update(self._config, key, merged, merge=False)
 
     def finish(self) -> tuple[list[str], Any]:
-        """(missing values and interpolations that cannot be resolved, the config as a dataclass instance).
+        """Returns (missing values and interpolations that cannot be resolved, the config as a dataclass instance).
 
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
         self._translate()
         self._fill_inherited_dicts()
-        found = []
+        problems = []
         raw = _raw_values(self._config, self.table.leaves)
         for key in [key for key, value in raw.items() if value == MISSING]:
             if key not in self._mentioned:
-                found.append(f"{key}: missing; set {key}=...{self._about(key)}")
+                problems.append(f"{key}: missing; set {key}=...{self._about(key)}")
             OmegaConf.update(self._config, key, _PLACEHOLDER)
         # One by one only where one is wrong: they are a hundred.
         with contextlib.suppress(OmegaConfBaseException):
-            return found, OmegaConf.to_object(self._config)
+            return problems, OmegaConf.to_object(self._config)
         for key in [key for key, value in raw.items() if "${" in str(value)]:
             try:
                 OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
             except OmegaConfBaseException as error:
-                found.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
+                problems.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
                 OmegaConf.update(self._config, key, self._raw_default(key))
-        return found, OmegaConf.to_object(self._config)
+        return problems, OmegaConf.to_object(self._config)
 
     def _put_leaf(self, key: str, value: Any, origin: str) -> None:
         self._written.add(key)

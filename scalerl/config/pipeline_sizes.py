@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has, and which numbers do not divide."""
+"""How many layers each pipeline stage and each model chunk has, and which numbers of layers cannot be divided so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from scalerl.config.rules.base import divisors_text
-from scalerl.config.schema import MegatronConfig
+from scalerl.config.suggestions import divisors_text
 
 _STAGES = "pipeline_model_parallel_size"
 _CHUNKS = "virtual_pipeline_model_parallel_size"
@@ -16,8 +15,9 @@ _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeli
 
 @dataclass(frozen=True)
 class PipelineSizes:
-    """pp_size: stages.  vpp_size: model chunks of a stage (1: not interleaved).
+    """The division of a model's layers into stages, and of a stage's into model chunks.
 
+    pp_size: stages.  vpp_size: model chunks of a stage (1: not interleaved).
     first, last: layers of that stage where they differ from the others.
     """
 
@@ -25,15 +25,6 @@ class PipelineSizes:
     vpp_size: int = 1
     first: int | None = None
     last: int | None = None
-
-    @classmethod
-    def of(cls, megatron: MegatronConfig) -> PipelineSizes:
-        return cls(
-            megatron.pipeline_model_parallel_size,
-            megatron.virtual_pipeline_model_parallel_size or 1,
-            megatron.num_layers_in_first_pipeline_stage,
-            megatron.num_layers_in_last_pipeline_stage,
-        )
 
     def stages(self, num_layers: int) -> list[int]:
         """Layers of each stage. Raises ValueError with the first of `violations`."""
@@ -46,7 +37,7 @@ class PipelineSizes:
         return [size // self.vpp_size for size in self.stages(num_layers)]
 
     def violations(self, num_layers: int, prefix: str = "megatron") -> list[str]:
-        """prefix: key of the MegatronConfig."""
+        """Why a model of num_layers cannot be divided so; empty where it can. prefix: key of the MegatronConfig."""
         if self.pp_size == 1:
             return self._given_for_one_stage(prefix)
         left, stages_left = self._rest(num_layers)

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator
 
 from scalerl.config.model_specs import uses_critic
-from scalerl.config.rules.layout import ACTOR
-from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import PPOConfig, RunConfig, SFTConfig
+from scalerl.config.sections import ACTOR
 from scalerl.config.validate import validate_ppo, validate_sft
 
 
-def total_steps(trainer: TrainerConfig | SFTTrainerConfig, num_rows: int, batch_size: int) -> int:
+def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
     """total_training_steps, or total_epochs of the data (the last batch runs into the next epoch's order)."""
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -35,6 +36,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = dict(specs)
+        # Numbers of each tensor that are still to come.
+        self._left = {name: prod(spec.shape) for name, spec in specs.items()}
+        self._counting = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
@@ -54,6 +58,8 @@ class SafetensorsFile:
         spec = self._specs[name]
         assert numbers.dtype == spec.dtype and start + numbers.numel() <= prod(spec.shape), (name, numbers.dtype)
         self._put(as_bytes(numbers), self._first + self._starts[name] + start * spec.dtype.itemsize)
+        with self._counting:
+            self._left[name] -= numbers.numel()
 
     def _put(self, data: memoryview | bytes, at: int) -> None:
         while data:
@@ -62,6 +68,7 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Flushes to disk."""
+        assert not any(self._left.values()), f"not written as a whole: {[name for name, n in self._left.items() if n]}"
         os.fsync(self._file)
         os.close(self._file)
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scalerl.config import PipelineSizes, expert_tp_size
-from scalerl.config.schema import MegatronConfig
+from scalerl.config import LayoutSizes
 from scalerl.runtime.garbage import collect_garbage
 
 
@@ -29,84 +28,46 @@ class Coordinates:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes only; no torch.distributed.
+class Layout(LayoutSizes):
+    """Sizes that fit each other, and where they put each rank; no torch.distributed.
 
     Ranks count tp first, then cp, then dp, then pp (megatron-core: tp-cp-ep-dp-pp). Inside one pipeline stage the
     experts count their own way over the same ranks: etp first, then ep, then the data-parallel copies of an expert.
-
-    vpp_size: model chunks of a stage (1: the pipeline is not interleaved).
-    hierarchical_cp_sizes: how cp ranks divide into groups of groups, neighbours first; () when nobody asks.
-    first_stage_layers, last_stage_layers: layers of that stage where they differ from the others.
     """
 
-    world_size: int
-    tp_size: int = 1
-    pp_size: int = 1
-    cp_size: int = 1
-    ep_size: int = 1
-    etp_size: int = 1
-    vpp_size: int = 1
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    hierarchical_cp_sizes: tuple[int, ...] = ()
-
     def __post_init__(self) -> None:
-        if self.world_size % (self.tp_size * self.cp_size * self.pp_size):
+        if self.world_size % self.copy_size:
             raise ValueError(
                 f"world size {self.world_size} is not a multiple of tp_size * cp_size * pp_size = "
                 f"{self.tp_size} * {self.cp_size} * {self.pp_size}"
             )
-        if self._ranks_per_stage % (self.etp_size * self.ep_size):
+        if self.stage_size % self.experts_size:
             raise ValueError(
-                f"the {self._ranks_per_stage} ranks of a pipeline stage are not a multiple of etp_size * ep_size = "
+                f"the {self.stage_size} ranks of a pipeline stage are not a multiple of etp_size * ep_size = "
                 f"{self.etp_size} * {self.ep_size}"
             )
         if self.hierarchical_cp_sizes and math.prod(self.hierarchical_cp_sizes) != self.cp_size:
             raise ValueError(f"the product of {self.hierarchical_cp_sizes} is not cp_size = {self.cp_size}")
 
-    @classmethod
-    def of(cls, megatron: MegatronConfig, world_size: int) -> Layout:
-        return cls(
-            world_size,
-            tp_size=megatron.tensor_model_parallel_size,
-            pp_size=megatron.pipeline_model_parallel_size,
-            cp_size=megatron.context_parallel_size,
-            ep_size=megatron.expert_model_parallel_size,
-            etp_size=expert_tp_size(megatron),
-            vpp_size=megatron.virtual_pipeline_model_parallel_size or 1,
-            first_stage_layers=megatron.num_layers_in_first_pipeline_stage,
-            last_stage_layers=megatron.num_layers_in_last_pipeline_stage,
-            hierarchical_cp_sizes=tuple(megatron.hierarchical_context_parallel_sizes or ()),
-        )
-
-    @property
-    def _ranks_per_stage(self) -> int:
-        return self.world_size // self.pp_size
-
-    @property
-    def dp_size(self) -> int:
-        return self._ranks_per_stage // (self.tp_size * self.cp_size)
-
     def coordinates(self, rank: int) -> Coordinates:
-        in_stage = rank % self._ranks_per_stage
+        in_stage = rank % self.stage_size
         return Coordinates(
             tp_rank=in_stage % self.tp_size,
             cp_rank=in_stage // self.tp_size % self.cp_size,
             dp_rank=in_stage // (self.tp_size * self.cp_size),
-            pp_rank=rank // self._ranks_per_stage,
+            pp_rank=rank // self.stage_size,
             etp_rank=in_stage % self.etp_size,
             ep_rank=in_stage // self.etp_size % self.ep_size,
         )
 
     def output_ranks(self) -> list[int]:
         """For each dp rank, the rank that holds its results: tp and cp rank 0 of the last pipeline stage."""
-        found = {}
+        rank_of_dp_rank = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
             if at.tp_rank == 0 and at.cp_rank == 0 and at.pp_rank == self.pp_size - 1:
-                found[at.dp_rank] = rank
-        return [found[dp_rank] for dp_rank in range(self.dp_size)]
+                rank_of_dp_rank[at.dp_rank] = rank
+        return [rank_of_dp_rank[dp_rank] for dp_rank in range(self.dp_size)]
 
     def layers(self, num_layers: int, pp_rank: int) -> list[range]:
         """Global indices of the layers of each model chunk of that stage.
@@ -114,8 +75,7 @@ class Layout:
         Chunk c of all stages comes before chunk c + 1 of any: with 8 layers, 2 stages and 2 chunks, stage 0 holds
         [0, 1] and [4, 5]. Raises ValueError where the layers cannot be divided so.
         """
-        pipeline = PipelineSizes(self.pp_size, self.vpp_size, self.first_stage_layers, self.last_stage_layers)
-        per_chunk = pipeline.chunks(num_layers)
+        per_chunk = self.pipeline.chunks(num_layers)
         begin = sum(per_chunk[:pp_rank])
         return [
             range(chunk * sum(per_chunk) + begin, chunk * sum(per_chunk) + begin + per_chunk[pp_rank])

@@ -16,10 +16,12 @@ def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
     """Arguments of TransformerConfig."""
     if config.recompute_granularity == "selective":
         CheckpointWithoutOutput.__init__ = _init
+    # megatron refuses these two with anything but full.
+    is_full = config.recompute_granularity == "full"
     return {
         "recompute_granularity": config.recompute_granularity,
-        "recompute_method": config.recompute_method,
-        "recompute_num_layers": config.recompute_num_layers,
+        "recompute_method": config.recompute_method if is_full else None,
+        "recompute_num_layers": config.recompute_num_layers if is_full else None,
         "recompute_modules": list(config.recompute_modules),
     }
 

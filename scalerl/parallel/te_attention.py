@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from scalerl.config.rules.attention import transformer_engine_version, transformer_engine_violations
+from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
 from scalerl.parallel import platform
 from scalerl.parallel.micro_batch import Packing
 from scalerl.parallel.rotary import rotate_queries_and_keys

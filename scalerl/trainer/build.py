@@ -12,15 +12,17 @@ from scalerl.balance import SizeKeys
 from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease, Processes, leased
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join
-from scalerl.config import PPOConfig, SFTConfig, dp_size, model_roles, num_devices, save_resolved, total_steps
-from scalerl.config.rules.layout import ACTOR, ROLLOUT
-from scalerl.config.schema import (
-    JudgePoolConfig,
-    ResourcePoolConfig,
-    RolloutPoolConfig,
-    SFTTrainerConfig,
-    TrainerConfig,
+from scalerl.config import (
+    PPOConfig,
+    SFTConfig,
+    model_roles,
+    num_devices,
+    save_resolved,
+    total_steps,
+    trained_layout,
 )
+from scalerl.config.schema import ResourcePoolConfig, RunConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.controller.sampling.judge import JudgeServers
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
@@ -36,7 +38,7 @@ from scalerl.runtime.garbage import collect_garbage
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.packing_rules import Planner
+from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.sample_stream import SampleStream
@@ -170,7 +172,7 @@ def open_tracker(cfg: PPOConfig | SFTConfig, run_dir: Path, resumed: checkpoints
 
 def start_pool(
     lease: Lease,
-    devices: TrainerConfig | SFTTrainerConfig | ResourcePoolConfig | RolloutPoolConfig | JudgePoolConfig,
+    devices: RunConfig | ResourcePoolConfig,
     device: str,
     timeout_s: float,
     section: str = "trainer",
@@ -224,43 +226,50 @@ def unique(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
 
 
 def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
-    """The actor's first: the rollout's tokens are cut by its plan. A role that can use the same plan does."""
+    """Role -> Planner, the actor first: the rollout's tokens are sharded by its plan.
+
+    A role whose rules the actor's plans obey shares the actor's planner.
+    """
     actor, n = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.n
-    flops = flops_shape(inputs.shapes["actor"])
+    layout = trained_layout(cfg)
     first = Planner(
-        actor.megatron,
-        dp_size(cfg),
-        actor.ppo_max_token_len_per_gpu,
+        PackingRules.of(
+            layout,
+            max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(actor.ppo_max_token_len_per_gpu),
+            sequence_parallel=actor.megatron.sequence_parallel,
+        ),
         actor.ppo_mini_batch_size * n,
-        flops,
+        flops_shape(inputs.shapes["actor"]),
         SizeKeys(f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n"),
     )
-    found = {"actor": first}
+    by_role = {"actor": first}
     for role in model_roles(cfg):
         per_update, size_key = None, "data.train_batch_size"
         if role.name == "critic":
             per_update, size_key = cfg.critic.ppo_mini_batch_size * n, "critic.ppo_mini_batch_size"
         own = Planner(
-            role.megatron,
-            role.dp_size(cfg),
-            role.max_tokens_per_device,
+            PackingRules.of(
+                role.layout(cfg),
+                max_tokens_per_micro_batch=role.max_tokens_per_micro_batch,
+                sequence_parallel=role.megatron.sequence_parallel,
+            ),
             per_update,
             flops_shape(inputs.shapes[role.name]),
-            SizeKeys(f"{role.section}.{role.budget_key}", f"{size_key} x {ROLLOUT}.n"),
+            SizeKeys(role.max_tokens_key, f"{size_key} x {ROLLOUT}.n"),
         )
-        found[role.name] = first if not role.has_own_pool and own.fits_into(first) else own
-    return found
+        by_role[role.name] = first if not role.has_own_pool and own.can_share_plan(first) else own
+    return by_role
 
 
 def yardsticks(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, Yardstick]:
     """Of the models that train."""
     peak = groups["actor"].call(MegatronWorker.peak_flops, cfg.actor_rollout_ref.actor.megatron.dtype)
-    found = {"actor": Yardstick(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
+    by_role = {"actor": Yardstick(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
     if "critic" in groups:
         peak = groups["critic"].call(MegatronWorker.peak_flops, cfg.critic.megatron.dtype)
         shape = flops_shape(inputs.shapes["critic"])
-        found["critic"] = Yardstick(shape, peak, groups["critic"].layout.world_size)
-    return found
+        by_role["critic"] = Yardstick(shape, peak, groups["critic"].layout.world_size)
+    return by_role
 
 
 def start_workers(
@@ -268,7 +277,7 @@ def start_workers(
     pool: ResourcePool,
     cls: type[MegatronWorker],
     layout: Layout,
-    trainer: TrainerConfig | SFTTrainerConfig,
+    trainer: RunConfig,
     device: str,
     seed: int,
     user_files: Sequence[str] = (),

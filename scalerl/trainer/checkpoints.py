@@ -21,7 +21,7 @@ from scalerl.checkpoint.store import (
     rotate,
     write_trainer_state,
 )
-from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import RunConfig
 from scalerl.families import Head, ModelShape, files_beside_weights, value_model_config
 
 # What may differ between the models of two runs that continue each other.
@@ -125,7 +125,7 @@ def is_save_due(step: int, save_freq: int, total: int) -> bool:
     return save_freq != 0 and (step == total or (save_freq > 0 and step % save_freq == 0))
 
 
-def announcement(trainer: TrainerConfig | SFTTrainerConfig, total_steps: int) -> str:
+def announcement(trainer: RunConfig, total_steps: int) -> str:
     """What a run says at its start of the checkpoints to come."""
     every, keep = trainer.save_freq, trainer.max_actor_ckpt_to_keep
     if every == 0:

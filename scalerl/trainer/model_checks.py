@@ -16,9 +16,8 @@ from scalerl.config import (
     recompute_violations,
     world_size,
 )
-from scalerl.config.rules.judge import JUDGE
-from scalerl.config.rules.layout import ROLLOUT
 from scalerl.config.schema import JudgeConfig, MegatronConfig
+from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.controller.sampling.judge import max_model_len
 from scalerl.families import HFWeights, ModelShape, family_of
 from scalerl.servers.context_length import check_context_length
@@ -26,8 +25,6 @@ from scalerl.servers.engines import ENGINES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ACTOR_MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 def read_model(path: str) -> ModelShape:
@@ -38,7 +35,10 @@ def read_model(path: str) -> ModelShape:
 
 
 def read_role(role: ModelRole) -> ModelShape:
-    """With the head that the role needs. Raises ValueError as `read_model`, and for a model without that head."""
+    """The role's model with the head that the role needs.
+
+    Raises ValueError as `read_model`, and for a model without that head.
+    """
     assert role.model_path is not None, "validated"
     shape = read_model(role.model_path)
     if role.name == "reward_model" and shape.head != "value":
@@ -53,13 +53,13 @@ def read_role(role: ModelRole) -> ModelShape:
 
 
 def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
-    """device: cuda or cpu, as `resolve_device` says."""
+    """Why the actor's model does not go with the configuration. device: cuda or cpu, as `resolve_device` says."""
     rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
     yield from model_layout_violations(
         shape,
         megatron,
         world_size(cfg),
-        prefix=ACTOR_MEGATRON,
+        prefix=f"{ACTOR}.megatron",
         rollout_tp=rollout.tensor_model_parallel_size,
     )
     yield from ENGINES[rollout.name].trained_model_violations(
@@ -71,13 +71,13 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
 def role_violations(
     cfg: PPOConfig, role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[str]:
-    """Of a model beside the actor. tokenizer: the policy's."""
+    """Why the model of a role beside the actor does not go with the configuration. tokenizer: the policy's."""
     megatron = role.megatron
     if not role.has_own_pool and not shape.num_experts:
         # The actor's processes have groups for its experts; a model without experts does not use them.
         megatron = replace(megatron, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     yield from model_layout_violations(
-        shape, megatron, role.world_size(cfg), prefix=f"{role.section}.megatron", rollout_tp=None
+        shape, megatron, role.layout(cfg).world_size, prefix=f"{role.section}.megatron", rollout_tp=None
     )
     yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
     # Of the policy's own model `vocabulary_violations` has said it.
@@ -86,7 +86,7 @@ def role_violations(
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[str]:
-    """Of its files. Its family may be any that the server knows: no trainer reads it."""
+    """What is wrong with the judge's files. Its family may be any that the server knows: no trainer reads it."""
     assert judge.model.path is not None
     path = Path(judge.model.path)
     if not (path / "config.json").is_file():
@@ -125,16 +125,16 @@ def _other_vocabulary(role: ModelRole, shape: ModelShape, tokenizer: PreTrainedT
     word, token = _last_word(tokenizer)
     if token >= shape.vocab_size:
         yield (
-            f"{role.section}: {role.model_path} has {shape.vocab_size} words (vocab_size in config.json), and the "
-            f"policy's tokenizer, whose tokens it reads, goes up to token {token} ({word!r}); give a model with at "
-            f"least {token + 1} words"
+            f"{role.section}: {role.model_path} has a vocabulary of {shape.vocab_size} tokens (vocab_size in "
+            f"config.json), and the policy's tokenizer, whose tokens it reads, goes up to token {token} ({word!r}); "
+            f"give a model with a vocabulary of at least {token + 1} tokens"
         )
         return
     assert role.model_path is not None
     try:
         own = load_tokenizer(role.model_path, role.trust_remote_code)
     except (ValueError, OSError):
-        # A model directory without a tokenizer: its number of words is all that can be compared.
+        # A model directory without a tokenizer: the size of its vocabulary is all that can be compared.
         return
     ours, theirs = tokenizer.get_vocab(), own.get_vocab()
     word = next((word for word, token in theirs.items() if ours.get(word) != token), None)
@@ -151,12 +151,12 @@ def _last_word(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
 
 
 def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Of a model and its own tokenizer. key: names the model."""
+    """Why a model has no embedding for some token of its own tokenizer. key: names the model."""
     word, token = _last_word(tokenizer)
     if token >= vocab_size:
         yield (
-            f"{key} = {path}: its tokenizer goes up to token {token} ({word!r}), and the model has {vocab_size} "
-            f"words (vocab_size in config.json), so it has no embedding for the last "
+            f"{key} = {path}: its tokenizer goes up to token {token} ({word!r}), and the model has a vocabulary "
+            f"of {vocab_size} tokens (vocab_size in config.json), so it has no embedding for the last "
             f"{token + 1 - vocab_size}; take the added tokens out of the tokenizer, or give the model rows for "
             "them (transformers' resize_token_embeddings)"
         )
@@ -165,7 +165,7 @@ def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTr
 def model_layout_violations(
     shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
 ) -> list[str]:
-    """What of a layout, or of its recompute, the model does not allow. world: devices."""
+    """Why the model cannot be spread, or recomputed, in this way; empty where it can. world: devices."""
     sizes = ModelSizes(
         num_attention_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -176,5 +176,5 @@ def model_layout_violations(
         shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
         latent_attention=shape.kv_lora_rank is not None,
     )
-    found = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
-    return found or recompute_violations(sizes, megatron, prefix=prefix)
+    violations = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
+    return violations or recompute_violations(sizes, megatron, prefix=prefix)

@@ -19,15 +19,7 @@ from scalerl.config import (
     world_size,
 )
 from scalerl.config.partial_config import OVERRIDES
-from scalerl.config.schema import (
-    DataConfig,
-    JudgeConfig,
-    MegatronConfig,
-    OptimConfig,
-    SFTDataConfig,
-    SFTTrainerConfig,
-    TrainerConfig,
-)
+from scalerl.config.schema import DataConfig, JudgeConfig, MegatronConfig, OptimConfig, RunConfig, SFTDataConfig
 from scalerl.families import ModelShape
 from scalerl.runtime.checks import Findings
 from scalerl.runtime.device import resolve_device
@@ -54,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PPOInputs:
-    # Role -> its model's.
+    # Role -> the shape of its model.
     shapes: dict[str, ModelShape]
     tokenizer: PreTrainedTokenizerBase
     train: RLHFDataset | PromptTable
@@ -127,12 +119,12 @@ def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTabl
     wanted = {style: section for style, (section, is_enabled) in scorers.items() if is_enabled}
     if not wanted:
         return
-    found = {dataset[uid].reward_style for dataset in datasets for uid in range(len(dataset))}
+    styles = {dataset[uid].reward_style for dataset in datasets for uid in range(len(dataset))}
     for style, section in wanted.items():
-        if style not in found:
+        if style not in styles:
             yield (
                 f"{section}.enable = true: no prompt of data.train_files and data.val_files has reward_model.style "
-                f"{style!r}, so it would score nothing (their styles: {', '.join(sorted(found))}); set "
+                f"{style!r}, so it would score nothing (their styles: {', '.join(sorted(styles))}); set "
                 f"{section}.enable=false, or the style of the prompts that it is for"
             )
 
@@ -144,7 +136,7 @@ def _try_rewards(
     datasets: dict[str, RLHFDataset | PromptTable],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Closes the manager."""
+    """Scores some rows and adds what goes wrong to the findings. Closes the manager."""
     from scalerl.trainer.reward_checks import reward_violations
 
     try:
@@ -231,18 +223,18 @@ def check_sft(cfg: SFTConfig) -> SFTInputs:
 
 
 def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimConfig]:
-    """Of the models of the run, by key; without those that are equal to the actor's."""
+    """Sections of the models of the run, by key; without those that are equal to the actor's."""
     actor = cfg.actor_rollout_ref.actor
-    found: dict[str, MegatronConfig | OptimConfig] = {
+    others: dict[str, MegatronConfig | OptimConfig] = {
         f"{role.section}.megatron": role.megatron for role in model_roles(cfg) if role.megatron != actor.megatron
     }
     if uses_critic(cfg):
-        found["critic.optim"] = cfg.critic.optim
-    return {"actor_rollout_ref.actor.megatron": actor.megatron, "actor_rollout_ref.actor.optim": actor.optim} | found
+        others["critic.optim"] = cfg.critic.optim
+    return {"actor_rollout_ref.actor.megatron": actor.megatron, "actor_rollout_ref.actor.optim": actor.optim} | others
 
 
 def _check_overrides(findings: Findings, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
-    """Fields of Megatron's configs that the user set, by key of the section."""
+    """Checks the fields of Megatron's configs that the user set, by key of the section."""
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
             # megatron takes seconds to import.
@@ -251,8 +243,8 @@ def _check_overrides(findings: Findings, sections: Mapping[str, MegatronConfig |
             findings.violations.extend(override_violations(section, config))
 
 
-def _import_own(findings: Findings, trainer: TrainerConfig | SFTTrainerConfig) -> bool:
-    """Whether the user's own files could be imported; then the tracking backends are judged too."""
+def _import_own(findings: Findings, trainer: RunConfig) -> bool:
+    """Imports the user's own files and, where that works, judges the tracking backends. Returns whether it worked."""
     before = len(findings.violations)
     findings.run(lambda: import_files(trainer.import_files))
     if len(findings.violations) > before:
@@ -263,12 +255,15 @@ def _import_own(findings: Findings, trainer: TrainerConfig | SFTTrainerConfig) -
 
 def _check_resume(
     findings: Findings,
-    trainer: TrainerConfig | SFTTrainerConfig,
+    trainer: RunConfig,
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],
     train: RLHFDataset | PromptTable | SFTDataset | None,
 ) -> checkpoints.Resumed | None:
-    """The checkpoint that the run goes on from, if it is of these models and prompts. models: role -> path, shape."""
+    """The checkpoint that the run goes on from, if it is one of these models and prompts.
+
+    models: role -> path, shape.
+    """
     from scalerl.data import PromptCursor
 
     resumed = findings.run(

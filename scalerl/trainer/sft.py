@@ -24,7 +24,7 @@ from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.build import LOGS, flops_shape, open_tracker, start_pool, start_workers, take_directory
-from scalerl.trainer.packing_rules import packing_rules
+from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import Yardstick
 
@@ -39,7 +39,7 @@ class SFTRun:
     tracker: Tracking
     timers: Timers
     yardstick: Yardstick
-    dp_size: int
+    packing: PackingRules
     total_steps: int
     stop: StopRequest
     step: int = 0
@@ -78,12 +78,11 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
     num_tokens_S = np.array([len(row.input_ids) for row in picked])
     plan = plan_step(
         num_tokens_S,
-        dp_size=run.dp_size,
         mini_batches=[range(len(picked))],
         workload_S=run.yardstick.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
         keys=SizeKeys("data.max_token_len_per_gpu", "data.train_batch_size"),
-        **packing_rules(run.config.megatron, run.config.data.max_token_len_per_gpu),
+        **vars(run.packing),
     )
     samples = {
         "row": np.array(rows),
@@ -164,7 +163,11 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
             yardstick=Yardstick(flops_shape(inputs.shape), peak, layout.world_size),
-            dp_size=layout.dp_size,
+            packing=PackingRules.of(
+                layout,
+                max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(cfg.data.max_token_len_per_gpu),
+                sequence_parallel=cfg.megatron.sequence_parallel,
+            ),
             total_steps=num_steps,
             stop=stop,
         )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scalerl.config.rules.attention import transformer_engine_version, transformer_engine_violations
+from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
 from tests.gpu.isolated import run_isolated, run_isolated_ranks
 from tests.tiny_models import make_tiny_model
 

@@ -1,1 +1,4 @@
-"""Rules between keys, one file per section of the configuration."""
+"""Rules between keys. A module exports lists of `Rule`, functions that make them for a section, and nothing else.
+
+`programs` has the rules of each program; what a model allows of a layout is in `config.layout_checks`.
+"""

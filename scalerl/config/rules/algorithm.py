@@ -1,4 +1,4 @@
-"""Rules of the algorithm's keys: KL in the reward, and what a policy loss needs."""
+"""Rules of the algorithm's keys: baselines, KL in the reward, and what a policy loss needs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from scalerl.config.rules.base import Rule
-from scalerl.config.rules.layout import ACTOR
+from scalerl.config.registered_names import GROUP_ESTIMATORS
+from scalerl.config.rules.base import rule
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig, PPOConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.config.value_checks import show
 
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
 _CONTROL = tuple(f"kl_ctrl.{field.name}" for field in dataclasses.fields(KLControlConfig))
 
 
+@rule(*(f"algorithm.{key}" for key in ("kl_penalty", *_CONTROL)))
 def _kl_control(cfg: PPOConfig) -> Iterator[str]:
     given, default = (_flat(config) for config in (cfg.algorithm, AlgorithmConfig()))
     # A weight of 0 asks for no KL, which is so.
@@ -32,6 +34,7 @@ def _flat(config: AlgorithmConfig) -> dict[str, Any]:
     return {"kl_penalty": config.kl_penalty} | {f"kl_ctrl.{name}": value for name, value in control.items()}
 
 
+@rule(f"{_POLICY_LOSS}.clip_cov_lb", f"{_POLICY_LOSS}.clip_cov_ub")
 def _covariance_band(cfg: PPOConfig) -> Iterator[str]:
     loss = cfg.actor_rollout_ref.actor.policy_loss
     if loss.clip_cov_lb >= loss.clip_cov_ub:
@@ -41,6 +44,7 @@ def _covariance_band(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule(f"{_POLICY_LOSS}.loss_mode", f"{_POLICY_LOSS}.dro_beta")
 def _dro_weight(cfg: PPOConfig) -> Iterator[str]:
     loss = cfg.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
@@ -50,6 +54,17 @@ def _dro_weight(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule(f"{ROLLOUT}.n", "algorithm.adv_estimator")
+def _group_baseline(cfg: PPOConfig) -> Iterator[str]:
+    name = cfg.algorithm.adv_estimator
+    if name in GROUP_ESTIMATORS and cfg.actor_rollout_ref.rollout.n == 1:
+        yield (
+            f"{ROLLOUT}.n = 1: algorithm.adv_estimator = {name} compares the samples of one prompt, so a group of one "
+            f"has no baseline; set {ROLLOUT}.n=2 or more, for example {ROLLOUT}.n=8"
+        )
+
+
+@rule("algorithm.adv_estimator")
 def _greedy_baseline(cfg: PPOConfig) -> Iterator[str]:
     if cfg.algorithm.adv_estimator == "remax" and cfg.reward_model.enable:
         yield (
@@ -58,9 +73,4 @@ def _greedy_baseline(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-ALGORITHM_RULES = [
-    Rule(("algorithm.adv_estimator",), _greedy_baseline),
-    Rule(tuple(f"algorithm.{key}" for key in ("kl_penalty", *_CONTROL)), _kl_control),
-    Rule((f"{_POLICY_LOSS}.loss_mode", f"{_POLICY_LOSS}.dro_beta"), _dro_weight),
-    Rule((f"{_POLICY_LOSS}.clip_cov_lb", f"{_POLICY_LOSS}.clip_cov_ub"), _covariance_band),
-]
+ALGORITHM_RULES = [_greedy_baseline, _group_baseline, _kl_control, _dro_weight, _covariance_band]

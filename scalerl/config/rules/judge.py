@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scalerl.config.rules.base import Rule
-from scalerl.config.rules.rollout import replicas_fit_pool
+from scalerl.config.rules.base import rule
+from scalerl.config.rules.rollout import pool_violations
 from scalerl.config.schema import PPOConfig
+from scalerl.config.sections import JUDGE
 
-JUDGE = "reward_model.judge"
-POOL = f"{JUDGE}.resource_pool"
-TP_SIZE = f"{JUDGE}.tensor_model_parallel_size"
+_POOL = f"{JUDGE}.resource_pool"
+_TP_SIZE = f"{JUDGE}.tensor_model_parallel_size"
 
 
+@rule(f"{JUDGE}.model.path")
 def _model_given(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
     if judge.enable and judge.model.path is None:
@@ -27,26 +28,29 @@ def _model_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule(f"{_POOL}.nnodes")
 def _pool_given(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
     if judge.enable and not judge.resource_pool.nnodes:
         yield (
-            f"{POOL}.nnodes = 0: needed when {JUDGE}.enable = true, the judge writes while the policy generates, on "
-            f"devices of its own; set {POOL}.nnodes=1 or more and {POOL}.n_gpus_per_node"
+            f"{_POOL}.nnodes = 0: needed when {JUDGE}.enable = true, the judge writes while the policy generates, on "
+            f"devices of its own; set {_POOL}.nnodes=1 or more and {_POOL}.n_gpus_per_node"
         )
     if not judge.enable and judge.resource_pool.nnodes:
         yield (
-            f"{POOL}.nnodes = {judge.resource_pool.nnodes}: has no effect, this run has no judge; set "
-            f"{JUDGE}.enable=true, or {POOL}.nnodes=0"
+            f"{_POOL}.nnodes = {judge.resource_pool.nnodes}: has no effect, this run has no judge; set "
+            f"{JUDGE}.enable=true, or {_POOL}.nnodes=0"
         )
 
 
+@rule(_TP_SIZE, f"{JUDGE}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
 def _replicas_fit(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
     if judge.enable and judge.resource_pool.nnodes:
-        yield from replicas_fit_pool(JUDGE, judge)
+        yield from pool_violations(JUDGE, judge)
 
 
+@rule(f"{JUDGE}.min_score", f"{JUDGE}.max_score")
 def _range(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
     if judge.enable and judge.min_score >= judge.max_score:
@@ -56,9 +60,4 @@ def _range(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-JUDGE_RULES = [
-    Rule((f"{JUDGE}.model.path",), _model_given),
-    Rule((f"{POOL}.nnodes",), _pool_given),
-    Rule((TP_SIZE, f"{JUDGE}.num_replicas", f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _replicas_fit),
-    Rule((f"{JUDGE}.min_score", f"{JUDGE}.max_score"), _range),
-]
+JUDGE_RULES = [_model_given, _pool_given, _replicas_fit, _range]

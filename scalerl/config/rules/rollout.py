@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, cast
 
-from scalerl.config.rules.base import Rule, divisors, nearest
-from scalerl.config.rules.layout import ROLLOUT, world_size
+from scalerl.config.layout_sizes import world_size
+from scalerl.config.rules.base import rule
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
+from scalerl.config.sections import HYBRID, ROLLOUT
+from scalerl.config.suggestions import divisors, nearest
 
-HYBRID = "actor_rollout_ref.hybrid_engine"
-POOL = f"{ROLLOUT}.resource_pool"
-TRANSPORT = f"{ROLLOUT}.weight_transport"
-DIRECTORY = f"{ROLLOUT}.weight_transport_dir"
-TP_SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+_POOL = f"{ROLLOUT}.resource_pool"
+_TRANSPORT = f"{ROLLOUT}.weight_transport"
+_DIRECTORY = f"{ROLLOUT}.weight_transport_dir"
+_TP_SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 
 
+@rule(f"{_POOL}.nnodes")
 def _pool_given(cfg: PPOConfig) -> Iterator[str]:
     pool, hybrid = cfg.actor_rollout_ref.rollout.resource_pool, cfg.actor_rollout_ref.hybrid_engine
     if hybrid and pool.nnodes:
         yield (
-            f"{POOL}.nnodes = {pool.nnodes}: has no effect when {HYBRID} = true, the servers are on the trainer's "
-            f"devices; set {HYBRID}=false, or {POOL}.nnodes=0"
+            f"{_POOL}.nnodes = {pool.nnodes}: has no effect when {HYBRID} = true, the servers are on the trainer's "
+            f"devices; set {HYBRID}=false, or {_POOL}.nnodes=0"
         )
     if not hybrid and not pool.nnodes:
         yield (
-            f"{POOL}.nnodes = 0: needed when {HYBRID} = false, the servers have devices of their own; set "
-            f"{POOL}.nnodes=1 or more and {POOL}.n_gpus_per_node, or {HYBRID}=true"
+            f"{_POOL}.nnodes = 0: needed when {HYBRID} = false, the servers have devices of their own; set "
+            f"{_POOL}.nnodes=1 or more and {_POOL}.n_gpus_per_node, or {HYBRID}=true"
         )
 
 
-def replicas_fit_pool(section: str, servers: RolloutConfig | JudgeConfig) -> Iterator[str]:
-    """section: of the servers, which have {section}.resource_pool for themselves."""
+def pool_violations(section: str, servers: RolloutConfig | JudgeConfig) -> Iterator[str]:
+    """Why the replicas of a section do not fit on the pool that the section has for itself; empty where they do."""
     pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
     tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
     per_node = pool.n_gpus_per_node // tp_size
@@ -49,12 +50,14 @@ def replicas_fit_pool(section: str, servers: RolloutConfig | JudgeConfig) -> Ite
         )
 
 
+@rule(_TP_SIZE, f"{ROLLOUT}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
 def _replicas_fit_their_pool(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
     if not cfg.actor_rollout_ref.hybrid_engine and rollout.resource_pool.nnodes:
-        yield from replicas_fit_pool(ROLLOUT, rollout)
+        yield from pool_violations(ROLLOUT, rollout)
 
 
+@rule(_TP_SIZE, f"{ROLLOUT}.num_replicas", "trainer.nnodes", "trainer.n_gpus_per_node")
 def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
     rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
     tp_size = rollout.tensor_model_parallel_size
@@ -62,26 +65,19 @@ def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
         return
     if per_node % tp_size:
         yield (
-            f"{TP_SIZE} = {tp_size}: a replica lives on one node, so it must divide "
-            f"trainer.n_gpus_per_node = {per_node}; set {TP_SIZE}={nearest(tp_size, divisors(per_node))}"
+            f"{_TP_SIZE} = {tp_size}: a replica lives on one node, so it must divide "
+            f"trainer.n_gpus_per_node = {per_node}; set {_TP_SIZE}={nearest(tp_size, divisors(per_node))}"
         )
     elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
         yield (
-            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {TP_SIZE} = {tp_size} "
+            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {_TP_SIZE} = {tp_size} "
             f"must be at most the {world} devices; set {ROLLOUT}.num_replicas={world // tp_size} or less, or null"
         )
 
 
-def num_replicas(cfg: PPOConfig) -> int:
-    """Servers of the policy."""
-    rollout = cfg.actor_rollout_ref.rollout
-    pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
-    per_node = max(1, pool.n_gpus_per_node // rollout.tensor_model_parallel_size)
-    return rollout.num_replicas or per_node * pool.nnodes
-
-
+@rule(f"{ROLLOUT}.num_workers", _TP_SIZE, f"{ROLLOUT}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
 def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
-    num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, num_replicas(cfg)
+    num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, _num_replicas(cfg)
     if num_workers is not None and num_workers > num_servers:
         yield (
             f"{ROLLOUT}.num_workers = {num_workers}: each has servers of its own, there are {num_servers}; set "
@@ -89,58 +85,48 @@ def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+def _num_replicas(cfg: PPOConfig) -> int:
+    """Number of the policy's servers."""
+    rollout = cfg.actor_rollout_ref.rollout
+    pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
+    per_node = max(1, pool.n_gpus_per_node // rollout.tensor_model_parallel_size)
+    return rollout.num_replicas or per_node * pool.nnodes
+
+
+@rule(_TRANSPORT)
 def _transport_reaches(cfg: PPOConfig) -> Iterator[str]:
     transport = cfg.actor_rollout_ref.rollout.weight_transport
     if transport == "shared" and not cfg.actor_rollout_ref.hybrid_engine:
         yield (
-            f"{TRANSPORT} = shared: trainer and servers share memory only where they share devices, {HYBRID} = false; "
-            f"set {TRANSPORT}=auto, broadcast or disk"
+            f"{_TRANSPORT} = shared: trainer and servers share memory only where they share devices, {HYBRID} = false; "
+            f"set {_TRANSPORT}=auto, broadcast or disk"
         )
 
 
+@rule(_TRANSPORT)
 def _no_broadcast_on_one_device(cfg: PPOConfig) -> Iterator[str]:
     if cfg.actor_rollout_ref.rollout.weight_transport == "broadcast" and cfg.actor_rollout_ref.hybrid_engine:
         yield (
-            f"{TRANSPORT} = broadcast: NCCL does not send between processes on one GPU, where trainer and servers are "
-            f"when {HYBRID} = true; set {TRANSPORT}=auto or disk, or {HYBRID}=false"
+            f"{_TRANSPORT} = broadcast: NCCL does not send between processes on one GPU, where trainer and servers are "
+            f"when {HYBRID} = true; set {_TRANSPORT}=auto or disk, or {HYBRID}=false"
         )
 
 
+@rule(_TRANSPORT, _DIRECTORY)
 def _directory_given(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.weight_transport == "disk" and rollout.weight_transport_dir is None:
         yield (
-            f"{DIRECTORY} = null: needed when {TRANSPORT} = disk; set it to a directory that all nodes share, with "
+            f"{_DIRECTORY} = null: needed when {_TRANSPORT} = disk; set it to a directory that all nodes share, with "
             "room for two copies of the weights"
         )
     if rollout.weight_transport != "disk" and rollout.weight_transport_dir is not None:
         yield (
-            f"{DIRECTORY} = {rollout.weight_transport_dir}: has no effect when {TRANSPORT} = "
-            f"{rollout.weight_transport}; set {TRANSPORT}=disk, or {DIRECTORY}=null"
+            f"{_DIRECTORY} = {rollout.weight_transport_dir}: has no effect when {_TRANSPORT} = "
+            f"{rollout.weight_transport}; set {_TRANSPORT}=disk, or {_DIRECTORY}=null"
         )
 
 
-TransportName = Literal["shared", "broadcast", "disk"]
-
-
-def transport_of(cfg: PPOConfig) -> TransportName:
-    """weight_transport with auto filled in."""
-    transport = cfg.actor_rollout_ref.rollout.weight_transport
-    if transport != "auto":
-        return cast("TransportName", transport)
-    return "shared" if cfg.actor_rollout_ref.hybrid_engine else "broadcast"
-
-
-_SIZES: tuple[Any, ...] = (TP_SIZE, f"{ROLLOUT}.num_replicas")
-ROLLOUT_RULES = [
-    Rule((f"{POOL}.nnodes",), _pool_given),
-    Rule((*_SIZES, f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _replicas_fit_their_pool),
-    Rule((f"{ROLLOUT}.num_workers", *_SIZES, f"{POOL}.nnodes", f"{POOL}.n_gpus_per_node"), _workers_have_servers),
-    Rule((TRANSPORT,), _transport_reaches),
-    Rule((TRANSPORT, DIRECTORY), _directory_given),
-]
+ROLLOUT_RULES = [_pool_given, _replicas_fit_their_pool, _workers_have_servers, _transport_reaches, _directory_given]
 # Of GPUs alone: on a CPU a device is a process, and any number of servers share the machine with the trainer.
-ROLLOUT_RULES_ON_CUDA = [
-    Rule((*_SIZES, "trainer.nnodes", "trainer.n_gpus_per_node"), _replicas_fit_the_trainer),
-    Rule((TRANSPORT,), _no_broadcast_on_one_device),
-]
+ROLLOUT_RULES_ON_CUDA = [_replicas_fit_the_trainer, _no_broadcast_on_one_device]

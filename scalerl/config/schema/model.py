@@ -107,9 +107,9 @@ class MegatronConfig:
     recompute_granularity: str | None = key(None, or_null(one_of("selective", "full")))
     # Only with full. uniform: recompute_num_layers layers at a time, from the input of the first; block: the first
     # recompute_num_layers layers of each model chunk, the others keep everything.
-    recompute_method: str | None = key(None, or_null(one_of("uniform", "block")))
-    # Only with full.
-    recompute_num_layers: int | None = key(None, or_null(at_least(1)))
+    recompute_method: str = key("uniform", one_of("uniform", "block"))
+    # Only with full. With uniform 1 keeps the least.
+    recompute_num_layers: int = key(1, at_least(1))
     # Only with selective. mlp: of dense layers.
     recompute_modules: list[str] = key(["core_attn"], list_of(*RECOMPUTE_MODULES))
     # Keep parameters in host memory while this model does not compute.

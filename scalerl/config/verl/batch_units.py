@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from scalerl.config.rules.layout import tokens_per_device
+from scalerl.config.layout_sizes import LayoutSizes
 from scalerl.config.schema import MegatronConfig
 from scalerl.config.value_checks import show
 from scalerl.config.verl.entry import AlreadySo, Becomes, Context, Outcome, Refused
@@ -31,7 +31,8 @@ def _tokens(key: str, section: str, value: Any, context: Context) -> Outcome:
         tensor_model_parallel_size=_size(context, section, "tensor_model_parallel_size"),
         context_parallel_size=_size(context, section, "context_parallel_size"),
     )
-    tokens = value * tokens_per_device(sum(sizes), megatron)
+    layout = LayoutSizes.of(megatron)
+    tokens = value * layout.tokens_per_device(sum(sizes), sequence_parallel=megatron.sequence_parallel)
     return Becomes({key: tokens}, f"{value} of the longest samples; no number depends on it")
 
 

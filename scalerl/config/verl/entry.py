@@ -44,12 +44,15 @@ class Context(Protocol):
 
     def value(self, key: str) -> Any:
         """Of a key of scalerl as it stands; None where it cannot be resolved."""
+        ...
 
     def is_set(self, key: str) -> bool:
         """Whether the user wrote this key of scalerl."""
+        ...
 
     def foreign(self, key: str) -> Any:
         """What the user wrote for a key of verl; None where nothing."""
+        ...
 
 
 Read = Callable[[re.Match[str], Any, Context], Outcome | None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scalerl.config.rules.rollout import TransportName
+from scalerl.config.weight_transport import TransportName
 from scalerl.hybrid.delivery import Delivery
 
 __all__ = ["Transport", "TransportName"]

@@ -160,7 +160,7 @@ def _write(directory: Path, specs: Sequence[dict[str, TensorSpec]], number: int,
     with SafetensorsFile(directory / file_name(number, len(specs)), specs[number]) as file:
         for name, tensor in named:
             # A copy: numpy, through which it is written, would forbid a parameter's storage to leave its device.
-            file.write(name, tensor.detach().to("cpu", copy=True))
+            file.write(name, 0, tensor.detach().to("cpu", copy=True).contiguous())
 
 
 def _is_first() -> bool:

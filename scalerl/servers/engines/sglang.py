@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalerl.config import server_violations
-from scalerl.config.rules.base import divisors_text
+from scalerl.config.suggestions import divisors_text
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.requests import GenerateRequest

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
-from scalerl.config.rules.attention import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
 from scalerl.config.schema import MegatronConfig
+from scalerl.config.transformer_engine import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 NEEDED = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]

@@ -14,19 +14,11 @@ MODEL = {"num_attention_heads": 16, "num_kv_heads": 8, "num_layers": 12, "ffn_hi
 MIXTURE = {"num_experts": 8, "moe_ffn_hidden_size": 64}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RELATIONS = {
-    "full without method": (
-        {"recompute_granularity": "full", "recompute_num_layers": 1},
-        ["recompute_method = null: needed when", "recompute_method=uniform or block"],
-    ),
-    "full without number": (
-        {"recompute_granularity": "full", "recompute_method": "block"},
-        ["recompute_num_layers = null: needed when", "recompute_num_layers=1"],
-    ),
     "method without full": (
         {"recompute_granularity": "selective", "recompute_method": "block"},
-        ["recompute_method = block: only for", "recompute_granularity = full, which is selective"],
+        ["recompute_method = block: has no effect", "recompute_granularity = selective", "leave"],
     ),
-    "number without full": ({"recompute_num_layers": 2}, ["recompute_num_layers = 2: only for", "which is null"]),
+    "number without full": ({"recompute_num_layers": 2}, ["recompute_num_layers = 2: has no effect", "= null; set"]),
     "no modules": (
         {"recompute_granularity": "selective", "recompute_modules": []},
         ["recompute_modules = []", "needs one at least"],
@@ -40,6 +32,10 @@ RELATIONS = {
 ALLOWED = [
     {},
     {"recompute_granularity": "selective"},
+    # The other keys have defaults that work.
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "full", "recompute_num_layers": 2},
     {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
     FULL,
     {**FULL, "recompute_method": "block", "recompute_num_layers": 3},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scalerl.balance import Alignment
-from scalerl.config.rules.attention import transformer_engine_version
+from scalerl.config.transformer_engine import transformer_engine_version
 from scalerl.parallel import platform
 from scalerl.parallel.attention import PackedAttention
 from scalerl.parallel.micro_batch import Packing, pack

@@ -231,12 +231,12 @@ def test_a_tokenizer_with_more_words_than_its_model(directory: Path, tmp_path: P
         cfg = config(directory, "qwen3", "embedded", 0, f"actor_rollout_ref.model.path={model}", *more)
         (found,) = violations(cfg)
         assert found.startswith(f"actor_rollout_ref.model.path = {model}: its tokenizer goes up to token 513")
-        assert "the model has 512 words" in found and "no embedding for the last 2" in found
+        assert "the model has a vocabulary of 512 tokens" in found and "no embedding for the last 2" in found
     # Another reference of the same number of words, whatever its own tokenizer has.
     cfg.actor_rollout_ref.ref.model_path = str(directory / "qwen3")
     _, of_ref = violations(cfg)
-    assert of_ref.startswith(f"actor_rollout_ref.ref: {directory / 'qwen3'} has 512 words")
-    assert "goes up to token 513 ('<|added_1|>'); give a model with at least 514 words" in of_ref
+    assert of_ref.startswith(f"actor_rollout_ref.ref: {directory / 'qwen3'} has a vocabulary of 512 tokens")
+    assert "goes up to token 513 ('<|added_1|>'); give a model with a vocabulary of at least 514 tokens" in of_ref
 
 
 def sft(directory: Path, tmp_path: Path, *more: str) -> SFTConfig:

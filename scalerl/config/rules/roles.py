@@ -1,24 +1,27 @@
-"""Rules of the models beside the actor: `model_roles`."""
+"""Rules of the models beside the actor: `config.model_specs`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from scalerl.config.layout_checks import dividing_sizes
 from scalerl.config.model_specs import LAYOUT_FIELDS, ModelRole, RoleName, all_model_roles, different_sizes
 from scalerl.config.registered_names import ESTIMATORS
-from scalerl.config.rules.base import Rule, divisors, nearest, nearest_multiples
-from scalerl.config.rules.layout import (
-    ACTOR,
-    ROLLOUT,
-    aligning_keys,
-    devices_per_model,
-    dividing_sizes,
-    micro_batch_multiple,
-    tokens_per_device,
+from scalerl.config.rules.base import Rule, rule
+from scalerl.config.rules.batch import (
+    LONGEST_SAMPLE,
+    LONGEST_SAMPLE_KEYS,
+    alignment_keys,
+    fewest_samples,
+    longest_sample,
+    tokens_needed,
 )
-from scalerl.config.rules.section import lr_rules, megatron_rules
+from scalerl.config.rules.megatron import megatron_rules
+from scalerl.config.rules.optimizer import optimizer_rules
 from scalerl.config.schema import PPOConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.suggestions import divisors, nearest, nearest_multiples
 from scalerl.config.value_checks import show
 
 
@@ -31,12 +34,13 @@ def _may_have_critic(cfg: PPOConfig, name: RoleName) -> bool:
     return name == "critic" and cfg.algorithm.adv_estimator not in ESTIMATORS
 
 
-def role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
-    """Of a model beside the actor; a rule holds only where the run has it."""
+def role_rules(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
+    """The rules of one role; each holds only where the run has it."""
     megatron, pool = f"{section}.megatron", f"{section}.resource_pool"
     sizes = [f"{prefix}.{size}" for prefix in (megatron, f"{ACTOR}.megatron") for size in LAYOUT_FIELDS]
     nodes = (f"{pool}.nnodes", f"{pool}.n_gpus_per_node")
 
+    @rule(*sizes, *nodes, "algorithm.adv_estimator")
     def layout_of_the_actor(cfg: PPOConfig) -> Iterator[str]:
         role, actor = _role(cfg, name), cfg.actor_rollout_ref.actor.megatron
         if not role.active or role.has_own_pool:
@@ -48,56 +52,43 @@ def role_rules(name: RoleName, section: str, budget_key: str) -> list[Rule]:
                 f"devices of its own with {pool}.nnodes=1"
             )
 
+    @rule(*sizes, *nodes, "trainer.nnodes", "trainer.n_gpus_per_node")
     def pool_of_its_own(cfg: PPOConfig) -> Iterator[str]:
         role = _role(cfg, name)
-        if role.has_own_pool and not role.active and not _may_have_critic(cfg, name):
+        if not role.has_own_pool:
+            return
+        if not role.active and not _may_have_critic(cfg, name):
             yield (
                 f"{pool}.nnodes = {role.pool.nnodes}: has no effect, this run has no {section}; set {role.switch}, or "
                 f"{pool}.nnodes=0"
             )
-        model = devices_per_model(role.megatron)
-        if role.active and role.has_own_pool and role.world_size(cfg) % model:
+        layout = role.layout(cfg)
+        if role.active and layout.world_size % layout.copy_size:
             used = " x ".join(f"{megatron}.{size}" for size in dividing_sizes(role.megatron))
-            unit = model // math.gcd(model, role.pool.nnodes)
+            unit = layout.copy_size // math.gcd(layout.copy_size, role.pool.nnodes)
             yield (
                 f"{pool}.nnodes x {pool}.n_gpus_per_node = {role.pool.nnodes} x {role.pool.n_gpus_per_node} = "
-                f"{role.world_size(cfg)}: must be a multiple of {used} = {model}; set {pool}.n_gpus_per_node="
+                f"{layout.world_size}: must be a multiple of {used} = {layout.copy_size}; set {pool}.n_gpus_per_node="
                 f"{nearest_multiples(role.pool.n_gpus_per_node, unit)}"
             )
 
-    def budget(cfg: PPOConfig) -> Iterator[str]:
-        role = _role(cfg, name)
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        needed = tokens_per_device(longest, role.megatron)
-        if role.active and role.max_tokens_per_device < needed and not _is_the_actors_budget(cfg, role):
+    @rule(*LONGEST_SAMPLE_KEYS, max_tokens_key, *alignment_keys(megatron), *alignment_keys(f"{ACTOR}.megatron"))
+    def longest_sample_fits(cfg: PPOConfig) -> Iterator[str]:
+        role, longest = _role(cfg, name), longest_sample(cfg)
+        given = role.max_tokens_per_device
+        needed, actor = tokens_needed(longest, role.megatron), cfg.actor_rollout_ref.actor
+        # Of the actor's number on the actor's layout the actor's own rule speaks.
+        is_the_actors = given == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
+        if role.active and given < needed and not is_the_actors:
             yield (
-                f"{section}.{budget_key} = {role.max_tokens_per_device}: must hold the longest sample, "
-                f"data.max_prompt_length + data.max_response_length = {longest}; set {section}.{budget_key}={needed} "
-                "or more"
+                f"{max_tokens_key} = {given}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set "
+                f"{max_tokens_key}={needed} or more"
             )
 
-    return [
-        Rule((*sizes, *nodes, "algorithm.adv_estimator"), layout_of_the_actor),
-        Rule((*sizes, *nodes, "trainer.nnodes", "trainer.n_gpus_per_node"), pool_of_its_own),
-        Rule(
-            (
-                "data.max_prompt_length",
-                "data.max_response_length",
-                f"{section}.{budget_key}",
-                *aligning_keys(megatron),
-                *aligning_keys(f"{ACTOR}.megatron"),
-            ),
-            budget,
-        ),
-    ]
+    return [layout_of_the_actor, pool_of_its_own, longest_sample_fits]
 
 
-def _is_the_actors_budget(cfg: PPOConfig, role: ModelRole) -> bool:
-    """The same key and the same layout: `_token_budget` says it."""
-    actor = cfg.actor_rollout_ref.actor
-    return role.max_tokens_per_device == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
-
-
+@rule(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size", "critic.ppo_mini_batch_size")
 def _critic_mini_batches(cfg: PPOConfig) -> Iterator[str]:
     role, prompts, mini = _role(cfg, "critic"), cfg.data.train_batch_size, cfg.critic.ppo_mini_batch_size
     if not role.active or mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size:
@@ -109,20 +100,32 @@ def _critic_mini_batches(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule(
+    f"{ROLLOUT}.n",
+    f"{ACTOR}.ppo_mini_batch_size",
+    "critic.ppo_mini_batch_size",
+    "critic.resource_pool.nnodes",
+    "critic.resource_pool.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    *(f"critic.megatron.{size}" for size in LAYOUT_FIELDS),
+)
 def _critic_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
     role, mini, n = _role(cfg, "critic"), cfg.critic.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n
-    if not role.active or role.world_size(cfg) % devices_per_model(role.megatron):
+    layout = role.layout(cfg)
+    if not role.active or layout.world_size % layout.copy_size:
         return
-    ranks = role.dp_size(cfg) * micro_batch_multiple(role.megatron)
+    needed, _ = fewest_samples(layout)
     same = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size and not role.has_own_pool
-    if mini * n < ranks and not same:
+    if mini * n < needed and not same:
         yield (
             f"critic.ppo_mini_batch_size x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least "
-            f"{ranks}, so that each of the critic's {role.dp_size(cfg)} data-parallel ranks has its micro-batches; set "
-            f"critic.ppo_mini_batch_size={math.ceil(ranks / n)} or more, or give the critic fewer devices"
+            f"{needed}, so that each of the critic's {layout.dp_size} data-parallel ranks has its micro-batches; set "
+            f"critic.ppo_mini_batch_size={math.ceil(needed / n)} or more, or give the critic fewer devices"
         )
 
 
+@rule("trainer.critic_warmup", "algorithm.adv_estimator")
 def _critic_warmup(cfg: PPOConfig) -> Iterator[str]:
     if cfg.trainer.critic_warmup and not _role(cfg, "critic").active and not _may_have_critic(cfg, "critic"):
         yield (
@@ -131,6 +134,7 @@ def _critic_warmup(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep")
 def _kept_together(cfg: PPOConfig) -> Iterator[str]:
     actor, critic = cfg.trainer.max_actor_ckpt_to_keep, cfg.trainer.max_critic_ckpt_to_keep
     if actor != critic:
@@ -141,6 +145,18 @@ def _kept_together(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule("actor_rollout_ref.ref.model_path")
+def _reference_used(cfg: PPOConfig) -> Iterator[str]:
+    path = cfg.actor_rollout_ref.ref.model_path
+    if path is not None and not _role(cfg, "ref").active:
+        yield (
+            f"actor_rollout_ref.ref.model_path = {path}: has no effect when {ACTOR}.use_kl_loss and "
+            f"algorithm.use_kl_in_reward are false; set {ACTOR}.use_kl_loss=true or algorithm.use_kl_in_reward=true, "
+            "or actor_rollout_ref.ref.model_path=null"
+        )
+
+
+@rule("reward_model.model.path")
 def _reward_model_given(cfg: PPOConfig) -> Iterator[str]:
     reward = cfg.reward_model
     if reward.enable and reward.model.path is None:
@@ -155,29 +171,22 @@ def _reward_model_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+def _all_rules_of(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
+    return [
+        *role_rules(name, section, max_tokens_key),
+        *megatron_rules(f"{section}.megatron", unless=f"{ACTOR}.megatron"),
+    ]
+
+
 ROLE_RULES = [
-    *role_rules("ref", "actor_rollout_ref.ref", "log_prob_max_token_len_per_gpu"),
-    *megatron_rules("actor_rollout_ref.ref.megatron", unless=f"{ACTOR}.megatron"),
-    *role_rules("critic", "critic", "ppo_max_token_len_per_gpu"),
-    *megatron_rules("critic.megatron", unless=f"{ACTOR}.megatron"),
-    *lr_rules("critic.optim"),
-    Rule((f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size", "critic.ppo_mini_batch_size"), _critic_mini_batches),
-    Rule(
-        (
-            f"{ROLLOUT}.n",
-            f"{ACTOR}.ppo_mini_batch_size",
-            "critic.ppo_mini_batch_size",
-            "critic.resource_pool.nnodes",
-            "critic.resource_pool.n_gpus_per_node",
-            "trainer.nnodes",
-            "trainer.n_gpus_per_node",
-            *(f"critic.megatron.{size}" for size in LAYOUT_FIELDS),
-        ),
-        _critic_feeds_ranks,
-    ),
-    Rule(("trainer.critic_warmup", "algorithm.adv_estimator"), _critic_warmup),
-    Rule(("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"), _kept_together),
-    *role_rules("reward_model", "reward_model", "forward_max_token_len_per_gpu"),
-    *megatron_rules("reward_model.megatron", unless=f"{ACTOR}.megatron"),
-    Rule(("reward_model.model.path",), _reward_model_given),
+    _reference_used,
+    *_all_rules_of("ref", "actor_rollout_ref.ref", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+    *_all_rules_of("critic", "critic", "critic.ppo_max_token_len_per_gpu"),
+    *optimizer_rules("critic.optim"),
+    _critic_mini_batches,
+    _critic_feeds_ranks,
+    _critic_warmup,
+    _kept_together,
+    *_all_rules_of("reward_model", "reward_model", "reward_model.forward_max_token_len_per_gpu"),
+    _reward_model_given,
 ]

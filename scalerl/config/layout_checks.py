@@ -1,0 +1,203 @@
+"""What a model allows of a layout, of the devices of a server and of activation recompute."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scalerl.config.layout_sizes import LayoutSizes
+from scalerl.config.schema import MegatronConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.suggestions import divisors_text
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a whole model that a layout or activation recompute must divide.
+
+    num_experts: 0 for a dense model.  ffn_hidden_size: of dense layers, 0 where every layer is a mixture.
+    """
+
+    num_attention_heads: int
+    num_kv_heads: int
+    num_layers: int
+    ffn_hidden_size: int
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    latent_attention: bool = False
+
+
+def layout_violations(
+    sizes: ModelSizes,
+    *,
+    megatron: MegatronConfig,
+    world_size: int,
+    rollout_tp: int | None = None,
+    prefix: str = f"{ACTOR}.megatron",
+) -> list[str]:
+    """Why the model cannot be spread in this way; empty where it can.
+
+    Args:
+        world_size: devices of the trainer.
+        rollout_tp: devices of one rollout replica; None where nothing is generated.
+        prefix: key of the MegatronConfig, for the messages.
+    """
+    layout = LayoutSizes.of(megatron, world_size)
+    widths = {
+        "attention heads": sizes.num_attention_heads,
+        "key/value heads": sizes.num_kv_heads,
+    }
+    if sizes.ffn_hidden_size:
+        widths["feed-forward size"] = sizes.ffn_hidden_size
+    if sizes.shared_expert_ffn_hidden_size:
+        widths["width of the shared experts"] = sizes.shared_expert_ffn_hidden_size
+    violations = list(_indivisible(f"{prefix}.tensor_model_parallel_size", layout.tp_size, widths))
+    violations += _devices(layout, megatron, prefix)
+    violations += _context(sizes, layout, megatron, prefix)
+    violations += layout.pipeline.violations(sizes.num_layers, prefix)
+    violations += _experts(sizes, layout, megatron, prefix)
+    if rollout_tp is not None:
+        split = {name: size for name, size in widths.items() if name != "key/value heads"}
+        violations += server_violations(f"{ROLLOUT}.tensor_model_parallel_size", rollout_tp, split, sizes.num_kv_heads)
+    return violations
+
+
+def server_violations(key: str, tp_size: int, widths: dict[str, int], num_kv_heads: int) -> list[str]:
+    """Why a rollout server cannot cut the model over tp_size devices; empty where it can.
+
+    key: that of tp_size, for the messages.  widths: name -> size, to be cut evenly.
+    """
+    violations = list(_indivisible(key, tp_size, widths))
+    # The server repeats key/value heads when there are fewer than devices.
+    if num_kv_heads % tp_size and tp_size % num_kv_heads:
+        violations.append(
+            f"{key} = {tp_size}: must divide the model's {num_kv_heads} key/value heads or be a multiple of them; set "
+            f"one of {divisors_text(num_kv_heads)}"
+        )
+    return violations
+
+
+def dividing_sizes(megatron: MegatronConfig) -> list[str]:
+    """Names of the sizes above 1 whose product is one copy of the model; one name at least."""
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    return [name for name in names if getattr(megatron, name) > 1] or [names[0]]
+
+
+def _devices(layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    """The devices against the sizes, whatever the model."""
+    if layout.world_size % layout.copy_size:
+        used = dividing_sizes(megatron)
+        product = f" = {layout.copy_size}" if len(used) > 1 else ""
+        yield (
+            f"{' x '.join(f'{prefix}.{name}' for name in used)} = "
+            f"{' x '.join(str(getattr(megatron, name)) for name in used)}{product}: must divide the "
+            f"{layout.world_size} devices; set sizes whose product is one of {divisors_text(layout.world_size)}"
+        )
+    elif layout.stage_size % layout.experts_size:
+        yield (
+            f"{prefix}.expert_model_parallel_size x expert_tensor_parallel_size = "
+            f"{layout.ep_size} x {layout.etp_size} = {layout.experts_size}: must divide the {layout.stage_size} "
+            f"devices of a pipeline stage; set sizes whose product is one of {divisors_text(layout.stage_size)}"
+        )
+
+
+def _context(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    """Ranks that swap tokens for heads inside attention must divide the heads."""
+    cp_size, tp_size, kind = layout.cp_size, layout.tp_size, megatron.cp_comm_type
+    if sizes.num_attention_heads % tp_size:
+        return
+    heads, kv_heads = sizes.num_attention_heads // tp_size, sizes.num_kv_heads // tp_size
+    key = f"{prefix}.context_parallel_size"
+    if kind is None and heads % cp_size:
+        yield (
+            f"{key} = {cp_size}: must divide the {heads} attention heads of a tensor-parallel rank, which it shares "
+            f"out inside attention; set one of {divisors_text(heads)}"
+        )
+    if sizes.num_kv_heads % tp_size:
+        return
+    # Transformer Engine does not repeat key/value heads where there are fewer than ranks.
+    common = math.gcd(heads, kv_heads)
+    both = f"the {heads} attention heads and the {kv_heads} key/value heads of a tensor-parallel rank"
+    if kind == "a2a" and common % cp_size:
+        yield (
+            f"{key} = {cp_size}: must divide {both}, which {prefix}.cp_comm_type = a2a shares out; set one of "
+            f"{divisors_text(common)}, or {prefix}.cp_comm_type=p2p, which shares out none"
+        )
+    hierarchy = megatron.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p" and hierarchy is not None and common % hierarchy[0]:
+        yield (
+            f"{prefix}.hierarchical_context_parallel_sizes = [{hierarchy[0]},{hierarchy[1]}]: the first number must "
+            f"divide {both}, which that many ranks share out; set one of {divisors_text(common)} in its place, or "
+            f"{prefix}.cp_comm_type=p2p"
+        )
+
+
+def _experts(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    if not sizes.num_experts:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (getattr(megatron, name) or 1) > 1:
+                yield f"{prefix}.{name} = {getattr(megatron, name)}: the model has no experts; leave it out"
+        return
+    yield from _indivisible(f"{prefix}.expert_model_parallel_size", layout.ep_size, {"experts": sizes.num_experts})
+    yield from _indivisible(
+        f"{prefix}.expert_tensor_parallel_size", layout.etp_size, {"width of an expert": sizes.moe_ffn_hidden_size}
+    )
+    if layout.tp_size > 1 and not megatron.sequence_parallel:
+        yield (
+            f"{prefix}.sequence_parallel = false: a mixture of experts with {prefix}.tensor_model_parallel_size = "
+            f"{layout.tp_size} needs it (each rank routes its own tokens); set it to true"
+        )
+
+
+def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
+    allowed = functools.reduce(math.gcd, sizes.values())
+    wrong = [f"{size} {name}" for name, size in sizes.items() if size % parts]
+    if wrong:
+        yield f"{key} = {parts}: must divide the model's {', '.join(wrong)}; set one of {divisors_text(allowed)}"
+
+
+def recompute_violations(sizes: ModelSizes, megatron: MegatronConfig, *, prefix: str) -> list[str]:
+    """Why the model, on a layout that it allows, cannot recompute in this way; empty where it can.
+
+    prefix: key of the MegatronConfig, for the messages.
+    """
+    if megatron.recompute_granularity == "selective":
+        return list(_recompute_modules(sizes, megatron, prefix))
+    if megatron.recompute_granularity == "full":
+        return list(_recompute_layers(sizes.num_layers, megatron, prefix))
+    return []
+
+
+def _recompute_modules(sizes: ModelSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    has = {
+        "moe": sizes.num_experts > 0,
+        "shared_experts": sizes.shared_expert_ffn_hidden_size > 0,
+        "mla_up_proj": sizes.latent_attention,
+    }
+    missing = [name for name in megatron.recompute_modules if not has.get(name, True)]
+    if missing:
+        rest = [name for name in megatron.recompute_modules if name not in missing] or ["core_attn"]
+        yield (
+            f"{prefix}.recompute_modules = [{','.join(megatron.recompute_modules)}]: the model has no "
+            f"{' and no '.join(missing)}; set {prefix}.recompute_modules=[{','.join(rest)}]"
+        )
+
+
+def _recompute_layers(num_layers: int, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
+    per_chunk, wanted = set(LayoutSizes.of(megatron).pipeline.chunks(num_layers)), megatron.recompute_num_layers
+    key = f"{prefix}.recompute_num_layers = {wanted}"
+    # megatron walks a chunk in steps of this size and would look for layers after its last.
+    wrong = sorted(size for size in per_chunk if size % wanted)
+    if megatron.recompute_method == "uniform" and wrong:
+        yield (
+            f"{key}: with {prefix}.recompute_method = uniform it must divide the layers of every model chunk, "
+            f"which has {' or '.join(map(str, sorted(per_chunk)))}; set one of {divisors_text(math.gcd(*per_chunk))}"
+        )
+    if megatron.recompute_method == "block" and wanted > max(per_chunk):
+        yield (
+            f"{key}: a model chunk has at most {max(per_chunk)} layers; set {prefix}.recompute_num_layers="
+            f"{max(per_chunk)} or less"
+        )

@@ -1,0 +1,104 @@
+"""Rules of batches and of the tokens of a micro-batch, for a trained model and for the roles beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from scalerl.config.layout_sizes import LayoutSizes, trained_layout
+from scalerl.config.rules.base import Rule, rule
+from scalerl.config.rules.layout import trained_layout_keys
+from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.suggestions import divisors, nearest, nearest_multiples
+
+LONGEST_SAMPLE_KEYS = ("data.max_prompt_length", "data.max_response_length")
+LONGEST_SAMPLE = " + ".join(LONGEST_SAMPLE_KEYS)
+
+
+def longest_sample(cfg: PPOConfig) -> int:
+    """Tokens of the longest sample."""
+    return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+def alignment_keys(megatron: str) -> tuple[str, str]:
+    """The keys that say how many tokens a layout adds to a sequence."""
+    return f"{megatron}.tensor_model_parallel_size", f"{megatron}.context_parallel_size"
+
+
+def tokens_needed(longest: int, megatron: MegatronConfig) -> int:
+    """Tokens per device of the micro-batch that is one sequence of the longest length."""
+    return LayoutSizes.of(megatron).tokens_per_device(longest, sequence_parallel=megatron.sequence_parallel)
+
+
+def fewest_samples(layout: LayoutSizes) -> tuple[int, str]:
+    """(samples of a mini-batch with which every data-parallel rank has its micro-batches, what asks for them)."""
+    ranks, multiple = layout.dp_size, layout.micro_batch_multiple
+    if multiple == 1:
+        return ranks, f"{ranks} data-parallel ranks"
+    return ranks * multiple, f"{ranks} data-parallel ranks x {multiple} stages of the interleaved pipeline"
+
+
+# PPO
+
+
+@rule("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+def _mini_batches_divide_the_batch(cfg: PPOConfig) -> Iterator[str]:
+    prompts, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    if prompts % mini:
+        yield (
+            f"{ACTOR}.ppo_mini_batch_size = {mini}: must divide data.train_batch_size = {prompts}; set "
+            f"{ACTOR}.ppo_mini_batch_size={nearest(mini, divisors(prompts))}, or "
+            f"data.train_batch_size={nearest_multiples(prompts, mini)}"
+        )
+
+
+@rule(f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n", *trained_layout_keys(f"{ACTOR}.megatron"))
+def _mini_batch_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
+    mini, n = cfg.actor_rollout_ref.actor.ppo_mini_batch_size, cfg.actor_rollout_ref.rollout.n
+    needed, what = fewest_samples(trained_layout(cfg))
+    if mini * n < needed:
+        yield (
+            f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n = {mini} x {n} = {mini * n} samples: must be at least the "
+            f"{what}; set {ACTOR}.ppo_mini_batch_size={math.ceil(needed / n)} or more, or train on fewer devices"
+        )
+
+
+@rule(*LONGEST_SAMPLE_KEYS, f"{ACTOR}.ppo_max_token_len_per_gpu", *alignment_keys(f"{ACTOR}.megatron"))
+def _longest_sample_fits(cfg: PPOConfig) -> Iterator[str]:
+    actor, longest = cfg.actor_rollout_ref.actor, longest_sample(cfg)
+    key, needed = f"{ACTOR}.ppo_max_token_len_per_gpu", tokens_needed(longest, actor.megatron)
+    if actor.ppo_max_token_len_per_gpu < needed:
+        yield (
+            f"{key} = {actor.ppo_max_token_len_per_gpu}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; "
+            f"set {key}={needed} or more"
+        )
+
+
+PPO_BATCH_RULES: list[Rule] = [_mini_batches_divide_the_batch, _mini_batch_feeds_ranks, _longest_sample_fits]
+
+
+# SFT
+
+
+@rule("data.train_batch_size", *trained_layout_keys("megatron"))
+def _batch_feeds_ranks(cfg: SFTConfig) -> Iterator[str]:
+    needed, what = fewest_samples(trained_layout(cfg))
+    if cfg.data.train_batch_size < needed:
+        yield (
+            f"data.train_batch_size = {cfg.data.train_batch_size}: must be at least the {what}; set "
+            f"data.train_batch_size={needed} or more, or train on fewer devices"
+        )
+
+
+@rule("data.max_length", "data.max_token_len_per_gpu", *alignment_keys("megatron"))
+def _longest_conversation_fits(cfg: SFTConfig) -> Iterator[str]:
+    key, needed = "data.max_token_len_per_gpu", tokens_needed(cfg.data.max_length, cfg.megatron)
+    if cfg.data.max_token_len_per_gpu < needed:
+        yield (
+            f"{key} = {cfg.data.max_token_len_per_gpu}: must hold the longest conversation, data.max_length = "
+            f"{cfg.data.max_length}; set {key}={needed} or more"
+        )
+
+
+SFT_BATCH_RULES: list[Rule] = [_batch_feeds_ranks, _longest_conversation_fits]

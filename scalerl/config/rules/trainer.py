@@ -1,0 +1,44 @@
+"""Rules of a `trainer` section: resuming, and the names of its trackers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from scalerl.config.rules.base import rule
+from scalerl.config.schema import LOGGERS
+from scalerl.config.sections import IMPORT_FILES
+from scalerl.config.value_checks import show
+
+
+@rule("trainer.resume_mode", "trainer.resume_from_path")
+def _resume(cfg: Any) -> Iterator[str]:
+    mode, path = cfg.trainer.resume_mode, cfg.trainer.resume_from_path
+    if mode == "resume_path" and path is None:
+        yield (
+            "trainer.resume_from_path = null: needed when trainer.resume_mode = resume_path; set it to a "
+            "global_step_N directory, or trainer.resume_mode=auto"
+        )
+    if mode != "resume_path" and path is not None:
+        yield (
+            f"trainer.resume_from_path = {path}: has no effect when trainer.resume_mode = {mode}; set "
+            "trainer.resume_mode=resume_path, or trainer.resume_from_path=null"
+        )
+
+
+@rule("trainer.logger", IMPORT_FILES)
+def _known_loggers(cfg: Any) -> Iterator[str]:
+    # A name that a file of the user's own registers is known once that file is imported.
+    unknown = [] if cfg.trainer.import_files else [name for name in cfg.trainer.logger if name not in LOGGERS]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], LOGGERS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        yield (
+            f"trainer.logger = {show(cfg.trainer.logger)}: must be a list of {', '.join(LOGGERS)}, or of backends of "
+            f"your own; there is no {', '.join(unknown)}{hint}; set for example trainer.logger=[console], or "
+            f"{IMPORT_FILES} to the file that registers it"
+        )
+
+
+TRAINER_RULES = [_resume, _known_loggers]
