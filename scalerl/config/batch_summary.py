@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from scalerl.config.batch_sizes import LONGEST_SAMPLE, longest_sample
 from scalerl.config.layout_sizes import trained_layout
 from scalerl.config.run_length import total_steps
 from scalerl.config.schema import PPOConfig
@@ -20,7 +21,7 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
     layout = trained_layout(cfg)
     prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
     max_tokens_per_micro_batch = layout.max_tokens_per_micro_batch(actor.ppo_max_token_len_per_gpu)
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    longest = longest_sample(cfg)
     per_rank = mini * n / layout.dp_size
     most = math.ceil(per_rank) * longest
     divided = [("tensor", layout.tp_size), ("pipeline", layout.pp_size)]
@@ -43,7 +44,7 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
         (
             "tokens per mini-batch and rank",
             f"up to about {most}",
-            "data.max_prompt_length + data.max_response_length",
+            LONGEST_SAMPLE,
         ),
         ("tokens per micro-batch", f"at most {max_tokens_per_micro_batch}", max_tokens_key),
         (

@@ -8,3 +8,19 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 JUDGE = "reward_model.judge"
 CORRECTION = "algorithm.rollout_correction"
 IMPORT_FILES = "trainer.import_files"
+
+
+def trained_layout_keys(megatron: str) -> tuple[str, ...]:
+    """The keys that the data-parallel ranks of the trained model and their micro-batches follow from."""
+    return (
+        *alignment_keys(megatron),
+        f"{megatron}.pipeline_model_parallel_size",
+        f"{megatron}.virtual_pipeline_model_parallel_size",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+    )
+
+
+def alignment_keys(megatron: str) -> tuple[str, str]:
+    """The keys that the tokens which a layout adds to a sequence follow from."""
+    return f"{megatron}.tensor_model_parallel_size", f"{megatron}.context_parallel_size"

@@ -16,6 +16,7 @@ from scalerl.config import (
     recompute_violations,
     world_size,
 )
+from scalerl.config.batch_sizes import LONGEST_SAMPLE, longest_sample
 from scalerl.config.schema import JudgeConfig, MegatronConfig
 from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.controller.sampling.judge import max_model_len
@@ -111,10 +112,10 @@ def judge_violations(judge: JudgeConfig) -> Iterator[str]:
 
 
 def _too_long(cfg: PPOConfig, shape: ModelShape, name: str) -> Iterator[str]:
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    longest = longest_sample(cfg)
     if longest > shape.max_position_embeddings:
         yield (
-            f"data.max_prompt_length + data.max_response_length = {longest}: {name} has "
+            f"{LONGEST_SAMPLE} = {longest}: {name} has "
             f"{shape.max_position_embeddings} positions (max_position_embeddings); shorten one"
         )
 

@@ -1,43 +1,22 @@
-"""Rules of batches and of the tokens of a micro-batch, for a trained model and for the roles beside it."""
+"""Rules of batches and of the tokens of a micro-batch, for the model that is trained."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from scalerl.config.layout_sizes import LayoutSizes, trained_layout
+from scalerl.config.batch_sizes import (
+    LONGEST_SAMPLE,
+    LONGEST_SAMPLE_KEYS,
+    fewest_samples,
+    longest_sample,
+    tokens_needed,
+)
+from scalerl.config.layout_sizes import trained_layout
 from scalerl.config.rules.base import Rule, rule
-from scalerl.config.rules.layout import trained_layout_keys
-from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
-from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.config.sections import ACTOR, ROLLOUT, alignment_keys, trained_layout_keys
 from scalerl.config.suggestions import divisors, nearest, nearest_multiples
-
-LONGEST_SAMPLE_KEYS = ("data.max_prompt_length", "data.max_response_length")
-LONGEST_SAMPLE = " + ".join(LONGEST_SAMPLE_KEYS)
-
-
-def longest_sample(cfg: PPOConfig) -> int:
-    """Tokens of the longest sample."""
-    return cfg.data.max_prompt_length + cfg.data.max_response_length
-
-
-def alignment_keys(megatron: str) -> tuple[str, str]:
-    """The keys that say how many tokens a layout adds to a sequence."""
-    return f"{megatron}.tensor_model_parallel_size", f"{megatron}.context_parallel_size"
-
-
-def tokens_needed(longest: int, megatron: MegatronConfig) -> int:
-    """Tokens per device of the micro-batch that is one sequence of the longest length."""
-    return LayoutSizes.of(megatron).tokens_per_device(longest, sequence_parallel=megatron.sequence_parallel)
-
-
-def fewest_samples(layout: LayoutSizes) -> tuple[int, str]:
-    """(samples of a mini-batch with which every data-parallel rank has its micro-batches, what asks for them)."""
-    ranks, multiple = layout.dp_size, layout.micro_batch_multiple
-    if multiple == 1:
-        return ranks, f"{ranks} data-parallel ranks"
-    return ranks * multiple, f"{ranks} data-parallel ranks x {multiple} stages of the interleaved pipeline"
-
 
 # PPO
 

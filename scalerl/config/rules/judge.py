@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scalerl.config.rules.base import rule
-from scalerl.config.rules.rollout import pool_violations
+from scalerl.config.rules.rollout import own_pool_rule
 from scalerl.config.schema import PPOConfig
 from scalerl.config.sections import JUDGE
 
 _POOL = f"{JUDGE}.resource_pool"
-_TP_SIZE = f"{JUDGE}.tensor_model_parallel_size"
 
 
 @rule(f"{JUDGE}.model.path")
@@ -43,13 +42,6 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-@rule(_TP_SIZE, f"{JUDGE}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
-def _replicas_fit(cfg: PPOConfig) -> Iterator[str]:
-    judge = cfg.reward_model.judge
-    if judge.enable and judge.resource_pool.nnodes:
-        yield from pool_violations(JUDGE, judge)
-
-
 @rule(f"{JUDGE}.min_score", f"{JUDGE}.max_score")
 def _range(cfg: PPOConfig) -> Iterator[str]:
     judge = cfg.reward_model.judge
@@ -60,4 +52,4 @@ def _range(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-JUDGE_RULES = [_model_given, _pool_given, _replicas_fit, _range]
+JUDGE_RULES = [_model_given, _pool_given, own_pool_rule(JUDGE, lambda cfg: cfg.reward_model.judge.enable), _range]

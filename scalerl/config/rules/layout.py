@@ -11,24 +11,9 @@ from scalerl.config.layout_sizes import trained_layout, trained_megatron
 from scalerl.config.model_specs import model_roles
 from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import PPOConfig, SFTConfig
-from scalerl.config.sections import ACTOR
+from scalerl.config.sections import ACTOR, trained_layout_keys
 from scalerl.config.suggestions import nearest_multiples
 from scalerl.config.transformer_engine import transformer_engine_version, transformer_engine_violations
-
-
-def copy_keys(megatron: str) -> tuple[str, ...]:
-    """The keys that say how many devices one copy of the model of a `megatron` section takes."""
-    return (
-        f"{megatron}.tensor_model_parallel_size",
-        f"{megatron}.context_parallel_size",
-        f"{megatron}.pipeline_model_parallel_size",
-    )
-
-
-def trained_layout_keys(megatron: str) -> tuple[str, ...]:
-    """The keys that `trained_layout` needs for its number of data-parallel copies and their micro-batches."""
-    chunks = f"{megatron}.virtual_pipeline_model_parallel_size"
-    return (*copy_keys(megatron), chunks, "trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def trained_layout_rule(megatron: str) -> Rule:

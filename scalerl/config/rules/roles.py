@@ -5,22 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from scalerl.config.layout_checks import dividing_sizes
-from scalerl.config.model_specs import LAYOUT_FIELDS, ModelRole, RoleName, all_model_roles, different_sizes
-from scalerl.config.registered_names import ESTIMATORS
-from scalerl.config.rules.base import Rule, rule
-from scalerl.config.rules.batch import (
+from scalerl.config.batch_sizes import (
     LONGEST_SAMPLE,
     LONGEST_SAMPLE_KEYS,
-    alignment_keys,
     fewest_samples,
     longest_sample,
     tokens_needed,
 )
+from scalerl.config.layout_checks import dividing_sizes
+from scalerl.config.model_specs import LAYOUT_FIELDS, ModelRole, RoleName, all_model_roles, different_sizes
+from scalerl.config.registered_names import ESTIMATORS
+from scalerl.config.rules.base import Rule, rule
 from scalerl.config.rules.megatron import megatron_rules
 from scalerl.config.rules.optimizer import optimizer_rules
 from scalerl.config.schema import PPOConfig
-from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.config.sections import ACTOR, ROLLOUT, alignment_keys
 from scalerl.config.suggestions import divisors, nearest, nearest_multiples
 from scalerl.config.value_checks import show
 

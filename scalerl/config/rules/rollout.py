@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from scalerl.config.layout_sizes import world_size
-from scalerl.config.rules.base import rule
+from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 from scalerl.config.sections import HYBRID, ROLLOUT
 from scalerl.config.suggestions import divisors, nearest
@@ -31,30 +31,31 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def pool_violations(section: str, servers: RolloutConfig | JudgeConfig) -> Iterator[str]:
-    """Why the replicas of a section do not fit on the pool that the section has for itself; empty where they do."""
-    pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
+def own_pool_rule(section: str, has_servers: Callable[[PPOConfig], bool]) -> Rule:
+    """The replicas of a section fit on the pool that the section has for itself, where the run has such servers."""
     tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
-    per_node = pool.n_gpus_per_node // tp_size
-    if not per_node:
-        yield (
-            f"{tp_key} = {tp_size}: a replica lives on one node, so it must be at most {pool_key}.n_gpus_per_node = "
-            f"{pool.n_gpus_per_node}; set {tp_key}={pool.n_gpus_per_node} or less, or "
-            f"{pool_key}.n_gpus_per_node={tp_size} or more"
-        )
-    elif count is not None and count > per_node * pool.nnodes:
-        yield (
-            f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
-            f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {tp_key} = "
-            f"{tp_size}; set {section}.num_replicas={per_node * pool.nnodes} or less, or null"
-        )
 
+    @rule(tp_key, f"{section}.num_replicas", f"{pool_key}.nnodes", f"{pool_key}.n_gpus_per_node")
+    def replicas_fit(cfg: PPOConfig) -> Iterator[str]:
+        servers: RolloutConfig | JudgeConfig = value_at(cfg, section)
+        pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
+        if not has_servers(cfg) or not pool.nnodes:
+            return
+        per_node = pool.n_gpus_per_node // tp_size
+        if not per_node:
+            yield (
+                f"{tp_key} = {tp_size}: a replica lives on one node, so it must be at most {pool_key}.n_gpus_per_node "
+                f"= {pool.n_gpus_per_node}; set {tp_key}={pool.n_gpus_per_node} or less, or "
+                f"{pool_key}.n_gpus_per_node={tp_size} or more"
+            )
+        elif count is not None and count > per_node * pool.nnodes:
+            yield (
+                f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
+                f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {tp_key} = "
+                f"{tp_size}; set {section}.num_replicas={per_node * pool.nnodes} or less, or null"
+            )
 
-@rule(_TP_SIZE, f"{ROLLOUT}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
-def _replicas_fit_their_pool(cfg: PPOConfig) -> Iterator[str]:
-    rollout = cfg.actor_rollout_ref.rollout
-    if not cfg.actor_rollout_ref.hybrid_engine and rollout.resource_pool.nnodes:
-        yield from pool_violations(ROLLOUT, rollout)
+    return replicas_fit
 
 
 @rule(_TP_SIZE, f"{ROLLOUT}.num_replicas", "trainer.nnodes", "trainer.n_gpus_per_node")
@@ -127,6 +128,12 @@ def _directory_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-ROLLOUT_RULES = [_pool_given, _replicas_fit_their_pool, _workers_have_servers, _transport_reaches, _directory_given]
+ROLLOUT_RULES = [
+    _pool_given,
+    own_pool_rule(ROLLOUT, lambda cfg: not cfg.actor_rollout_ref.hybrid_engine),
+    _workers_have_servers,
+    _transport_reaches,
+    _directory_given,
+]
 # Of GPUs alone: on a CPU a device is a process, and any number of servers share the machine with the trainer.
 ROLLOUT_RULES_ON_CUDA = [_replicas_fit_the_trainer, _no_broadcast_on_one_device]

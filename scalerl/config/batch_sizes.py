@@ -1,0 +1,27 @@
+"""How many tokens the longest sample has and takes, and how many samples a mini-batch needs."""
+
+from __future__ import annotations
+
+from scalerl.config.layout_sizes import LayoutSizes
+from scalerl.config.schema import MegatronConfig, PPOConfig
+
+LONGEST_SAMPLE_KEYS = ("data.max_prompt_length", "data.max_response_length")
+LONGEST_SAMPLE = " + ".join(LONGEST_SAMPLE_KEYS)
+
+
+def longest_sample(cfg: PPOConfig) -> int:
+    """Tokens of the longest sample: LONGEST_SAMPLE."""
+    return cfg.data.max_prompt_length + cfg.data.max_response_length
+
+
+def tokens_needed(longest: int, megatron: MegatronConfig) -> int:
+    """Tokens per device of the micro-batch that is one sequence of the longest length."""
+    return LayoutSizes.of(megatron).tokens_per_device(longest, sequence_parallel=megatron.sequence_parallel)
+
+
+def fewest_samples(layout: LayoutSizes) -> tuple[int, str]:
+    """(samples of a mini-batch with which every data-parallel rank has its micro-batches, what asks for them)."""
+    ranks, multiple = layout.dp_size, layout.micro_batch_multiple
+    if multiple == 1:
+        return ranks, f"{ranks} data-parallel ranks"
+    return ranks * multiple, f"{ranks} data-parallel ranks x {multiple} stages of the interleaved pipeline"
