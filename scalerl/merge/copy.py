@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -24,6 +25,8 @@ from scalerl.merge.writer import SafetensorsFile
 MAX_WORKERS = 8
 # Of a tensor at a time while it is converted.
 _CHUNK_BYTES = 16 * 2**20
+# That all threads may take beside the largest tensor.
+_MORE_BYTES = 128 * 2**20
 # Pieces of more rows than these that have not all columns are put together in memory.
 _FEW_ROWS = 16
 
@@ -53,10 +56,10 @@ def copies(
 
 
 def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
-    """Raises what the first that failed did. Memory: of the largest tensor twice, or of a few pieces."""
+    """Raises what the first that failed did. Memory: at most of the largest tensor twice, and of a few pieces."""
     num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
-    memory = _Memory(2 * largest)
+    memory = _Memory(largest + _MORE_BYTES)
     with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
         # The largest first: nobody waits for them in the end.
         order = sorted(wanted, key=lambda copy: -checkpoint.tensors[copy.key].num_bytes)
@@ -71,20 +74,40 @@ def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: in
 
 
 class _Memory:
-    """Bytes that tensors which are put together may take together."""
+    """What all threads may take together, and buffers that they hand on: fresh memory costs as much as reading."""
 
-    def __init__(self, size: int) -> None:
-        self._free, self._changed = size, threading.Condition()
+    def __init__(self, limit: int) -> None:
+        self._limit = self._free = limit
+        self._changed = threading.Condition()
+        self._buffers: list[torch.Tensor] = []
 
-    def take(self, size: int) -> None:
+    @contextmanager
+    def take(self, size: int) -> Iterator[None]:
+        """Waits until there is room. What is larger than all of it has all of it for itself."""
+        size = min(size, self._limit)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
             self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
-    def give_back(self, size: int) -> None:
+    @contextmanager
+    def buffer(self, num_bytes: int) -> Iterator[torch.Tensor | None]:
+        """For a piece of that size; None for one that is larger than scalerl writes them."""
+        if num_bytes > MAX_PIECE_BYTES:
+            yield None
+            return
         with self._changed:
-            self._free += size
-            self._changed.notify_all()
+            kept = self._buffers.pop() if self._buffers else None
+        if kept is None or len(kept) < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8)
+        yield kept
+        with self._changed:
+            self._buffers.append(kept)
 
 
 def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
@@ -97,29 +120,13 @@ def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
 
 
 def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, memory: _Memory) -> None:
-    if piece is not None:
-        box = checkpoint.read_piece(piece, _scratch(piece.payload_bytes))
-        _scatter(copy, checkpoint.tensors[copy.key].shape, piece.offsets, box)
-        return
     stored = checkpoint.tensors[copy.key]
-    memory.take(stored.num_bytes)
-    try:
-        _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key))
-    finally:
-        memory.give_back(stored.num_bytes)
-
-
-# Each thread's own: fresh memory costs as much as the reading.
-_kept = threading.local()
-
-
-def _scratch(num_bytes: int) -> torch.Tensor | None:
-    """For a piece of that size; none for one that is larger than scalerl writes them."""
-    if num_bytes > MAX_PIECE_BYTES:
-        return None
-    if getattr(_kept, "scratch", None) is None or len(_kept.scratch) < num_bytes:
-        _kept.scratch = torch.empty(num_bytes, dtype=torch.uint8)
-    return _kept.scratch
+    if piece is None:
+        with memory.take(stored.num_bytes):
+            _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key))
+        return
+    with memory.take(piece.payload_bytes), memory.buffer(piece.payload_bytes) as buffer:
+        _scatter(copy, stored.shape, piece.offsets, checkpoint.read_piece(piece, buffer))
 
 
 def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: torch.Tensor) -> None:

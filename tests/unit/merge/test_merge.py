@@ -24,6 +24,7 @@ from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
 from scalerl.merge import main, merge
 from scalerl.merge.command import parse_bytes
+from tests.lanes import full
 from tests.tiny_models import WITH_EXPERTS, make_tiny_model
 
 REPO = Path(next(iter(scalerl.__path__))).parent
@@ -385,9 +386,9 @@ BIG = dict(
     hidden_size=1024,
     num_attention_heads=8,
     num_key_value_heads=2,
-    vocab_size=32768,
+    vocab_size=8192,
     intermediate_size=6144,
-    num_hidden_layers=8,
+    num_hidden_layers=12,
     tie_word_embeddings=True,
     torch_dtype="bfloat16",
 )
@@ -406,7 +407,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset the peak")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
 def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
     """Of everything resident, mapped files included; the model is several times as large."""
     hf_dir = tmp_path / "hf"
@@ -430,9 +431,9 @@ def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
     )
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split("peak ")[1])
-    assert model_bytes > 4 * largest
-    assert peak <= 2 * largest + 64 * 2**20, (peak, largest)
-    assert peak < model_bytes / 2
+    bound = 2 * largest + 160 * 2**20
+    assert model_bytes > 1.5 * bound, "too small to tell"
+    assert peak <= bound
 
 
 def test_compared_with_another_model(tmp_path, hf_dir, actor, capsys):
