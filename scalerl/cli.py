@@ -22,6 +22,7 @@ commands:
   generate  responses of a model to the prompts of a file
   eval      scores of such responses: mean, best of n, majority, pass@k
   data      your own files, a known data set, or a generated task -> parquet for train and sft
+  launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
   doctor    versions, devices, what is missing and what that changes
 
@@ -83,6 +84,12 @@ def _data(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _launch(argv: list[str]) -> int | None:
+    from scalerl.launch.command import main as program
+
+    return program(argv)
+
+
 def _merge(argv: list[str]) -> int | None:
     from scalerl.merge.__main__ import main as program
 
@@ -102,6 +109,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "generate": _generate,
     "eval": _eval,
     "data": _data,
+    "launch": _launch,
     "merge": _merge,
     "doctor": _doctor,
 }

@@ -40,12 +40,23 @@ enter_venv() {
   export VIRTUAL_ENV=$SCALERL_VENV PATH=$SCALERL_VENV/bin:$PATH
 }
 
+# Paths that the run names, one a line: a node that does not see them would fail later, in a rank.
+check_needs() { # check_needs NODE
+  local path
+  [[ -n ${SCALERL_NEEDS:-} ]] || return 0
+  [[ -r $SCALERL_NEEDS ]] || fail "cannot read $SCALERL_NEEDS: the run's directory must be on a file system that all nodes share"
+  while IFS= read -r path; do
+    [[ -r $path ]] || fail "$path is not readable on $1, though it is where the job was submitted: put it on a file system that all nodes share, or mend the node's mounts"
+  done <"$SCALERL_NEEDS"
+}
+
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus code extra=()
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
   [[ -r $RAY_AUTH_TOKEN_PATH ]] || fail "cannot read $RAY_AUTH_TOKEN_PATH: set SCALERL_LOG_DIR to a folder that all nodes share"
+  check_needs "$name"
   read -ra extra <<<"${SCALERL_RAY_ARGS:-}"
   enter_venv
   leave_slurm

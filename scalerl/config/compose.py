@@ -25,8 +25,22 @@ from yaml import YAMLError
 
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import Draft
-from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
-from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft, without_repeats
+from scalerl.config.schema import (
+    EvalConfig,
+    GenerationConfig,
+    LaunchConfig,
+    PPOConfig,
+    SFTConfig,
+    domain_violations,
+)
+from scalerl.config.validate import (
+    validate_eval,
+    validate_generation,
+    validate_launch,
+    validate_ppo,
+    validate_sft,
+    without_repeats,
+)
 from scalerl.config.verl import Translation
 
 CONFIGS_PACKAGE = "scalerl.configs"
@@ -35,12 +49,14 @@ SCHEMAS: dict[str, type] = {
     "sft": SFTConfig,
     "generation": GenerationConfig,
     "eval": EvalConfig,
+    "launch": LaunchConfig,
 }
 VALIDATORS = {
     "ppo": validate_ppo,
     "sft": validate_sft,
     "generation": validate_generation,
     "eval": validate_eval,
+    "launch": validate_launch,
 }
 # Names of verl's primary files.
 FILES_OF_VERL = re.compile(
@@ -62,9 +78,11 @@ def compose(kind: Literal["sft"], overrides: Sequence[str], *, rules: bool = Tru
 def compose(kind: Literal["generation"], overrides: Sequence[str]) -> GenerationConfig: ...
 @overload
 def compose(kind: Literal["eval"], overrides: Sequence[str]) -> EvalConfig: ...
+@overload
+def compose(kind: Literal["launch"], overrides: Sequence[str]) -> LaunchConfig: ...
 def compose(
-    kind: Literal["ppo", "sft", "generation", "eval"], overrides: Sequence[str], *, rules: bool = True
-) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig:
+    kind: Literal["ppo", "sft", "generation", "eval", "launch"], overrides: Sequence[str], *, rules: bool = True
+) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig | LaunchConfig:
     """Compose and check a configuration. Interpolations are resolved; relative paths stay as they are.
 
     Args:

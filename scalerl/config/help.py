@@ -13,11 +13,17 @@ from omegaconf import MISSING
 
 from scalerl.config.keys import Leaf, inherited_keys, leaves
 from scalerl.config.machine import DEVICES_HERE
-from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domains_of
+from scalerl.config.schema import EvalConfig, GenerationConfig, LaunchConfig, PPOConfig, SFTConfig, domains_of
 from scalerl.config.value_checks import show
 
-SCHEMAS: dict[str, type] = {"ppo": PPOConfig, "sft": SFTConfig, "generation": GenerationConfig, "eval": EvalConfig}
-Kind = Literal["ppo", "sft", "generation", "eval"]
+SCHEMAS: dict[str, type] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "eval": EvalConfig,
+    "launch": LaunchConfig,
+}
+Kind = Literal["ppo", "sft", "generation", "eval", "launch"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,14 @@ from scalerl.config.keys import inherited_keys
 from scalerl.config.rules.base import Rule, value_at
 from scalerl.config.rules.generation import GENERATION_RULES
 from scalerl.config.rules.programs import PPO_RULES, SFT_RULES, device_rules
-from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, domain_violations
+from scalerl.config.schema import (
+    EvalConfig,
+    GenerationConfig,
+    LaunchConfig,
+    PPOConfig,
+    SFTConfig,
+    domain_violations,
+)
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
@@ -33,6 +40,11 @@ def validate_generation(cfg: GenerationConfig) -> list[str]:
 
 def validate_eval(cfg: EvalConfig) -> list[str]:
     """As `validate_ppo`, for `scalerl eval`, which needs no device and has no rules between keys."""
+    return _validate(cfg, [])
+
+
+def validate_launch(cfg: LaunchConfig) -> list[str]:
+    """As `validate_ppo`, for the keys of `scalerl launch slurm`; `scalerl.launch` holds them against the run."""
     return _validate(cfg, [])
 
 

@@ -66,15 +66,18 @@ class SFTInputs:
     resumed: checkpoints.Resumed
 
 
-def check_ppo(cfg: PPOConfig) -> PPOInputs:
-    """Raises ConfigError with every violation that was found."""
+def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
+    """Raises ConfigError with every violation that was found.
+
+    device: cuda or cpu, of the machines that the run will be on; None: it is on this one.
+    """
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
     from scalerl.data import create_rl_dataset, load_tokenizer
     from scalerl.rewards import build_reward_manager
     from scalerl.rollout.program import load_program
 
     findings = Findings()
-    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    device = device or findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
     # First: which rules hold, and which models a run has, depends on what these files register.
     imported = _import_own(findings, cfg.trainer)
     fit = findings.run(lambda: load_fit(cfg.trainer.custom_fit))
@@ -191,12 +194,12 @@ def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
             findings.run(lambda: require_chat_template(tokenizer))
 
 
-def check_sft(cfg: SFTConfig) -> SFTInputs:
-    """Raises ConfigError with every violation that was found."""
+def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
+    """As `check_ppo`."""
     from scalerl.data import SFTDataset, load_tokenizer
 
     findings = Findings()
-    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    device = device or findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
     _import_own(findings, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     findings.violations.extend(broken)

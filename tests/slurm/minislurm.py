@@ -210,7 +210,9 @@ class MiniSlurm:
         self.run("kill", "-KILL", (self.root / f"nodes/{host}/init.pid").read_text().strip())
 
     def power_on(self, host: str, timeout_s: float = 60) -> None:
-        """Until Slurm has it back."""
+        """Until Slurm has it back, its /tmp/ray empty."""
+        for left in (self.root / f"nodes/{host}/ray").iterdir():
+            left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
         with (self.root / "state/boot").open("w") as boot:
             boot.write(f"{self.hosts.index(host) + 1}\n")
         deadline = time.monotonic() + timeout_s

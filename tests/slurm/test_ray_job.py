@@ -5,37 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.minislurm import POLL_S, MiniSlurm
+from tests.slurm.jobs import REPO, assert_came_back, assert_nothing_left, wait_until
+from tests.slurm.minislurm import MiniSlurm
 
-REPO = Path(__file__).resolve().parents[2]
-LAUNCHER = REPO / "launchers/slurm/ray.sbatch"
 DRIVER = str(REPO / "tests/slurm/driver.py")
-
-
-@pytest.fixture
-def submit(slurm: MiniSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    monkeypatch.setenv("SCALERL_VENV", sys.prefix)
-    monkeypatch.setenv("SCALERL_RAY_ARGS", "--object-store-memory=80000000")
-    monkeypatch.setenv("SCALERL_CPUS_PER_NODE", "2")
-
-    def run(num_nodes: int, *command: str, options: tuple[str, ...] = (), cwd: Path = tmp_path) -> str:
-        return slurm.sbatch(f"-N{num_nodes}", "--output=out-%j.txt", *options, str(LAUNCHER), *command, cwd=cwd)
-
-    return run
-
-
-def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {timeout_s} s"
-        time.sleep(POLL_S)
 
 
 def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
@@ -48,21 +26,6 @@ def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
         return "WAITING" in text
 
     wait_until("driver waits", waiting)
-
-
-def assert_nothing_left(slurm: MiniSlurm) -> None:
-    left: dict[str, list[tuple[int, str]]] = {}
-
-    def clean() -> bool:
-        left.update({host: slurm.processes(host) for host in slurm.hosts})
-        return not any(left.values())
-
-    try:
-        wait_until("no process left", clean, timeout_s=15)
-    except AssertionError:
-        pytest.fail(f"left on the nodes: {left}")
-    sessions = [path for host in slurm.hosts for path in (slurm.root / f"nodes/{host}/ray").glob("session_2*")]
-    assert not sessions
 
 
 def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
@@ -115,18 +78,6 @@ WAIT_ONCE = ("bash", "-c", f'[[ $(readlink logs/*/latest) == attempt_0 ]] || exi
 
 def hosts_text(num_nodes: int) -> str:
     return " ".join(f"n{i}" for i in range(1, num_nodes + 1))
-
-
-def assert_came_back(slurm: MiniSlurm, job_id: str, out: Path, *, because: str) -> None:
-    """The second attempt is the last, and did what was left."""
-    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 90)
-    job = slurm.wait(job_id)
-    text = out.read_text()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), text
-    assert f"exit code {because}: requeue" in text
-    attempts = sorted(path.name for path in (out.parent / f"logs/{job_id}").iterdir() if path.name[0] != ".")
-    assert attempts == ["attempt_0", "attempt_1", "latest"]
-    assert_nothing_left(slurm)
 
 
 @SEVERAL_AND_ONE

@@ -1,4 +1,4 @@
-"""`scalerl train` on two nodes of a real Slurm: the first step has the numbers of one process."""
+"""`scalerl train` on two nodes of a real Slurm, over a notice and a requeue: the numbers of one process."""
 
 from __future__ import annotations
 
@@ -6,76 +6,92 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.e2e.jobs import REWARD, Record
+from scalerl.cluster.processes import Processes
+from scalerl.merge import merge
+from tests.e2e.jobs import Inputs, Pause, Record
+from tests.e2e.kept import Kept
+from tests.slurm.jobs import STEPS, Launch, assert_came_back, assert_nothing_left, launched_job, overrides, wait_until
 from tests.slurm.minislurm import MiniSlurm
-from tests.slurm.test_ray_job import assert_nothing_left, submit  # noqa: F401
-from tests.tiny_models import make_tiny_model
 
-POLICY = "actor_rollout_ref"
+SAME = ("actor/", "critic/", "response", "prompt_length")
 
 
-def write_prompts(path: Path) -> Path:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+@pytest.fixture(scope="module")
+def undisturbed(small: Inputs, processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Number of devices -> directory of a run on that many of this machine, without Slurm, which nobody disturbed."""
+    done: dict[int, Path] = {}
 
-    rows = [
-        {
-            "data_source": "sums",
-            "prompt": [{"role": "user", "content": f"{number}+1="}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
-            "extra_info": {"split": "train", "index": number},
-        }
-        for number in range(8)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+    def run(num_devices: int) -> Path:
+        if num_devices not in done:
+            run_dir = tmp_path_factory.mktemp("undisturbed")
+            finished = Kept(processes).train(overrides(small, run_dir, 1, num_devices))
+            assert finished.code == 0, finished.tail()
+            done[num_devices] = run_dir
+        return done[num_devices]
+
+    return run
 
 
-def arguments(directory: Path, nnodes: int) -> list[str]:
-    """One process on each node."""
-    prompts = directory / "prompts.parquet"
-    return [
-        "scalerl",
-        "train",
-        "+recipe=[grpo,cpu]",
-        f"data.train_files={prompts}",
-        f"data.val_files={prompts}",
-        "data.max_prompt_length=64",
-        "data.max_response_length=8",
-        "data.train_batch_size=4",
-        f"{POLICY}.model.path={directory / 'model'}",
-        f"{POLICY}.actor.ppo_mini_batch_size=2",
-        f"{POLICY}.actor.ppo_max_token_len_per_gpu=160",
-        f"{POLICY}.rollout.name=embedded",
-        f"{POLICY}.rollout.num_replicas=null",
-        f"{POLICY}.rollout.n=2",
-        f"custom_reward_function.path={REWARD}",
-        "trainer.n_gpus_per_node=1",
-        f"trainer.nnodes={nnodes}",
-        "trainer.total_training_steps=1",
-        "trainer.val_before_train=false",
-        "trainer.logger=[console,file]",
-        f"trainer.default_local_dir={directory / f'run_{nnodes}'}",
-    ]
+def weights(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
+    merge(run_dir / f"global_step_{STEPS}" / "actor", target)
+    return load_file(target / "model.safetensors")
+
+
+def assert_same_numbers(run_dir: Path, expected: Path) -> None:
+    found, wanted = Record.read(run_dir).final, Record.read(expected).final
+    for step in range(1, STEPS + 1):
+        same = {key: value for key, value in wanted[step].items() if key.startswith(SAME)}
+        assert same["actor/grad_norm"] > 0 and same["critic/score/max"] > same["critic/score/min"]
+        assert {key: found[step][key] for key in same} == pytest.approx(same, rel=1e-5, abs=1e-6), f"step {step}"
+        assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
+    """Bit for bit: as many ranks add up in the same order, wherever they are."""
+    ours, theirs = weights(run_dir, tmp_path / "ours"), weights(expected, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed_run(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(1)
+    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
+    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 2, paused)))
+    out = run_dir / f"logs/slurm-{job_id}.out"
+    wait_until("step 1", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
+    assert pause.reached(), out.read_text()
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("the notice", lambda: "got USR1" in out.read_text())
+    pause.over()
+    assert_came_back(slurm, job_id, out, because="75", logs=run_dir / "logs", timeout_s=300)
+    text = out.read_text()
+    assert f"resumed from {run_dir / 'global_step_1'}" in text
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(4), tmp_path)
+    logs = sorted(path.name for path in (run_dir / "logs").glob("rollout-*.log"))
+    assert logs == [f"rollout-{index}.log" for index in range(4)]
 
 
 @pytest.mark.full
-def test_the_numbers_of_one_process(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:  # noqa: F811
-    make_tiny_model(tmp_path / "model", "qwen3", num_layers=2)
-    write_prompts(tmp_path / "prompts.parquet")
-    metrics = {}
-    for nnodes in (1, 2):
-        job_id = submit(nnodes, *arguments(tmp_path, nnodes))
-        job = slurm.wait(job_id, timeout_s=400)
-        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
-        metrics[nnodes] = Record.read(tmp_path / f"run_{nnodes}").final[1]
-        logs = sorted(path.name for path in (tmp_path / f"run_{nnodes}" / "logs").glob("rollout-*.log"))
-        assert logs == [f"rollout-{index}.log" for index in range(nnodes)]
-        assert_nothing_left(slurm)
-    same = ("actor/", "critic/", "response", "prompt_length")
-    wanted = {key: value for key, value in metrics[1].items() if key.startswith(same)}
-    assert wanted["actor/grad_norm"] > 0
-    assert {key: metrics[2][key] for key in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    assert metrics[2]["training/rollout_probs_diff_max"] < 1e-4
+@pytest.mark.parametrize("nnodes", [2, 4])
+def test_nodes_of_one_device_have_the_numbers_of_one_process(
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    small: Inputs,
+    undisturbed: Callable[[int], Path],
+    tmp_path: Path,
+    nnodes: int,
+) -> None:
+    run_dir = tmp_path / "run"
+    job_id = submit(nnodes, "scalerl", "train", *overrides(small, run_dir, nnodes, 1))
+    job = slurm.wait(job_id, timeout_s=400)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(nnodes), tmp_path)
+    assert_nothing_left(slurm)

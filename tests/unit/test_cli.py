@@ -23,6 +23,7 @@ PROGRAMS = {
     "generate": ("scalerl.inference.main_generation", []),
     "eval": ("scalerl.inference.main_eval", []),
     "data": ("scalerl.data.prepare.command", []),
+    "launch": ("scalerl.launch.command", []),
     "merge": ("scalerl.merge.__main__", ["merge"]),
     "doctor": ("scalerl.doctor", []),
 }
@@ -109,7 +110,7 @@ OBVIOUS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sft", "generation", "eval"])
+@pytest.mark.parametrize("kind", ["ppo", "sft", "generation", "eval", "launch"])
 def test_every_key_is_explained_or_obvious(kind):
     assert {doc.key for doc in key_docs(kind) if not doc.comment and doc.key.rsplit(".", 1)[-1] not in OBVIOUS} == set()
 
@@ -117,14 +118,16 @@ def test_every_key_is_explained_or_obvious(kind):
 HEAVY = {"torch", "megatron", "sglang", "ray", "mlflow", "transformers", "pyarrow", "pandas", "numpy"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_nothing_heavy(arguments):
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["launch", "slurm", "--help"], ["--version"]], ids=" ".join
+)
+def test_help_imports_nothing_heavy(arguments: str):
     code = (
         "import sys; from scalerl.cli import main; code = main(sys.argv[1:]); "
         "print('IMPORTED', *{name.split('.')[0] for name in sys.modules}); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code, *arguments.split()], capture_output=True, text=True, timeout=120, check=True
     )
     imported = set(done.stdout.splitlines()[-1].split()[1:])
     assert "scalerl" in imported and not imported & HEAVY

@@ -27,6 +27,8 @@ LAYERS = [
     # The workers host engines, weight sync and checkpoints.
     {"controller"},
     {"inference", "trainer", "doctor", "init"},
+    # It checks a run as the trainer does before it starts.
+    {"launch"},
     # Nothing of a run imports compat.
     {"cli", "compat"},
 ]
@@ -138,7 +140,7 @@ def test_every_module_of_the_package_is_in_the_map():
         ("trainer", "from megatron.core import tensor_parallel", "megatron is imported in"),
         ("trainer", "import importlib\nimportlib.import_module('sglang.srt')", "sglang is imported in"),
         ("hybrid", "from .sync import plan", "relative import of .sync.plan"),
-        ("trainer", "from scalerl.compat import collate_fn", "trainer (layer 9) imports compat (layer 10)"),
+        ("trainer", "from scalerl.compat import collate_fn", "trainer (layer 9) imports compat (layer 11)"),
         ("utils", "", "utils has no place in the map"),
         ("families", "from scalerl.config import schema\nimport megatron", "families needs megatron"),
     ],

@@ -34,6 +34,7 @@ from scalerl.config.schema.data import (
 )
 from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig, RolloutPoolConfig
 from scalerl.config.schema.fields import domain_violations, domains_of, key, same_as
+from scalerl.config.schema.launch import LaunchConfig, SlurmConfig
 from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
 from scalerl.config.schema.programs import (
     ActorRolloutRefConfig,
@@ -97,6 +98,7 @@ __all__ = [
     "JudgeModelConfig",
     "JudgePoolConfig",
     "KLControlConfig",
+    "LaunchConfig",
     "MegatronConfig",
     "ModelConfig",
     "OptimConfig",
@@ -116,6 +118,7 @@ __all__ = [
     "SFTTrainerConfig",
     "ScoringModelConfig",
     "ServerConfig",
+    "SlurmConfig",
     "TrainerConfig",
     "ValSamplingConfig",
     "domain_violations",

@@ -1,0 +1,46 @@
+"""The Slurm job that `scalerl launch slurm` makes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalerl.config.schema.fields import key
+from scalerl.config.value_checks import TEXT, at_least, one_of, or_null
+
+
+@dataclass
+class SlurmConfig:
+    # Nodes of the job. null: as many as the pools of the run have.
+    nodes: int | None = key(None, or_null(at_least(1)))
+    # Limit as Slurm takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. null: the partition's.
+    time: str | None = key(None, or_null(TEXT))
+    # null: the site's default partition.
+    partition: str | None = key(None, or_null(TEXT))
+    # null: the user's default account.
+    account: str | None = key(None, or_null(TEXT))
+    # null: the account's default quality of service.
+    qos: str | None = key(None, or_null(TEXT))
+    # Devices to ask for on each node. null: trainer.n_gpus_per_node; none with trainer.device=cpu.
+    gpus_per_node: int | None = key(None, or_null(at_least(0)))
+    # How they are asked for: gpus-per-node | gres (--gres=gpu:N) | none (a site that hands out whole nodes uncounted).
+    gpu_option: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
+    # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}.
+    options: dict[str, Any] = field(default_factory=dict)
+    # Environment variables of every process: {NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}.
+    env: dict[str, Any] = field(default_factory=dict)
+    # Network interface (ib0) for Ray, NCCL and gloo. null: the one of the node's name.
+    interface: str | None = key(None, or_null(TEXT))
+    # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in.
+    notice_s: int = key(300, at_least(1))
+    # Restarts of the job, for whatever reason.
+    max_restarts: int = key(20, at_least(0))
+    # Attempts in a row that may fail soon after their start (exit code 70).
+    max_failures: int = key(3, at_least(1))
+
+
+@dataclass
+class LaunchConfig:
+    """Configuration of `scalerl launch slurm`, beside that of the run."""
+
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)

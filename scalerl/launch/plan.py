@@ -1,0 +1,268 @@
+"""Arguments -> a checked plan of the job: what can be found wrong before it is in the queue, found together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import scalerl
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, model_roles
+from scalerl.config.schema import SlurmConfig
+from scalerl.errors import UserError
+from scalerl.launch.script import LAUNCHER, Script
+from scalerl.launch.slurm import Partition, missing_commands, partitions, seconds_of
+from scalerl.runtime.checks import Findings
+
+PREFIX = "slurm."
+COMMANDS = ("train", "sft")
+# In trainer.default_local_dir.
+LAUNCH, LOGS = "launch", "logs"
+SCRIPT, NEEDS = "job.sbatch", "needs.txt"
+OUTPUT = "slurm-%j.out"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Nodes that belong together. section: of the keys that size it."""
+
+    section: str
+    nnodes: int
+    n_gpus_per_node: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """needs: paths that every node must be able to read."""
+
+    run_dir: Path
+    script: Script
+    num_nodes: int
+    gpus_per_node: int
+    needs: list[str]
+
+    @property
+    def launch_dir(self) -> Path:
+        return self.run_dir / LAUNCH
+
+    def write(self) -> Path:
+        """The sbatch file and what it reads; the path of the first."""
+        self.launch_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / LOGS).mkdir(exist_ok=True)
+        (self.launch_dir / NEEDS).write_text("".join(f"{path}\n" for path in self.needs), encoding="utf-8")
+        script = self.launch_dir / SCRIPT
+        script.write_text(self.script.text(), encoding="utf-8")
+        return script
+
+
+def make_plan(arguments: Sequence[str]) -> Plan:
+    """arguments: [train | sft] KEY=VALUE ... slurm.KEY=VALUE ...
+
+    Raises ConfigError with every violation that was found.
+    """
+    is_named = bool(arguments) and arguments[0] in COMMANDS
+    command, rest = (arguments[0], arguments[1:]) if is_named else (COMMANDS[0], arguments)
+    mine = [text for text in rest if text.lstrip("+").startswith(PREFIX)]
+    overrides = [text for text in rest if text not in mine]
+    slurm, cfg = _compose(command, mine, overrides)
+    findings = Findings()
+    _check_run(findings, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
+    num_nodes = nodes_to_ask_for(slurm, cfg)
+    findings.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
+    if missing := missing_commands():
+        findings.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
+    else:
+        known = findings.run(partitions)
+        findings.violations.extend(partition_violations(slurm, num_nodes, known or []))
+    home = findings.run(repository)
+    findings.raise_if_any()
+    assert home is not None
+    return plan_of(slurm, cfg, ["scalerl", command, *overrides], home)
+
+
+def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[str], home: Path) -> Plan:
+    """Of a configuration that has been checked."""
+    num_nodes, gpus_per_node = nodes_to_ask_for(slurm, cfg), devices_to_ask_for(slurm, cfg)
+    run_dir = Path(cfg.trainer.default_local_dir).expanduser().absolute()
+    script = Script(
+        options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
+        variables=_variables(slurm, run_dir),
+        home=home,
+        command=command,
+    )
+    return Plan(run_dir, script, num_nodes, gpus_per_node, needed_paths(cfg))
+
+
+def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[SlurmConfig, PPOConfig | SFTConfig]:
+    violations: list[str] = []
+    slurm = cfg = None
+    try:
+        slurm = compose("launch", mine).slurm
+    except ConfigError as error:
+        violations += error.violations
+    try:
+        cfg = compose("sft", overrides, rules=False) if command == "sft" else compose("ppo", overrides, rules=False)
+    except ConfigError as error:
+        violations += error.violations
+    if slurm is None or cfg is None:
+        raise ConfigError(violations)
+    return slurm, cfg
+
+
+def _check_run(findings: Findings, cfg: PPOConfig | SFTConfig, device: str) -> None:
+    from scalerl.trainer.preflight import check_ppo, check_sft
+
+    try:
+        if isinstance(cfg, SFTConfig):
+            check_sft(cfg, device)
+        else:
+            check_ppo(cfg, device)
+    except ConfigError as error:
+        findings.violations.extend(error.violations)
+
+
+def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:
+    yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
+    if isinstance(cfg, SFTConfig):
+        return
+    rollout = cfg.actor_rollout_ref.rollout.resource_pool
+    if not cfg.actor_rollout_ref.hybrid_engine:
+        yield Pool("actor_rollout_ref.rollout.resource_pool", rollout.nnodes, rollout.n_gpus_per_node)
+    judge = cfg.reward_model.judge
+    if judge.enable and judge.resource_pool.nnodes:
+        yield Pool("reward_model.judge.resource_pool", judge.resource_pool.nnodes, judge.resource_pool.n_gpus_per_node)
+    for role in model_roles(cfg):
+        if role.has_own_pool:
+            yield Pool(f"{role.section}.resource_pool", role.pool.nnodes, role.pool.n_gpus_per_node)
+
+
+def nodes_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:
+    return slurm.nodes or sum(pool.nnodes for pool in pools_of(cfg))
+
+
+def devices_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:
+    """Of each node."""
+    if cfg.trainer.device == "cpu" or slurm.gpu_option == "none":
+        return 0
+    return cfg.trainer.n_gpus_per_node if slurm.gpus_per_node is None else slurm.gpus_per_node
+
+
+def size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: int, gpus_per_node: int) -> Iterator[str]:
+    """What does not fit the nodes, and nodes that nothing would use."""
+    most = sum(pool.nnodes for pool in pools)
+    keys = " + ".join(f"{pool.section}.nnodes={pool.nnodes}" for pool in pools)
+    if slurm.nodes is not None and slurm.nodes > most:
+        yield f"slurm.nodes = {slurm.nodes}: the run uses {most} ({keys}); set slurm.nodes={most}, or larger pools"
+    if gpus_per_node:
+        for pool in pools:
+            if pool.n_gpus_per_node > gpus_per_node:
+                yield (
+                    f"{pool.section}.n_gpus_per_node = {pool.n_gpus_per_node}: the job asks for {gpus_per_node} GPUs "
+                    f"on each node; set slurm.gpus_per_node={pool.n_gpus_per_node}, if the nodes have them"
+                )
+        wanted = sum(pool.nnodes * pool.n_gpus_per_node for pool in pools)
+        if wanted > num_nodes * gpus_per_node or any(pool.nnodes > num_nodes for pool in pools):
+            yield (
+                f"slurm.nodes = {num_nodes}: {num_nodes} x {gpus_per_node} GPUs, the run takes {wanted} on up to "
+                f"{most} nodes ({keys}); set slurm.nodes={most}"
+            )
+    elif slurm.nodes is not None and slurm.nodes < max(pool.nnodes for pool in pools):
+        yield f"slurm.nodes = {slurm.nodes}: the run has {most} nodes ({keys}); set slurm.nodes={most}"
+
+
+def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Partition]) -> Iterator[str]:
+    """Against the limits of the partition; whether it has such nodes, Slurm itself says (sbatch --test-only)."""
+    time_s = None
+    if slurm.time is not None:
+        try:
+            time_s = seconds_of(slurm.time)
+        except UserError as error:
+            yield f"slurm.time = {error}"
+    if time_s is not None and time_s <= slurm.notice_s:
+        yield (
+            f"slurm.notice_s = {slurm.notice_s}: not below slurm.time={slurm.time}; set it to what a step and a "
+            "checkpoint take"
+        )
+    named = [one for one in known if (one.is_default if slurm.partition is None else one.name == slurm.partition)]
+    if not named:
+        names = ", ".join(sorted(one.name for one in known)) or "none"
+        if slurm.partition is not None:
+            yield f"slurm.partition = {slurm.partition}: there is no such partition; there are {names}"
+        elif known:
+            yield f"slurm.partition = null: the site has no default partition; set one of {names}"
+        return
+    (partition,) = named
+    if not partition.is_up:
+        yield f"slurm.partition = {partition.name}: it is not up (scontrol show partition {partition.name})"
+    most = min(partition.total_nodes, partition.max_nodes or partition.total_nodes)
+    if num_nodes > most:
+        yield f"slurm.nodes = {num_nodes}: a job of partition {partition.name} has {most} at most; make the run smaller"
+    if time_s is not None and partition.max_time_s is not None and time_s > partition.max_time_s:
+        yield (
+            f"slurm.time = {slurm.time}: partition {partition.name} allows {partition.max_time_s // 60} minutes; ask "
+            "for that, the job is saved and requeued at its end"
+        )
+
+
+def repository() -> Path:
+    """Where launchers/ is. Raises UserError where scalerl was installed without it."""
+    home = Path(scalerl.__file__).resolve().parents[1]
+    if not (home / LAUNCHER).is_file():
+        raise UserError(f"{home / LAUNCHER}: not found; launch with a scalerl that was installed from its repository")
+    return home
+
+
+def needed_paths(cfg: PPOConfig | SFTConfig) -> list[str]:
+    """Absolute paths that the configuration names and that are there: what every node must see, too."""
+    found = {Path(sys.prefix), Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
+    for text in _texts(dataclasses.asdict(cfg)):
+        if os.sep in text and "\n" not in text:
+            path = Path(text).expanduser().absolute()
+            if path.exists():
+                found.add(path)
+    return sorted(map(str, found))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _options(
+    slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, run_dir: Path, num_nodes: int, gpus_per_node: int
+) -> dict[str, str | None]:
+    options: dict[str, str | None] = {
+        "job-name": cfg.trainer.experiment_name,
+        "chdir": str(Path.cwd()),
+        "output": str(run_dir / LOGS / OUTPUT),
+        "nodes": str(num_nodes),
+        "signal": f"B:USR1@{slurm.notice_s}",
+    }
+    for name in ("time", "partition", "account", "qos"):
+        if (value := getattr(slurm, name)) is not None:
+            options[name] = value
+    if gpus_per_node and slurm.gpu_option == "gres":
+        options["gres"] = f"gpu:{gpus_per_node}"
+    elif gpus_per_node:
+        options["gpus-per-node"] = str(gpus_per_node)
+    return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
+
+
+def _variables(slurm: SlurmConfig, run_dir: Path) -> dict[str, str]:
+    variables = {
+        "SCALERL_VENV": sys.prefix,
+        "SCALERL_LOG_DIR": str(run_dir / LOGS),
+        "SCALERL_NEEDS": str(run_dir / LAUNCH / NEEDS),
+        "SCALERL_MAX_RESTARTS": str(slurm.max_restarts),
+        "SCALERL_MAX_FAILURES": str(slurm.max_failures),
+    }
+    if slurm.interface is not None:
+        variables["SCALERL_INTERFACE"] = slurm.interface
+    return variables | {name: str(value) for name, value in slurm.env.items()}

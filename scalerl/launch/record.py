@@ -1,0 +1,40 @@
+"""Which job a run directory has: `launch/job.json` in it, written at each submission."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scalerl.errors import UserError
+
+RECORD = Path("launch/job.json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """submitted_at: ISO, with the zone."""
+
+    job_id: str
+    submitted_at: str
+    script: str
+    output: str
+    logs: str
+
+    def write(self, run_dir: Path) -> None:
+        path = run_dir / RECORD
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+
+def read_record(run_dir: Path) -> Record | None:
+    """None where nothing has been launched. Raises UserError for a file that is no record."""
+    path = run_dir / RECORD
+    if not path.exists():
+        return None
+    try:
+        return Record(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: not a record of a launched job ({error}); remove it") from None

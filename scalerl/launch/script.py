@@ -1,0 +1,45 @@
+"""The sbatch file of a run: options and variables; what it does is launchers/slurm/ray.sbatch, which it calls."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHER = Path("launchers/slurm/ray.sbatch")
+HEAD = """\
+#!/bin/bash
+# Written by `scalerl launch slurm`. It may be edited, and submitted by hand: sbatch THIS_FILE
+# What it starts, its variables, log files and exit codes: docs/slurm.md
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """options: of sbatch by name, without dashes; None for one without a value.  home: the repository."""
+
+    options: Mapping[str, str | None]
+    variables: Mapping[str, str]
+    home: Path
+    command: Sequence[str]
+
+    def text(self) -> str:
+        options = {**launcher_options(self.home), **self.options}
+        lines = [HEAD.rstrip(), *(_directive(name, value) for name, value in options.items()), ""]
+        variables = {"SCALERL_HOME": str(self.home), **self.variables}
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        program = f'exec bash "$SCALERL_HOME/{LAUNCHER}" {shlex.join(self.command[:2])}'
+        return "\n".join([*lines, "", " \\\n  ".join([program, *map(shlex.quote, self.command[2:])]), ""])
+
+
+def launcher_options(home: Path) -> dict[str, str | None]:
+    """What ray.sbatch asks for by itself."""
+    text = (home / LAUNCHER).read_text(encoding="utf-8")
+    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
+    return {name: value or None for name, value in found}
+
+
+def _directive(name: str, value: str | None) -> str:
+    return f"#SBATCH --{name}" + ("" if value is None else f"={shlex.quote(value)}")

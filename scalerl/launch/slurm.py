@@ -1,0 +1,145 @@
+"""What scalerl asks of Slurm, through its own commands; none of them needs accounting (sacct)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalerl.errors import RunError, UserError
+
+COMMANDS = ("sbatch", "scontrol", "scancel", "srun")
+TIMEOUT_S = 60.0
+UNLIMITED = ("UNLIMITED", "NONE", "INFINITE")
+
+
+class SlurmError(RunError):
+    """A command of Slurm failed; the message has its own words."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """max_nodes, max_time_s: None where there is no limit."""
+
+    name: str
+    is_default: bool
+    is_up: bool
+    total_nodes: int
+    max_nodes: int | None
+    max_time_s: int | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """state: RUNNING, PENDING, ...  nodes: empty until it runs.  head: the node that its batch script is on."""
+
+    state: str
+    reason: str
+    nodes: str
+    head: str
+    restarts: int
+    exit_code: str
+    run_time: str
+    time_limit: str
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+
+
+def missing_commands() -> list[str]:
+    return [name for name in COMMANDS if shutil.which(name) is None]
+
+
+def partitions() -> list[Partition]:
+    return [_partition(_fields(line)) for line in _run("scontrol", "-o", "show", "partition").splitlines() if line]
+
+
+def _partition(fields: dict[str, str]) -> Partition:
+    max_nodes, max_time = fields["MaxNodes"], fields["MaxTime"]
+    return Partition(
+        name=fields["PartitionName"],
+        is_default=fields["Default"] == "YES",
+        is_up=fields["State"] == "UP",
+        total_nodes=int(fields["TotalNodes"]),
+        max_nodes=None if max_nodes in UNLIMITED else int(max_nodes),
+        max_time_s=None if max_time in UNLIMITED else seconds_of(max_time),
+    )
+
+
+def test_only(script: Path) -> str:
+    """When and where Slurm would start it. Raises SlurmError with why it never would."""
+    return _run("sbatch", "--test-only", str(script)).strip().removeprefix("sbatch: ")
+
+
+def submit(script: Path) -> str:
+    """The job's number."""
+    return _run("sbatch", "--parsable", str(script)).split(";")[0].strip()
+
+
+def job(job_id: str) -> Job | None:
+    """None for a job that Slurm no longer knows, some minutes after its end."""
+    done = _call("scontrol", "-o", "show", "job", job_id)
+    if done.returncode and "Invalid job id" in done.stderr:
+        return None
+    fields = _fields(_checked(done))
+    return Job(
+        state=fields["JobState"],
+        reason=fields["Reason"],
+        nodes=fields.get("NodeList", "").replace("(null)", ""),
+        head=fields.get("BatchHost", ""),
+        restarts=int(fields["Restarts"]),
+        exit_code=fields["ExitCode"].partition(":")[0],
+        run_time=fields["RunTime"],
+        time_limit=fields["TimeLimit"],
+    )
+
+
+def cancel(job_id: str) -> None:
+    _run("scancel", job_id)
+
+
+def attach(job_id: str, node: str, command: Sequence[str]) -> int:
+    """A shell, or the command, on a node of a running job; the exit code."""
+    options = ["--quiet", "--overlap", "--mem=0", f"--jobid={job_id}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    shell = command or ("--pty", "bash")
+    return subprocess.call(["srun", *options, *shell])
+
+
+def seconds_of(text: str) -> int:
+    """A time limit as Slurm takes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. Raises UserError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise UserError(f"{text}: no time limit; write minutes, hours:minutes:seconds or days-hours:minutes:seconds")
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    if days is not None:
+        return ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)
+    if third is not None:
+        return ((first or 0) * 60 + (second or 0)) * 60 + third
+    return (first or 0) * 60 + (second or 0)
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def _run(*command: str) -> str:
+    return _checked(_call(*command))
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        late = f"{command[0]} did not answer within {TIMEOUT_S:g} s"
+        raise SlurmError(f"{late}: is slurmctld up? (scontrol ping)") from None
+
+
+def _checked(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode:
+        raise SlurmError(f"{' '.join(done.args)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    # --test-only answers on stderr.
+    return done.stdout or done.stderr

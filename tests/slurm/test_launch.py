@@ -1,0 +1,50 @@
+"""`scalerl launch` on a real Slurm: checks, submits, tells, and ends. Runs to their end: test_two_node_run.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.jobs import Inputs, numbered, only
+from tests.slurm.jobs import Launch, launched_job, overrides
+from tests.slurm.minislurm import MiniSlurm
+
+
+def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path: Path) -> None:
+    wrong = ["data.train_batch_size=0", "slurm.nodes=9", "slurm.time=61", "slurm.partition=low"]
+    done = launch(
+        "slurm", *overrides(small, tmp_path / "run", 9, 1, "actor_rollout_ref.model.path=nowhere", *wrong[1:])
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    violations = numbered(done.stderr)
+    only(violations, "nowhere is not a directory")
+    only(violations, "slurm.nodes = 9", "partition low has 4 at most")
+    only(violations, "slurm.time = 61", "partition low allows 60 minutes")
+    assert not (tmp_path / "run").exists()
+    unknown = launch("slurm", "slurm.node=2", *overrides(small, tmp_path / "run", 1, 1, "data.train_batch_size=0"))
+    only(numbered(unknown.stderr), "slurm.node", "slurm.nodes")
+    only(numbered(unknown.stderr), "data.train_batch_size = 0")
+
+
+def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path) -> None:
+    run_dir = tmp_path / "my run"
+    arguments = ["slurm", *overrides(small, run_dir, 2, 1), "slurm.time=30", "slurm.notice_s=60"]
+    dry = launch(*arguments, "--dry-run")
+    assert dry.returncode == 0 and "to start at" in dry.stdout, dry.stdout + dry.stderr
+    assert slurm.run("squeue", "-h").stdout == ""
+    script = (run_dir / "launch/job.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in script and "#SBATCH --signal=B:USR1@60\n" in script
+    assert launch("status", str(run_dir)).returncode == 2
+
+    job_id = launched_job(launch(*arguments))
+    assert (run_dir / "launch/job.sbatch").read_text() == script
+    again = launch(*arguments)
+    assert again.returncode == 2 and f"its job {job_id} is RUNNING" in again.stderr
+    status = launch("status", str(run_dir))
+    assert f"job {job_id}: RUNNING, attempt 0, on n[1-2]\n" in status.stdout
+    assert "[scalerl " in status.stdout
+    attached = launch("attach", str(run_dir), "--node", "n2", "bash", "-c", "hostname; echo $SLURM_JOB_ID")
+    assert attached.stdout.split() == ["n2", job_id], attached.stderr
+    assert f"job {job_id} attempt 0: head n1" in launch("logs", str(run_dir)).stdout
+    assert launch("cancel", str(run_dir)).stdout == f"job {job_id}: cancelled\n"
+    assert slurm.wait(job_id)["JobState"] == "CANCELLED"
+    assert f"job {job_id}: CANCELLED" in launch("status", str(run_dir)).stdout

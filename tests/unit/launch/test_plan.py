@@ -1,0 +1,159 @@
+"""What a launch checks against the nodes and the partition, and the sbatch file that it makes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalerl.config import ConfigError, compose
+from scalerl.config.schema import SlurmConfig
+from scalerl.errors import UserError
+from scalerl.launch.plan import (
+    Pool,
+    devices_to_ask_for,
+    needed_paths,
+    partition_violations,
+    plan_of,
+    pools_of,
+    repository,
+    size_violations,
+)
+from scalerl.launch.record import RECORD, Record, read_record
+from scalerl.launch.slurm import Partition, seconds_of
+
+GOLDEN = Path(__file__).parent / "golden"
+RUN = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=model"]
+MAIN = Partition("main", is_default=True, is_up=True, total_nodes=8, max_nodes=4, max_time_s=3600)
+SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nodes=None, max_time_s=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "slurm"),
+    [
+        ("gpu", ["trainer.nnodes=4", "trainer.experiment_name=seven", "trainer.default_local_dir=/runs/seven"],
+         ["slurm.time=1-00:00:00", "slurm.partition=h100", "slurm.account=us", "slurm.options={constraint:ib}",
+          "slurm.env={NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}", "slurm.interface=ib0", "slurm.notice_s=900"]),
+        ("cpu", ["+recipe=[grpo,cpu]", "trainer.nnodes=2", "trainer.default_local_dir='/my runs/a'"], []),
+    ],
+)  # fmt: skip
+def test_the_script_is_the_golden_one(
+    name: str, overrides: list[str], slurm: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = compose("ppo", [*RUN, *overrides], rules=False)
+    plan = plan_of(compose("launch", slurm).slurm, cfg, ["scalerl", "train", *RUN, *overrides], repository())
+    text = plan.script.text()
+    places = {str(repository()): "/home/of/scalerl", sys.prefix: "/home/of/venv", str(tmp_path): "/submitted/from"}
+    # The longest first: an environment may lie in the repository.
+    for path in sorted(places, key=len, reverse=True):
+        text = text.replace(path, places[path])
+    assert text == (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_pools_have_nodes_of_their_own() -> None:
+    cfg = compose("ppo", [*RUN, "+recipe=ppo", "trainer.nnodes=2", "critic.resource_pool.nnodes=3"], rules=False)
+    assert list(pools_of(cfg)) == [Pool("trainer", 2, 8), Pool("critic.resource_pool", 3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "pools", "gpus", "found"),
+    [
+        (SlurmConfig(), [Pool("trainer", 2, 8)], 8, []),
+        (SlurmConfig(nodes=1), [Pool("trainer", 1, 4), Pool("critic.resource_pool", 1, 4)], 8, []),
+        (SlurmConfig(nodes=3), [Pool("trainer", 2, 8)], 8, ["slurm.nodes = 3: the run uses 2 (trainer.nnodes=2)"]),
+        (SlurmConfig(nodes=1), [Pool("trainer", 2, 4)], 8, ["slurm.nodes = 1: 1 x 8 GPUs, the run takes 8 on up to 2"]),
+        (SlurmConfig(nodes=1), [Pool("trainer", 2, 2)], 0, ["slurm.nodes = 1: the run has 2 nodes"]),
+        (SlurmConfig(gpus_per_node=4), [Pool("trainer", 1, 8)], 4,
+         ["trainer.n_gpus_per_node = 8: the job asks for 4 GPUs on each node", "slurm.nodes = 1: 1 x 4 GPUs"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus: int, found: list[str]) -> None:
+    num_nodes = slurm.nodes or sum(pool.nnodes for pool in pools)
+    violations = list(size_violations(slurm, pools, num_nodes, gpus))
+    assert len(violations) == len(found)
+    assert all(text.startswith(start) for text, start in zip(violations, found, strict=True)), violations
+
+
+@pytest.mark.parametrize(
+    ("slurm", "num_nodes", "found"),
+    [
+        (SlurmConfig(time="60"), 4, None),
+        (SlurmConfig(), 5, "slurm.nodes = 5: a job of partition main has 4 at most"),
+        (SlurmConfig(time="1:00:01"), 1, "slurm.time = 1:00:01: partition main allows 60 minutes"),
+        (SlurmConfig(time="soon"), 1, "slurm.time = soon: no time limit"),
+        (SlurmConfig(time="5:00"), 1, "slurm.notice_s = 300: not below slurm.time=5:00"),
+        (SlurmConfig(partition="mian"), 1, "slurm.partition = mian: there is no such partition; there are main, small"),
+        (SlurmConfig(partition="small"), 1, "slurm.partition = small: it is not up"),
+    ],
+)
+def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, found: str | None) -> None:
+    violations = list(partition_violations(slurm, num_nodes, [MAIN, SMALL]))
+    assert [text[: len(found or "")] for text in violations] == ([] if found is None else [found])
+
+
+def test_devices_are_asked_for_where_there_are_any() -> None:
+    gpu, cpu = (compose("ppo", [*RUN, *more], rules=False) for more in ([], ["trainer.device=cpu"]))
+    assert devices_to_ask_for(SlurmConfig(), gpu) == 8
+    assert devices_to_ask_for(SlurmConfig(gpus_per_node=4), gpu) == 4
+    assert devices_to_ask_for(SlurmConfig(gpu_option="none"), gpu) == devices_to_ask_for(SlurmConfig(), cpu) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-0", 172800), ("1-2:30", 95400), ("1-00:00:05", 86405)],
+)
+def test_time_limits_are_read_as_slurm_does(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-5"])
+def test_what_is_no_time_limit(text: str) -> None:
+    with pytest.raises(UserError, match="no time limit"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("slurm.nodes=0", "slurm.nodes = 0"),
+        ("slurm.node=2", "did you mean slurm.nodes"),
+        ("slurm.gpu_option=gpus", "slurm.gpu_option = gpus"),
+        ("slurm.notice_s=0", "slurm.notice_s = 0"),
+        ("slurm.max_restarts=-1", "slurm.max_restarts = -1"),
+        ("slurm.max_failures=0", "slurm.max_failures = 0"),
+        ("slurm.gpus_per_node=-1", "slurm.gpus_per_node = -1"),
+        ("slurm.time=''", "slurm.time = ''"),
+    ],
+)
+def test_what_a_key_may_not_be(override: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose("launch", [override])
+    assert len(error.value.violations) == 1 and text in error.value.violations[0]
+
+
+def test_paths_that_every_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there; of a URL or a name of a model hub nothing is known."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/t.parquet").touch()
+    (tmp_path / "data/v.parquet").touch()
+    files = ["data.train_files=[data/t.parquet,s3://bucket/x]", "data.val_files=data/v.parquet"]
+    cfg = compose("ppo", [*files, "actor_rollout_ref.model.path=Qwen/Qwen3-8B"], rules=False)
+    found = set(needed_paths(cfg))
+    assert {*(str(tmp_path / f"data/{name}.parquet") for name in "tv"), str(tmp_path), sys.prefix} <= found
+    assert not any("Qwen" in path or "bucket" in path for path in found)
+
+
+def test_a_record_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    (tmp_path / "launch").mkdir()
+    record = Record("12", "2026-01-01T00:00:00+00:00", "job.sbatch", "out", "logs/12")
+    record.write(tmp_path)
+    assert read_record(tmp_path) == record
+    (tmp_path / RECORD).write_text("{}")
+    with pytest.raises(UserError, match=r"job\.json: not a record"):
+        read_record(tmp_path)
