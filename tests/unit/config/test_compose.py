@@ -306,7 +306,7 @@ def test_files_that_cannot_be_read(tmp_path, content, text):
 def test_files_that_are_not_there(tmp_path):
     assert "no such directory" in violations("ppo", "--config-dir", str(tmp_path / "no"))[0]
     (found,) = violations("ppo", "--config-name", "my")
-    assert "--config-name my: no such file; there are eval, generation, ppo, sft" in found
+    assert "--config-name my: no such file; there are eval, generation, launch, ppo, sft" in found
     assert "--config-dir DIR" in violations("ppo", "--config-name")[0]
 
 
