@@ -52,11 +52,11 @@ check_needs() { # check_needs NODE
 
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus code extra=()
+  check_needs "$name"
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
   [[ -r $RAY_AUTH_TOKEN_PATH ]] || fail "cannot read $RAY_AUTH_TOKEN_PATH: set SCALERL_LOG_DIR to a folder that all nodes share"
-  check_needs "$name"
   read -ra extra <<<"${SCALERL_RAY_ARGS:-}"
   enter_venv
   leave_slurm
