@@ -22,6 +22,7 @@ def test_a_path_that_the_node_cannot_read(tmp_path: Path, is_there: bool) -> Non
     environment = os.environ | {
         "SCALERL_NEEDS": str(needs),
         "SLURMD_NODENAME": "n7",
+        "SCALERL_RAY_ADDRESS": "127.0.0.1:1",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
     }
     script = repository() / "launchers/slurm/ray_node.sh"
