@@ -37,7 +37,7 @@ from scalerl.servers.replica import Replica
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
+from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 GROUP = 16
 RANKS_OF_A_SERVER = 8
@@ -190,7 +190,7 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
         kl=None,
         worker_groups=[group],
         planners={"actor": planner},
-        yardsticks={"actor": Yardstick(SHAPE, 1e15, dp_size * options.tp)},
+        mfu_bases={"actor": MfuBasis(SHAPE, 1e15, dp_size * options.tp)},
         tracker=SimpleNamespace(log=lambda *args, **kwargs: None),  # type: ignore[arg-type]
         timers=Timers(on_enter=on_phase),
         total_steps=10**6,
@@ -251,4 +251,4 @@ def count_bytes(is_on: bool) -> int:
 
 
 def log(run: Run, outcome: StepOutcome, step: int, timing_s: Mapping[str, float]) -> dict[str, float]:
-    return step_metrics(run.config, outcome, run.yardsticks, timing_s, step=step, epoch=0)
+    return step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=step, epoch=0)

@@ -11,13 +11,16 @@ from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.servers.client import RolloutClient, RolloutError
 from scalerl.servers.weights import ExpectedChecksums, NamedTensors
 
-# Most bytes of a bucket -> the model under its Hugging Face names, bucket by bucket. Collective: every rank has every
+# Most bytes of a bucket -> the model under its Hugging Face names, bucket by bucket. Collective: every rank gets every
 # bucket, and must consume all.
 Export = Callable[[int], Iterator[NamedTensors]]
 
 
 class Delivery:
-    """feeds: of the replicas that take part, the same on every rank. led: those whose server this rank talks to."""
+    """One weight sync as this rank sees it: the servers that take part, those it talks to, and which of them failed.
+
+    feeds: of the replicas that take part, the same on every rank. led: those whose server this rank talks to.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class Delivery:
         policy_version: int,
         bucket_bytes: int,
     ) -> None:
-        """clients: by URL.  expected: index of a replica -> what its server must answer; empty: no proof."""
+        """clients: URL -> client.  expected: replica index -> its server's checksums; empty: unchecked."""
         self.feeds, self.rank, self.policy_version = feeds, rank, policy_version
         self.bucket_bytes = bucket_bytes
         self.led = [feed for feed in feeds if feed.lead == rank]
@@ -40,11 +43,11 @@ class Delivery:
         self._orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in self.led}
 
     def tell(self, feed: Feed, step: Step | None, call: Callable[[RolloutClient], Any]) -> Any:
-        """The server's answer. None, now and later in this sync, from a server that fails: the other ranks wait for
-        this one in collectives, and the other servers for their weights.
+        """Calls one server and returns its answer; None from a server that failed now or earlier in this sync.
 
-        step: what the call is of the order of steps; None: it is none. Raises WrongOrderError before the server is
-        asked.
+        A failure does not end the sync: other ranks wait for this one in collectives, other servers for their weights.
+        step: the SyncOrder step that this call performs; None if it performs none. Raises WrongOrderError before the
+        server is asked.
         """
         if step is not None:
             self._orders[feed.index].take(step)
@@ -60,7 +63,7 @@ class Delivery:
         self.failed.setdefault(feed.index, why)
 
     def hash(self, named: NamedTensors) -> None:
-        """Counts this bucket into what the servers that this rank leads must have."""
+        """Adds this bucket to the checksums that the servers of this rank must have."""
         for checksums in self.expected.values():
             checksums.add(named)
 

@@ -118,31 +118,31 @@ class Handover:
 
     def metrics(self) -> dict[str, Metric]:
         """Of the points since the last call."""
-        found = {
+        metrics = {
             f"perf/handover/free_gb/{point}": Metric(min(free.values()) / GIB, "min")
             for point, free in self._free.items()
         }
-        found |= {f"perf/handover/used_gb/{point}": Metric(used / GIB, "max") for point, used in self._used.items()}
+        metrics |= {f"perf/handover/used_gb/{point}": Metric(used / GIB, "max") for point, used in self._used.items()}
         for what, by_device in self._released.items():
             if by_device:
-                found[f"perf/handover/{what}_gb"] = Metric(max(by_device.values()) / GIB, "max")
+                metrics[f"perf/handover/{what}_gb"] = Metric(max(by_device.values()) / GIB, "max")
         self._free, self._used = {}, {}
-        return found
+        return metrics
 
 
 def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) -> dict[str, int]:
     """Device -> bytes that became free; of several ranks on one device what the first saw."""
-    found: dict[str, int] = {}
+    released: dict[str, int] = {}
     for one in ranks:
-        found.setdefault(one.device, max(0, one.free_bytes - free_before[one.rank]))
-    return found
+        released.setdefault(one.device, max(0, one.free_bytes - free_before[one.rank]))
+    return released
 
 
 def trainer_needs(
     ranks: Iterable[RankMemory], *, role: str | None = None, part: str | None = None
 ) -> dict[str, dict[str, int]]:
     """Device -> role -> bytes that the ranks there bring back. Roles take turns: without `role` the largest alone."""
-    found: dict[str, dict[str, int]] = {}
+    needed: dict[str, dict[str, int]] = {}
     for one in ranks:
         sizes = {
             f"the trainer's {name}": sum(size for key, size in parts.items() if part in (None, key))
@@ -151,9 +151,9 @@ def trainer_needs(
         }
         name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         if size:
-            on_device = found.setdefault(one.device, {})
+            on_device = needed.setdefault(one.device, {})
             on_device[name] = on_device.get(name, 0) + size
-    return found
+    return needed
 
 
 def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
@@ -186,10 +186,10 @@ def bucket_bytes_that_fit(free_bytes: int, *, limit_bytes: int, largest_bytes: i
     largest_bytes: of the largest tensor, which has a bucket to itself.
     """
     room = int(free_bytes * BUCKET_FREE_FRAC) // num_copies
-    found = limit_bytes
-    while found > max(room, largest_bytes):
-        found //= 2
-    return max(found, largest_bytes)
+    fitting = limit_bytes
+    while fitting > max(room, largest_bytes):
+        fitting //= 2
+    return max(fitting, largest_bytes)
 
 
 def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:
@@ -202,10 +202,10 @@ def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, large
     fitting = bucket_bytes_that_fit(
         free_bytes, limit_bytes=limit_bytes, largest_bytes=largest_bytes, num_copies=num_copies
     )
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (fitting, free_bytes, device))
-    check_largest([(free, where) for _, free, where in found], largest_bytes=largest_bytes, num_copies=num_copies)
-    return min(one for one, _, _ in found)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (fitting, free_bytes, device))
+    check_largest([(free, where) for _, free, where in of_ranks], largest_bytes=largest_bytes, num_copies=num_copies)
+    return min(one for one, _, _ in of_ranks)
 
 
 def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_copies: int) -> None:

@@ -18,9 +18,9 @@ from scalerl.servers.weights import Bucket, flat_layout
 
 
 class NodeBuckets:
-    """Every rank copies what it holds into its place, so that a byte is copied once until a server reads it.
+    """Memory of one machine into which every rank copies the weights it holds, so that each byte is copied once.
 
-    There is room for two buckets: while servers read the one, the ranks write the other. It is kept from sync to sync.
+    It has room for two buckets: servers read one while the ranks write the other. It is kept from sync to sync.
     """
 
     def __init__(self, engine: MegatronEngine, bucket_bytes: int) -> None:
@@ -48,7 +48,10 @@ class NodeBuckets:
 
     @contextlib.contextmanager
     def room(self, bucket_bytes: int | None = None) -> Iterator[None]:
-        """Collective: the memory that `write` writes into. bucket_bytes: the same on all ranks; None: as before."""
+        """Collective: the memory that `write` needs exists inside the block.
+
+        bucket_bytes: the same on all ranks; None: as before.
+        """
         self.engine.require_on_device(PARAMS, work="the export of weights")
         if bucket_bytes not in (None, self.bucket_bytes):
             self._plan(bucket_bytes)
@@ -60,7 +63,7 @@ class NodeBuckets:
         yield
 
     def write(self, number: int) -> Bucket:
-        """This rank's part of that bucket; whole once every rank has done it. Overwrites the bucket before the last."""
+        """Writes this rank's part of the bucket, over the bucket before the last; whole once every rank has."""
         assert self.memory is not None, "write outside of room()"
         offset = number % 2 * self.largest
         named = self.memory.views(self.entries[number], offset)
@@ -69,7 +72,10 @@ class NodeBuckets:
 
 
 def _process_numbers() -> tuple[str, int] | None:
-    """What processes share that can find each other by process id: a running kernel, a namespace. None: no Linux."""
+    """Equal in two processes exactly when each can address the other by process id: same boot, same PID namespace.
+
+    None where that cannot be read (no Linux).
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return boot, os.stat("/proc/self/ns/pid").st_ino
@@ -78,7 +84,7 @@ def _process_numbers() -> tuple[str, int] | None:
 
 
 def _mapped_by_all(num_bytes: int) -> MappedBytes:
-    """Collective: rank 0 allocates, the others attach."""
+    """Collective: allocates the memory on rank 0; the other ranks attach to it."""
     memory: MappedBytes | None = None
     error: Exception | None = None
     if dist.get_rank() == 0:

@@ -157,10 +157,10 @@ class WeightSync:
 
 
 def _verify(delivery: Delivery, feed: Feed) -> None:
-    found = delivery.tell(feed, "check", RolloutClient.checksums)
-    if found is None:
+    served = delivery.tell(feed, "check", RolloutClient.checksums)
+    if served is None:
         return
-    wrong = checksum_differences(delivery.expected[feed.index].result(), found)
+    wrong = checksum_differences(delivery.expected[feed.index].result(), served)
     if wrong:
         raise WeightSyncError(
             f"{feed.replica.url} does not serve policy version {delivery.policy_version}: {len(wrong)} tensors differ "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from scalerl.data.response_rows import ResponseColumns
     from scalerl.data.tables import FileTable
     from scalerl.rewards import RewardManager
-    from scalerl.runtime.checks import Findings
+    from scalerl.runtime.checks import ErrorCollector
 
 # Number of progress lines.
 NUM_REPORTS = 10
@@ -66,16 +66,16 @@ def check_eval(cfg: EvalConfig) -> tuple[RewardManager, list[FileTable], Respons
     from scalerl.data.files import resolve_files
     from scalerl.data.response_rows import ResponseColumns
     from scalerl.rewards import build_reward_manager
-    from scalerl.runtime.checks import Findings
+    from scalerl.runtime.checks import ErrorCollector
     from scalerl.user_code import import_files
 
-    findings = Findings()
-    findings.run(lambda: import_files(cfg.trainer.import_files))
+    errors = ErrorCollector()
+    errors.attempt(lambda: import_files(cfg.trainer.import_files))
     config = RewardModelConfig(**asdict(cfg.reward_model))
-    manager = findings.run(lambda: build_reward_manager(config, cfg.custom_reward_function))
-    files = findings.run(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
-    tables = None if files is None else findings.run(lambda: _tables(cfg, files, findings))
-    findings.raise_if_any()
+    manager = errors.attempt(lambda: build_reward_manager(config, cfg.custom_reward_function))
+    files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
+    tables = None if files is None else errors.attempt(lambda: _tables(cfg, files, errors))
+    errors.raise_if_any()
     assert manager is not None and tables is not None
     columns = ResponseColumns(
         cfg.data.response_key, cfg.data.data_source_key, cfg.data.reward_model_key, cfg.data.prompt_key
@@ -83,16 +83,16 @@ def check_eval(cfg: EvalConfig) -> tuple[RewardManager, list[FileTable], Respons
     return manager, tables, columns
 
 
-def _tables(cfg: EvalConfig, files: list[DataFile], findings: Findings) -> list[FileTable]:
+def _tables(cfg: EvalConfig, files: list[DataFile], errors: ErrorCollector) -> list[FileTable]:
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.inference.evaluation import SCORE_COLUMNS
 
     tables = read_tables(files)
     if cfg.data.output_path is not None:
-        findings.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
+        errors.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
         taken = [name for name in SCORE_COLUMNS if name in joined(tables).column_names]
         if taken:
-            findings.violations.append(
+            errors.violations.append(
                 f"data.path = {cfg.data.path}: has a column {', '.join(taken)} already, which data.output_path would "
                 "need; give the file without it, or leave data.output_path out"
             )

@@ -86,35 +86,35 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.inference.generation import check_new_columns, read_prompts
     from scalerl.inference.parts import fingerprint
-    from scalerl.runtime.checks import Findings
+    from scalerl.runtime.checks import ErrorCollector
     from scalerl.runtime.device import resolve_device
     from scalerl.servers.context_length import check_context_length
     from scalerl.servers.engines import ENGINES
 
-    findings = Findings()
-    device = findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    errors = ErrorCollector()
+    device = errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
     max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
-    findings.run(
+    errors.attempt(
         partial(check_context_length, cfg.model.path, max_model_len, "rollout.prompt_length + rollout.response_length")
     )
     tp_size = cfg.rollout.tensor_model_parallel_size
-    findings.violations.extend(
+    errors.violations.extend(
         ENGINES[cfg.rollout.name].served_model_violations(cfg.model.path, "rollout.tensor_model_parallel_size", tp_size)
     )
-    tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    tokenizer = errors.attempt(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     if tokenizer is not None:
-        findings.run(lambda: require_chat_template(tokenizer))
-    files = findings.run(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
+        errors.attempt(lambda: require_chat_template(tokenizer))
+    files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None
     if files is not None:
-        findings.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
-        tables = findings.run(lambda: read_tables(files, cfg.data.max_samples))
+        errors.violations.extend(output_problems("data.output_path", cfg.data.output_path, files))
+        tables = errors.attempt(lambda: read_tables(files, cfg.data.max_samples))
     if tables is not None:
-        findings.run(lambda: check_new_columns(tables, cfg))
-        table = findings.run(lambda: joined(tables))
+        errors.attempt(lambda: check_new_columns(tables, cfg))
+        table = errors.attempt(lambda: joined(tables))
         if tokenizer is not None and tokenizer.chat_template:
-            prompts = findings.run(lambda: read_prompts(tables, cfg, tokenizer))
-    findings.raise_if_any()
+            prompts = errors.attempt(lambda: read_prompts(tables, cfg, tokenizer))
+    errors.raise_if_any()
     assert table is not None and prompts is not None and tokenizer is not None and files is not None
     return GenerationInputs(table, prompts, tokenizer, fingerprint(cfg, files), device)
 

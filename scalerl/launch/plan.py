@@ -16,7 +16,7 @@ from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.launch.script import LAUNCHER, Script
 from scalerl.launch.slurm import Partition, missing_commands, partitions, seconds_of
-from scalerl.runtime.checks import Findings
+from scalerl.runtime.checks import ErrorCollector
 
 PREFIX = "slurm."
 COMMANDS = ("train", "sft")
@@ -69,17 +69,17 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     mine = [text for text in rest if text.lstrip("+").startswith(PREFIX)]
     overrides = [text for text in rest if text not in mine]
     slurm, cfg = _compose(command, mine, overrides)
-    findings = Findings()
-    _check_run(findings, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
+    errors = ErrorCollector()
+    _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
     num_nodes = nodes_to_ask_for(slurm, cfg)
-    findings.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
+    errors.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
     if missing := missing_commands():
-        findings.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
+        errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
-        known = findings.run(partitions)
-        findings.violations.extend(partition_violations(slurm, num_nodes, known or []))
-    home = findings.run(repository)
-    findings.raise_if_any()
+        known = errors.attempt(partitions)
+        errors.violations.extend(partition_violations(slurm, num_nodes, known or []))
+    home = errors.attempt(repository)
+    errors.raise_if_any()
     assert home is not None
     return plan_of(slurm, cfg, ["scalerl", command, *overrides], home)
 
@@ -113,7 +113,7 @@ def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[Slurm
     return slurm, cfg
 
 
-def _check_run(findings: Findings, cfg: PPOConfig | SFTConfig, device: str) -> None:
+def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) -> None:
     from scalerl.trainer.preflight import check_ppo, check_sft
 
     try:
@@ -122,7 +122,7 @@ def _check_run(findings: Findings, cfg: PPOConfig | SFTConfig, device: str) -> N
         else:
             check_ppo(cfg, device)
     except ConfigError as error:
-        findings.violations.extend(error.violations)
+        errors.violations.extend(error.violations)
 
 
 def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:

@@ -1,4 +1,4 @@
-"""Checks that are all made before the first complaint."""
+"""`ErrorCollector`: makes every check and raises what all of them complained of, at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scalerl.config import ConfigError
 Checked = TypeVar("Checked")
 
 
-class Findings:
-    """What checks complained of."""
+class ErrorCollector:
+    """The complaints of the checks that were made so far."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
 
-    def run(self, check: Callable[[], Checked]) -> Checked | None:
+    def attempt(self, check: Callable[[], Checked]) -> Checked | None:
         """The check's result, or None with its complaint noted."""
         try:
             return check()
@@ -25,6 +25,6 @@ class Findings:
             return None
 
     def raise_if_any(self) -> None:
-        """Raises ConfigError."""
+        """Raises one ConfigError with every complaint."""
         if self.violations:
             raise ConfigError(list(dict.fromkeys(self.violations)))

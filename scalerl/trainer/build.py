@@ -42,7 +42,7 @@ from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.step_metrics import Yardstick
+from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
 
 RESOLVED_CONFIG = "config.yaml"
@@ -121,13 +121,13 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
             kl=KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None,
             worker_groups=unique(groups),
             planners=planners(cfg, inputs),
-            yardsticks=yardsticks(cfg, inputs, groups),
+            mfu_bases=mfu_bases(cfg, inputs, groups),
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=stop,
         )
-        # It was opened beside all this; one that cannot be ends the run here, not after the first step.
+        # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
         load(run, resumed)
         collect_garbage()
@@ -261,15 +261,15 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
     return by_role
 
 
-def yardsticks(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, Yardstick]:
-    """Of the models that train."""
+def mfu_bases(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, MfuBasis]:
+    """Role -> what its FLOP utilization is computed from, of the models that train."""
     peak = groups["actor"].call(MegatronWorker.peak_flops, cfg.actor_rollout_ref.actor.megatron.dtype)
-    by_role = {"actor": Yardstick(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
+    bases = {"actor": MfuBasis(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
     if "critic" in groups:
         peak = groups["critic"].call(MegatronWorker.peak_flops, cfg.critic.megatron.dtype)
         shape = flops_shape(inputs.shapes["critic"])
-        by_role["critic"] = Yardstick(shape, peak, groups["critic"].layout.world_size)
-    return by_role
+        bases["critic"] = MfuBasis(shape, peak, groups["critic"].layout.world_size)
+    return bases
 
 
 def start_workers(

@@ -22,7 +22,7 @@ from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rol
 from scalerl.trainer.dumps import dump_step
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
-from scalerl.trainer.step_metrics import StepOutcome, Yardstick, step_metrics
+from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Run:
     worker_groups: list[WorkerGroup]
     # By role.
     planners: dict[str, Planner]
-    yardsticks: dict[str, Yardstick]
+    mfu_bases: dict[str, MfuBasis]
     tracker: Tracking
     timers: Timers
     total_steps: int
@@ -91,8 +91,8 @@ def train_step(run: Run, step: int) -> StepOutcome:
     with phase("gen"):
         samples, metrics = run.samples.take(step)
         if needs_greedy_baseline(cfg.algorithm):
-            samples, found = add_greedy_baseline(run.rollout, samples)
-            metrics = merge_metrics([metrics, found])
+            samples, of_baseline = add_greedy_baseline(run.rollout, samples)
+            metrics = merge_metrics([metrics, of_baseline])
         run.rollout.release_device()
 
     # One plan for all passes of a model over the step, so that what they make of a sample stays on its rank.
@@ -103,20 +103,20 @@ def train_step(run: Run, step: int) -> StepOutcome:
         with phase("reward_model"):
             batch = batch.with_samples(score=model_scores(run.reward_model, batch))
     with phase("old_log_prob"):
-        batch, found = run.actor.logprobs(batch)
-        metrics |= found
+        batch, of_pass = run.actor.logprobs(batch)
+        metrics |= of_pass
     if run.reference is not None:
         with phase("ref"):
-            batch, found = run.reference.logprobs(batch)
-            metrics |= found
+            batch, of_pass = run.reference.logprobs(batch)
+            metrics |= of_pass
     if run.critic is not None:
         with phase("values"):
-            batch, found = run.critic.values(batch)
-            metrics |= found
+            batch, of_pass = run.critic.values(batch)
+            metrics |= of_pass
 
     with phase("adv"):
-        batch, found = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
-        metrics |= found
+        batch, of_pass = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
+        metrics |= of_pass
     if run.critic is not None:
         with phase("update_critic"):
             metrics |= run.critic.update(batch)
@@ -140,7 +140,7 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
     timing_s = run.timers.pop()
     # The step's time is known, so this is in the next one's.
     with run.timers("metrics"):
-        metrics = step_metrics(run.config, outcome, run.yardsticks, timing_s, step=run.step, epoch=epoch)
+        metrics = step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=run.step, epoch=epoch)
         run.tracker.log({**metrics, **(more or {})}, step=run.step)
 
 
@@ -201,7 +201,7 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     if run.critic is not None:
         run.critic.load(str(resumed.directory / "critic"))
     run.samples.prompts.load_state_dict(resumed.state["prompts"])
-    # A checkpoint from before groups were counted has none, and nothing in flight.
+    # Without this key a checkpoint has no groups in flight.
     if samples := resumed.state.get("samples"):
         run.samples.load_state_dict(samples)
     # A run may have begun without it.

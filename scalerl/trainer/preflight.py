@@ -21,7 +21,7 @@ from scalerl.config import (
 from scalerl.config.partial_config import OVERRIDES
 from scalerl.config.schema import DataConfig, JudgeConfig, MegatronConfig, OptimConfig, RunConfig, SFTDataConfig
 from scalerl.families import ModelShape
-from scalerl.runtime.checks import Findings
+from scalerl.runtime.checks import ErrorCollector
 from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
 from scalerl.trainer import checkpoints
@@ -76,42 +76,44 @@ def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
     from scalerl.rewards import build_reward_manager
     from scalerl.rollout.program import load_program
 
-    findings = Findings()
-    device = device or findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    errors = ErrorCollector()
+    device = device or errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
     # First: which rules hold, and which models a run has, depends on what these files register.
-    imported = _import_own(findings, cfg.trainer)
-    fit = findings.run(lambda: load_fit(cfg.trainer.custom_fit))
-    findings.run(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
+    imported = _import_own(errors, cfg.trainer)
+    fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
+    errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
     rewards = None
     # What is not imported cannot be known.
     if imported:
-        findings.run(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
-        findings.run(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
-        rewards = findings.run(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
+        errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
+        errors.attempt(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
+        rewards = errors.attempt(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     broken = validate_ppo(cfg, device=device)
-    findings.violations.extend(broken)
-    _check_overrides(findings, _sections_of_megatron(cfg))
+    errors.violations.extend(broken)
+    _check_overrides(errors, _sections_of_megatron(cfg))
     model = cfg.actor_rollout_ref.model
-    tokenizer = findings.run(lambda: load_tokenizer(model.path, model.trust_remote_code))
+    tokenizer = errors.attempt(lambda: load_tokenizer(model.path, model.trust_remote_code))
     # Of sizes that do not fit each other nothing can be said against a model or the data.
-    shapes = _check_models(findings, cfg, tokenizer, None if broken else device)
-    _check_judge(findings, cfg.reward_model.judge)
+    shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
+    _check_judge(errors, cfg.reward_model.judge)
     train = val = None
     if tokenizer is not None:
-        train = findings.run(
+        train = errors.attempt(
             lambda: create_rl_dataset(cfg.data.train_files, tokenizer, cfg.data, cfg.data.train_max_samples)
         )
-        val = findings.run(lambda: create_rl_dataset(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples))
+        val = errors.attempt(
+            lambda: create_rl_dataset(cfg.data.val_files, tokenizer, cfg.data, cfg.data.val_max_samples)
+        )
     if train is not None and val is not None:
-        findings.violations.extend(_scorers_without_prompts(cfg, train, val))
+        errors.violations.extend(_scorers_without_prompts(cfg, train, val))
     if train is not None and not broken and not cfg.trainer.val_only:
-        findings.violations.extend(too_few_prompts(cfg, len(train)))
+        errors.violations.extend(too_few_prompts(cfg, len(train)))
     if rewards is not None:
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
-        _try_rewards(findings, rewards, cfg, datasets, tokenizer)
+        _try_rewards(errors, rewards, cfg, datasets, tokenizer)
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
-    resumed = _check_resume(findings, cfg.trainer, cfg.data, trained, train)
-    findings.raise_if_any()
+    resumed = _check_resume(errors, cfg.trainer, cfg.data, trained, train)
+    errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
 
@@ -133,18 +135,18 @@ def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTabl
 
 
 def _try_rewards(
-    findings: Findings,
+    errors: ErrorCollector,
     rewards: RewardManager,
     cfg: PPOConfig,
     datasets: dict[str, RLHFDataset | PromptTable],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Scores some rows and adds what goes wrong to the findings. Closes the manager."""
+    """Scores some rows and adds what goes wrong to the errors. Closes the manager."""
     from scalerl.trainer.reward_checks import reward_violations
 
     try:
         if tokenizer is not None:
-            findings.violations.extend(reward_violations(rewards, cfg.reward_model, datasets, tokenizer))
+            errors.violations.extend(reward_violations(rewards, cfg.reward_model, datasets, tokenizer))
     finally:
         rewards.close()
 
@@ -156,71 +158,71 @@ def trained_models(cfg: PPOConfig) -> dict[str, str]:
 
 
 def _check_models(
-    findings: Findings, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, device: str | None
+    errors: ErrorCollector, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, device: str | None
 ) -> dict[str, ModelShape]:
     """Role -> the model's shape, with the head of its role; without the models that cannot be read.
 
     device: None where the models are read, and not held against the configuration.
     """
-    shapes = {"actor": findings.run(lambda: read_model(cfg.actor_rollout_ref.model.path))}
+    shapes = {"actor": errors.attempt(lambda: read_model(cfg.actor_rollout_ref.model.path))}
     if shapes["actor"] is not None:
         if device is not None:
-            findings.violations.extend(actor_violations(cfg, shapes["actor"], device=device))
+            errors.violations.extend(actor_violations(cfg, shapes["actor"], device=device))
         if tokenizer is not None:
             key, path = "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
-            findings.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
+            errors.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
     for role in model_roles(cfg):
         if role.model_path is None:
             continue
-        shape = shapes[role.name] = findings.run(partial(read_role, role))
+        shape = shapes[role.name] = errors.attempt(partial(read_role, role))
         if shape is not None and device is not None:
-            findings.violations.extend(role_violations(cfg, role, shape, tokenizer))
+            errors.violations.extend(role_violations(cfg, role, shape, tokenizer))
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
-def _check_judge(findings: Findings, judge: JudgeConfig) -> None:
+def _check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import require_chat_template
     from scalerl.rewards.judge import load_question
 
     if not judge.enable:
         return
-    findings.run(lambda: load_question(judge.prompt_path))
+    errors.attempt(lambda: load_question(judge.prompt_path))
     path = judge.model.path
     if path is not None:
-        findings.violations.extend(judge_violations(judge))
-        tokenizer = findings.run(lambda: load_tokenizer(path, judge.model.trust_remote_code))
+        errors.violations.extend(judge_violations(judge))
+        tokenizer = errors.attempt(lambda: load_tokenizer(path, judge.model.trust_remote_code))
         if tokenizer is not None:
-            findings.run(lambda: require_chat_template(tokenizer))
+            errors.attempt(lambda: require_chat_template(tokenizer))
 
 
 def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
     """As `check_ppo`."""
     from scalerl.data import SFTDataset, load_tokenizer
 
-    findings = Findings()
-    device = device or findings.run(partial(resolve_device, cfg.trainer.device)) or "cpu"
-    _import_own(findings, cfg.trainer)
+    errors = ErrorCollector()
+    device = device or errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
-    findings.violations.extend(broken)
-    _check_overrides(findings, {"megatron": cfg.megatron, "optim": cfg.optim})
-    shape = findings.run(lambda: read_model(cfg.model.path))
+    errors.violations.extend(broken)
+    _check_overrides(errors, {"megatron": cfg.megatron, "optim": cfg.optim})
+    shape = errors.attempt(lambda: read_model(cfg.model.path))
     if shape and not broken:
-        findings.violations.extend(
+        errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
-    tokenizer = findings.run(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    tokenizer = errors.attempt(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     if shape is not None and tokenizer is not None:
-        findings.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
+        errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
     train = val = None
     if tokenizer is not None:
-        train = findings.run(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
+        train = errors.attempt(lambda: SFTDataset(cfg.data.train_files, tokenizer, cfg.data))
         if cfg.data.val_files:
-            val = findings.run(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
+            val = errors.attempt(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
     if train is not None and not broken:
-        findings.violations.extend(too_few_conversations(cfg, len(train)))
-    resumed = _check_resume(findings, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train)
-    findings.raise_if_any()
+        errors.violations.extend(too_few_conversations(cfg, len(train)))
+    resumed = _check_resume(errors, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train)
+    errors.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
     return SFTInputs(shape, train, val, device, resumed)
 
@@ -236,28 +238,28 @@ def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimCon
     return {"actor_rollout_ref.actor.megatron": actor.megatron, "actor_rollout_ref.actor.optim": actor.optim} | others
 
 
-def _check_overrides(findings: Findings, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
+def _check_overrides(errors: ErrorCollector, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
     """Checks the fields of Megatron's configs that the user set, by key of the section."""
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
             # megatron takes seconds to import.
             from scalerl.parallel.overrides import override_violations
 
-            findings.violations.extend(override_violations(section, config))
+            errors.violations.extend(override_violations(section, config))
 
 
-def _import_own(findings: Findings, trainer: RunConfig) -> bool:
+def _import_own(errors: ErrorCollector, trainer: RunConfig) -> bool:
     """Imports the user's own files and, where that works, judges the tracking backends. Returns whether it worked."""
-    before = len(findings.violations)
-    findings.run(lambda: import_files(trainer.import_files))
-    if len(findings.violations) > before:
+    before = len(errors.violations)
+    errors.attempt(lambda: import_files(trainer.import_files))
+    if len(errors.violations) > before:
         return False
-    findings.run(lambda: check_backends(trainer.logger))
+    errors.attempt(lambda: check_backends(trainer.logger))
     return True
 
 
 def _check_resume(
-    findings: Findings,
+    errors: ErrorCollector,
     trainer: RunConfig,
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],
@@ -269,15 +271,15 @@ def _check_resume(
     """
     from scalerl.data import PromptCursor
 
-    resumed = findings.run(
+    resumed = errors.attempt(
         lambda: checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
     )
     if resumed is None or resumed.directory is None:
         return resumed
     for role, (path, shape) in models.items():
         if shape is not None:
-            findings.run(partial(checkpoints.check_same_model, resumed, shape, path, role))
+            errors.attempt(partial(checkpoints.check_same_model, resumed, shape, path, role))
     if train is not None:
         cursor = PromptCursor(len(train), data.seed, data.shuffle)
-        findings.run(lambda: cursor.load_state_dict(resumed.state["prompts"]))
+        errors.attempt(lambda: cursor.load_state_dict(resumed.state["prompts"]))
     return resumed

@@ -26,7 +26,7 @@ from scalerl.trainer import checkpoints
 from scalerl.trainer.build import LOGS, flops_shape, open_tracker, start_pool, start_workers, take_directory
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
-from scalerl.trainer.step_metrics import Yardstick
+from scalerl.trainer.step_metrics import MfuBasis
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SFTRun:
     workers: WorkerGroup
     tracker: Tracking
     timers: Timers
-    yardstick: Yardstick
+    mfu_basis: MfuBasis
     packing: PackingRules
     total_steps: int
     stop: StopRequest
@@ -79,7 +79,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
     plan = plan_step(
         num_tokens_S,
         mini_batches=[range(len(picked))],
-        workload_S=run.yardstick.flops.forward_each(num_tokens_S),
+        workload_S=run.mfu_basis.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
         keys=SizeKeys("data.max_token_len_per_gpu", "data.train_batch_size"),
         **vars(run.packing),
@@ -94,17 +94,17 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
 
 def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> dict[str, float]:
     num_tokens = float(batch.samples["num_tokens"].sum())
-    yardstick = run.yardstick
+    mfu_basis = run.mfu_basis
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_s.items()}
     metrics |= {
         "train/global_tokens": num_tokens,
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": timing_s["step"],
-        "perf/throughput": num_tokens / (timing_s["step"] * yardstick.num_devices),
+        "perf/throughput": num_tokens / (timing_s["step"] * mfu_basis.num_devices),
     }
     metrics |= packing_metrics(batch.samples["num_tokens"], batch.plan)
-    train_flops = yardstick.flops.train(batch.samples["num_tokens"].tolist())
-    utilization = mfu(train_flops, timing_s["update"], yardstick.num_devices, yardstick.peak)
+    train_flops = mfu_basis.flops.train(batch.samples["num_tokens"].tolist())
+    utilization = mfu(train_flops, timing_s["update"], mfu_basis.num_devices, mfu_basis.peak)
     return metrics | ({} if utilization is None else {"train/mfu": utilization, "perf/mfu/actor": utilization})
 
 
@@ -162,7 +162,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
             workers=workers,
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
-            yardstick=Yardstick(flops_shape(inputs.shape), peak, layout.world_size),
+            mfu_basis=MfuBasis(flops_shape(inputs.shape), peak, layout.world_size),
             packing=PackingRules.of(
                 layout,
                 max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(cfg.data.max_token_len_per_gpu),
@@ -171,7 +171,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
             total_steps=num_steps,
             stop=stop,
         )
-        # It was opened beside all this; one that cannot be ends the run here, not after the first step.
+        # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
         if resumed.directory is not None:
             workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))

@@ -37,8 +37,11 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """What a model's throughput is measured against. peak: FLOP/s of one device; None (unknown device): no MFU."""
+class MfuBasis:
+    """What a model's FLOP utilization (MFU) is computed from: its FLOPs per sequence and what its devices could do.
+
+    peak: FLOP/s of one device; None (unknown device): no MFU.
+    """
 
     flops: FlopsShape
     peak: float | None
@@ -48,13 +51,15 @@ class Yardstick:
 def step_metrics(
     config: PPOConfig,
     outcome: StepOutcome,
-    yardsticks: Mapping[str, Yardstick],
+    mfu_bases: Mapping[str, MfuBasis],
     timing_s: Mapping[str, float],
     *,
     step: int,
     epoch: int,
 ) -> dict[str, float]:
-    """yardsticks: actor's and critic's.  timing_s: seconds by part of the whole step, `step` among them."""
+    """Every metric of a step that is logged.
+
+    mfu_bases: actor's and critic's.  timing_s: seconds by part of the whole step, `step` among them."""
     samples = outcome.samples
     prompt_S, response_S = samples["prompt_length"], samples["response_length"]
     num_tokens_S = prompt_S + response_S
@@ -72,14 +77,14 @@ def step_metrics(
     throughput[NODE_MEMORY] = max(throughput[NODE_MEMORY], metrics.get(NODE_MEMORY, 0.0))
     metrics |= throughput
     epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
-    for role, yardstick in yardsticks.items():
+    for role, mfu_basis in mfu_bases.items():
         rejected = outcome.metrics.get(f"{role}/rejected_updates")
         # A step of the critic's warm-up has no update of the actor; a rejected one has no FLOPs.
         if f"update_{role}" in timing_s and not (rejected and rejected.value):
-            flops = yardstick.flops.train(num_tokens_S.tolist()) * epochs[role]
-            utilization = mfu(flops, timing_s[f"update_{role}"], yardstick.num_devices, yardstick.peak)
+            flops = mfu_basis.flops.train(num_tokens_S.tolist()) * epochs[role]
+            utilization = mfu(flops, timing_s[f"update_{role}"], mfu_basis.num_devices, mfu_basis.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
-    actor = yardsticks.get("actor")
+    actor = mfu_bases.get("actor")
     if actor is not None and not config.algorithm.rollout_correction.bypass_mode:
         flops = actor.flops.forward(num_tokens_S.tolist())
         utilization = mfu(flops, timing_s["old_log_prob"], actor.num_devices, actor.peak)
@@ -94,4 +99,4 @@ def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
         for key, value in extra.items():
             if isinstance(value, (int, float)):
                 values.setdefault(key, []).append(value)
-    return {f"reward_extra/{key}": float(np.mean(found)) for key, found in values.items()}
+    return {f"reward_extra/{key}": float(np.mean(numbers)) for key, numbers in values.items()}

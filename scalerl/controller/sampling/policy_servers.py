@@ -42,10 +42,11 @@ def verification_is_due(num_syncs: int, every: int) -> bool:
 
 
 class PolicyServers:
-    """Servers that hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have
-    a pool of their own.
+    """The servers of the policy: who serves, who rests, who has the weights, who has the device.
 
-    They generate between `generate` and `rest`; prompts and samples are the rollout workers', all else is asked here.
+    They hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have a pool of
+    their own. They generate between `generate` and `rest`. The rollout workers send them prompts; everything else is
+    asked of them here.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PolicyServers:
         single_node: bool,
         first_step: int = 0,
     ) -> None:
-        """Starts them; `wait_ready` returns when they answer.
+        """Starts the servers; `wait_ready` returns when they answer.
 
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
         single_node, first_step: as `ServerSet` has them.
@@ -121,7 +122,7 @@ class PolicyServers:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Those that run now: a restarted one has another url."""
+        """The servers that run now; a restarted one has another url."""
         return self.server_set.replicas
 
     @property
@@ -130,11 +131,11 @@ class PolicyServers:
 
     @property
     def num_restarts(self) -> int:
-        """In this run."""
+        """Restarts of servers in this run."""
         return self.server_set.num_restarts
 
     def leave(self) -> None:
-        """Those that the next run's weights reach in the same way wait for it; the others end."""
+        """Leaves the servers to the next run if its weights can reach them in the same way; else ends them."""
         if transport_of(self.config) == "broadcast":
             # Its process groups are those of this run's ranks.
             self.server_set.stop()
@@ -153,20 +154,23 @@ class PolicyServers:
     # --- generating, or not ---
 
     def generate(self) -> None:
-        """Before samples are asked for: all serve."""
+        """Marks every server as serving, before samples are asked for."""
         self._take("continue", [index for index, order in self.orders.items() if not order.serving])
 
     def rest(self, failed: Mapping[int, str] | None = None) -> None:
-        """No sample runs any more. failed: index -> why, of servers that could not be paused."""
+        """Marks every server as resting: no sample runs any more.
+
+        failed: index -> why, of servers that could not be paused.
+        """
         self._take("drain", [index for index, order in self.orders.items() if order.serving])
         self._end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
-        """Running samples are interrupted where they are. -> index: error of servers that did not; `rest` follows."""
+        """Interrupts running samples where they are; `rest` follows. -> index: error, of servers that failed to."""
         return self.control.pause()
 
     def go_on(self) -> None:
-        """After a pause: what was interrupted goes on, on successors in the place of servers that cannot."""
+        """Continues the samples that `pause` interrupted, on successors in the place of servers that cannot."""
         self._end_failed(self.control.go_on())
         if self.server_set.down:
             self._serve(set())
@@ -186,7 +190,7 @@ class PolicyServers:
         return self.rollout.free_cache_engine and self.pool.device == "cuda"
 
     def release_device(self) -> None:
-        """After generation: KV cache and weights leave the device, the trainer has it to itself.
+        """Makes the servers give up KV cache and weights after a generation, so that the trainer has the device.
 
         A server that is lost now is restarted when the trainer has left the device. Raises HandoverError where the
         trainer's parts have no room.
@@ -226,7 +230,7 @@ class PolicyServers:
     # --- weights ---
 
     def sync(self, policy_version: int) -> Metrics:
-        """All resting servers get the trainer's weights: weights back on the device -> sync -> KV cache back."""
+        """Gives all resting servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
         self.policy_version = policy_version
         # What the ranks measured before the first sync waits for the first step.
         rounds = self._serve(set(range(len(self.replicas))), with_memory=self.num_syncs > 0)
@@ -248,9 +252,9 @@ class PolicyServers:
         }
 
     def _serve(self, indices: set[int], *, with_memory: bool = False) -> list[list[dict[str, Any]]]:
-        """These replicas, and those that are down, then serve the trainer's weights as self.policy_version.
+        """Gives these replicas, and those that are down, the trainer's weights as self.policy_version.
 
-        One that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
+        A server that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
         with_memory: as `RLWorker.sync_weights` has it.
         """
         is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)

@@ -49,19 +49,19 @@ class RLWorker(MegatronWorker):
             return {}, None
         from scalerl.algorithms import aggregated
 
-        found, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
+        columns, mask = DataProto({"old_logprobs": outputs["logprobs"]}), shard.tokens["response_mask"]
         entropy_T = outputs["entropy"].values.cpu()
         how = (config.loss_agg_mode, config.loss_scale_factor)
         metrics = {"actor/entropy_loss": aggregated(entropy_T, mask.values, mask.cu_seqlens, *how)}
         if "rollout_logprobs" in shard.tokens:
             from scalerl.controller.training.logprob_mismatch import compare_log_probs
 
-            both = shard.union(found)
+            both = shard.union(columns)
             compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
-            metrics, found = metrics | compared, found.union(corrected)
+            metrics, columns = metrics | compared, columns.union(corrected)
         # What tp and cp ranks have is the same once more.
         is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
-        return metrics if is_first else {}, found
+        return metrics if is_first else {}, columns
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:

@@ -11,7 +11,7 @@ import pytest
 from scalerl.balance import StepPlan
 from scalerl.config import PPOConfig
 from scalerl.metrics import FlopsShape, Metric
-from scalerl.trainer.step_metrics import StepOutcome, Yardstick, reward_extra_means, step_metrics
+from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, reward_extra_means, step_metrics
 
 SHAPE = FlopsShape(
     num_layers=1, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_hidden_size=8, vocab_size=10
@@ -147,7 +147,7 @@ def config() -> PPOConfig:
 
 
 def test_every_key_and_value() -> None:
-    found = step_metrics(config(), outcome(), {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert found.pop("perf/cpu_memory_used_gb") > 0
     assert found.keys() == EXPECTED.keys()
     assert found == pytest.approx(EXPECTED)
@@ -155,14 +155,14 @@ def test_every_key_and_value() -> None:
 
 
 def test_no_mfu_for_an_unknown_device() -> None:
-    found = step_metrics(config(), outcome(), {"actor": Yardstick(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
     assert "perf/mfu/actor" not in found
 
 
 @pytest.mark.parametrize(("rejected", "known"), [(0.0, True), (1.0, False)])
 def test_no_mfu_of_updates_that_were_not_made(rejected: float, known: bool) -> None:
     found = dataclasses.replace(outcome(), metrics={"actor/rejected_updates": Metric(rejected, "max")})
-    metrics = step_metrics(config(), found, {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    metrics = step_metrics(config(), found, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert ("perf/mfu/actor" in metrics) is known and metrics["actor/rejected_updates"] == rejected
 
 
@@ -170,13 +170,13 @@ def test_a_sample_over_the_limit_is_not_passed_over() -> None:
     limited = config()
     limited.data.max_response_length = 3
     with pytest.raises(ValueError, match="response_length of sample 3 is 4: over the limit of 3"):
-        step_metrics(limited, outcome(), {"actor": Yardstick(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
+        step_metrics(limited, outcome(), {"actor": MfuBasis(SHAPE, None, 2)}, TIMING_S, step=7, epoch=1)
 
 
 def test_a_step_without_sampler_logprobs() -> None:
     """No rollout_diff sums: no such metrics, and nothing else changes."""
     plain = dataclasses.replace(outcome(), metrics={"actor/pg_loss": Metric(-0.125, "mean")})
-    found = step_metrics(config(), plain, {"actor": Yardstick(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
+    found = step_metrics(config(), plain, {"actor": MfuBasis(SHAPE, PEAK, 2)}, TIMING_S, step=7, epoch=1)
     assert not any("rollout" in key for key in found) and found["actor/pg_loss"] == -0.125
 
 
