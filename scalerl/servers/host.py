@@ -94,9 +94,10 @@ class ReplicaHost(Reusable):
         client.flush_cache()
         client.set_policy_version(0)
 
-    def start(self) -> tuple[str, str]:
+    def start(self, entered: object = None) -> tuple[str, str]:
         """Starts the server, or starts it again after `end`; returns its URL and key once it answers.
 
+        entered: the result of `enter`, if that call has to come first.
         A server that another run left is returned at once. Raises ServerStartError with the server's last log lines.
         """
         # Each start has its own log, since that of a lost server tells why it was lost.

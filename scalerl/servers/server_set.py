@@ -114,7 +114,8 @@ class ServerSet:
                 )
             )
         self.hosts = [one.actor for one in self.actors]
-        self.starting = [host.start.remote() for host in self.hosts]
+        # A host takes calls side by side: it must be of this run before it starts anything.
+        self.starting = [one.actor.start.remote(one.ready) for one in self.actors]
 
     @property
     def num_restarts(self) -> int:
