@@ -303,7 +303,7 @@ def _check_partition(minis: list[np.ndarray], num_samples: int, names: _Names) -
     times = np.bincount(rows, minlength=num_samples)
     if (times != 1).any():
         row = int((times != 1).argmax())
-        raise ValueError(f"mini_batches must hold every row once: {names[row]} is there {times[row]} times")
+        raise ValueError(f"mini_batches must hold every row once: {names[row]} occurs {times[row]} times")
 
 
 def _too_few_rows(number: int, num_rows: int, dp_size: int, multiple: int, keys: SizeKeys) -> str:

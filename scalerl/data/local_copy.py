@@ -361,12 +361,12 @@ def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) 
 def _check_content(source: _Source, files: dict[str, dict[str, Any]], state: dict[str, dict[str, Any]]) -> None:
     for name, file in files.items():
         expected = state[name]
-        place = f"{source}/{name}" if name else str(source)
+        shown_name = f"{source}/{name}" if name else str(source)
         if expected["size"] is not None and expected["size"] != file["size"]:
-            raise _Unreachable([f"{place}: {file['size']} of {expected['size']} bytes arrived; start again"])
+            raise _Unreachable([f"{shown_name}: {file['size']} of {expected['size']} bytes arrived; start again"])
         md5 = expected.get("md5Hash", expected.get("Content-MD5"))
         if md5 is not None and md5 != file["md5"]:
-            raise _Unreachable([f"{place}: its MD5 is {file['md5']}, the store says {md5}; start again"])
+            raise _Unreachable([f"{shown_name}: its MD5 is {file['md5']}, the store says {md5}; start again"])
     if source.sha256 is not None and _content_hash(files) != source.sha256:
         if list(files) != [""]:
             raise DataError([f"{source}: #sha256= is for a single file, and this is a directory; remove it"])

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
             with generation_servers(cfg, inputs.device, logs, processes) as servers:
                 done = generate(cfg, inputs.prompts, parts, servers, inputs.tokenizer, stop=lambda: stop.requested)
             if not done:
-                print(f"stopped; the same command goes on from {parts.directory}")
+                print(f"stopped; the same command continues from {parts.directory}")
                 return EXIT_REQUEUE
             if servers.num_resubmitted:
                 print(f"{servers.num_resubmitted} responses were asked again, their servers were lost")

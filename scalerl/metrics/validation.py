@@ -127,20 +127,20 @@ def _is_finite_number(value: Any) -> bool:
 def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:
     """The metrics of one variable, as means over prompts.  values, votes: per prompt, [its responses]."""
     largest = max(map(len, values))
-    metrics = {f"mean@{largest}": _mean([x.mean() for x in values])}
+    metrics = {f"mean@{largest}": _mean([of_prompt.mean() for of_prompt in values])}
     if largest == 1:
         return metrics
-    metrics[f"std@{largest}"] = _mean([x.std() for x in values])
-    is_binary = all(np.isin(x, (0.0, 1.0)).all() for x in values)
+    metrics[f"std@{largest}"] = _mean([of_prompt.std() for of_prompt in values])
+    is_binary = all(np.isin(of_prompt, (0.0, 1.0)).all() for of_prompt in values)
     for n in _sizes(largest):
-        metrics |= _mean_and_std(f"best@{n}", [best_of(x, n) for x in values])
-        metrics |= _mean_and_std(f"worst@{n}", [_worst_of(x, n) for x in values])
+        metrics |= _mean_and_std(f"best@{n}", [best_of(of_prompt, n) for of_prompt in values])
+        metrics |= _mean_and_std(f"worst@{n}", [_worst_of(of_prompt, n) for of_prompt in values])
         if votes is not None:
             pairs = zip(values, votes, strict=True)
-            drawn = [majority_of(x, vote, n, [SEED, row, n]) for row, (x, vote) in enumerate(pairs)]
+            drawn = [majority_of(of_prompt, vote, n, [SEED, row, n]) for row, (of_prompt, vote) in enumerate(pairs)]
             metrics |= _mean_and_std(f"maj@{n}", drawn)
         if is_binary and min(map(len, values)) >= n:
-            metrics[f"pass@{n}"] = _mean([pass_at(len(x), int(x.sum()), n) for x in values])
+            metrics[f"pass@{n}"] = _mean([pass_at(len(of_prompt), int(of_prompt.sum()), n) for of_prompt in values])
     return metrics
 
 

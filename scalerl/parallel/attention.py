@@ -111,7 +111,7 @@ def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, .
     outputs = []
     for rows_NL in rows_by_length:
         # [N sequences, heads, L, d]
-        q, k, v = (x[rows_NL].transpose(1, 2) for x in (query, key, value))
+        q, k, v = (tensor[rows_NL].transpose(1, 2) for tensor in (query, key, value))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[natural_P]

@@ -48,9 +48,9 @@ class SkippedUpdates:
             raise NonFiniteGradientError(
                 f"{message}. That is {self.in_a_row} skipped updates in a row, the limit of "
                 "megatron.max_consecutive_skipped_updates. Look at actor/grad_norm, the losses and the rewards of the "
-                "steps before: a growing norm asks for a lower optim.lr or optim.clip_grad, a jump for a look at the "
-                "samples and advantages of that step, float16 for megatron.dtype=bfloat16. The last checkpoint is "
-                "from before and can be resumed"
+                "steps before. If the norm grew gradually, lower optim.lr or optim.clip_grad. If it jumped, inspect "
+                "that step's samples and advantages. With float16, try megatron.dtype=bfloat16. The last checkpoint "
+                "is from before these updates and can be resumed"
             )
 
     def overflowed(self, update: int, scale: float, next_scale: float) -> None:

@@ -62,11 +62,11 @@ def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor
     if repeat > 1:
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
     if value.shape[2] != query.shape[2]:
-        # Latent attention: values are narrower than keys.
-        return tuple(_gather_tokens(x, natural_P, group) for x in (query, key, value))
-    # One exchange for the three: [t, cp, h / cp, d] each, joined over their heads.
-    joined = torch.cat([x.unflatten(1, (cp_size, -1)) for x in (query, key, value)], dim=2)
-    sizes = [x.shape[1] // cp_size for x in (query, key, value)]
+        # With latent attention values are narrower than keys.
+        return tuple(_gather_tokens(tensor, natural_P, group) for tensor in (query, key, value))
+    # One exchange for all three: [t, cp, h / cp, d] each, joined over their heads.
+    joined = torch.cat([tensor.unflatten(1, (cp_size, -1)) for tensor in (query, key, value)], dim=2)
+    sizes = [tensor.shape[1] // cp_size for tensor in (query, key, value)]
     return _gather_tokens(joined.flatten(1, 2), natural_P, group).split(sizes, dim=1)
 
 

@@ -52,7 +52,7 @@ class RewardCaller:
             if len(self._hung) >= MAX_HUNG:
                 raise RewardError(
                     f"reward function {self._function}: {MAX_HUNG} calls are past reward_model.timeout_s="
-                    f"{self._timeout_s:g} s and still run; it hangs: give it a limit of its own"
+                    f"{self._timeout_s:g} s and still run; it hangs: give it its own time limit"
                 )
             future = self._start_task(arguments) if self._function.is_async else self._start_thread(arguments)
             waiting = asyncio.wrap_future(future)

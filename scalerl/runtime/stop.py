@@ -13,7 +13,7 @@ EXIT_REQUEUE = 75
 # Exit code by which a shell reports a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
 TERMINATED = (
-    "Terminated (SIGTERM): all that the run had started has ended. The same command goes on from what was saved."
+    "Terminated (SIGTERM): all that the run had started has ended. The same command continues from what was saved."
 )
 
 

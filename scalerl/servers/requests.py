@@ -124,13 +124,11 @@ def _check_progress(who: str, request: GenerateRequest) -> None:
     if not request.progress:
         return
     if len({output.sample_index for output in request.progress}) != request.n:
-        raise ValueError(
-            f"{who} has n={request.n} but goes on with samples {[o.sample_index for o in request.progress]}"
-        )
+        raise ValueError(f"{who} has n={request.n} but continues samples {[o.sample_index for o in request.progress]}")
     for output in request.progress:
         if output.finished or output.request_id != request.request_id:
             raise ValueError(
-                f"{who} cannot go on with sample {output.key}, which has finish reason {output.finish_reason!r}"
+                f"{who} cannot continue sample {output.key}, which has finish reason {output.finish_reason!r}"
             )
         if output.output_ids and request.sampling.stop:
             # The server would look for the stop string only in the new tokens.

@@ -80,14 +80,14 @@ async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncIterator[d
 
 
 def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -> GenerateOutput:
-    """The sample of an event. RolloutError when the answer contradicts itself or the request.
+    """Reads the sample of an event.  Raises RolloutError when the answer contradicts itself or the request.
 
-    undone_by_abort: as `Engine` has it.
+    undone_by_abort: the engine's `Engine.undone_by_abort`.
     """
     who = f"request {slot.request_id!r} sample {slot.sample_index}"
     meta = answer["meta_info"]
     output_ids = answer["output_ids"]
-    # SGLang leaves them out of the answer of a request that was aborted before it ran.
+    # SGLang's answer has none for a request that was aborted before it ran.
     triples = meta.get("output_token_logprobs") or []
     if [token for _, token, _ in triples] != output_ids:
         raise RolloutError(
@@ -98,12 +98,12 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
     if finish_reason not in (*FINISHED, ABORTED):
         raise RolloutError(f"{who}: unknown finish reason {meta['finish_reason']}")
     if meta["finish_reason"].get("status_code"):
-        # Not ended by anybody's abort: SGLang reports its own errors so within a stream.
+        # Not an abort by a client: SGLang reports its own errors in a stream in this way.
         raise RolloutError(f"{who} was refused: {meta['finish_reason'].get('message')}")
     if finish_reason == ABORTED and undone_by_abort:
         output_ids, triples = output_ids[:-undone_by_abort], triples[:-undone_by_abort]
     if len(output_ids) > slot.room:
-        raise RolloutError(f"{who}: {len(output_ids)} tokens came, at most {slot.room} were asked for")
+        raise RolloutError(f"{who}: the server sent {len(output_ids)} tokens, at most {slot.room} were asked for")
     versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
     spans = [(s["start"], int(s["version"])) for s in versions if s["start"] < max(1, len(output_ids))]
     return slot.extended(output_ids, [logprob for logprob, _, _ in triples], spans, finish_reason)

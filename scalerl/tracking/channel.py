@@ -142,7 +142,7 @@ class Channel:
         with self._lock:
             self._num_lost += 1
         self._report(
-            "lost", f"a write failed, training goes on, later failures of it are counted and told at the end: {cause}"
+            "lost", f"a write failed, training continues, later failures are counted and reported at the end: {cause}"
         )
 
     def _report_stall(self) -> None:

@@ -181,7 +181,7 @@ class MlflowBackend:
 
     def _went_away(self, error: Exception) -> None:
         logger.warning(
-            "mlflow: %s did not take a record, training goes on, records wait in %s until it does: %s",
+            "mlflow: %s did not take a record, training continues, records wait in %s until it does: %s",
             safe_uri(self.tracking_uri),
             self._spool.directory,
             first_line(error),

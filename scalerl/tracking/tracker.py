@@ -213,7 +213,7 @@ class Tracking:
         except Exception as error:
             self._num_console_failures += 1
             if self._num_console_failures == 1:
-                logger.warning("tracking backend 'console': a write failed, training goes on: %s", first_line(error))
+                logger.warning("tracking backend 'console': a write failed, training continues: %s", first_line(error))
 
     def _numbers(self, data: Mapping[str, Any]) -> dict[str, float]:
         numbers = {}

@@ -141,7 +141,7 @@ def test_a_server_killed_and_restarted_in_the_middle_loses_and_repeats_nothing(s
     ]
     assert not (tmp_path / "mlflow_spool" / run_id).exists()
     away, back = warnings(caplog)
-    assert "did not take a record, training goes on" in away and "answers again" in back
+    assert "did not take a record, training continues" in away and "answers again" in back
 
 
 def test_a_record_that_arrived_although_its_answer_was_lost_is_there_once(server, tmp_path):

@@ -113,7 +113,7 @@ def test_an_answer_that_contradicts_itself_or_the_request_is_an_error() -> None:
     bad["output_ids"] = [1, 3]
     with pytest.raises(RolloutError, match="'p' sample 0: the server's log-probs are of other tokens"):
         output_of(slot, bad, undone_by_abort=ON_SGLANG)
-    with pytest.raises(RolloutError, match="'p' sample 0: 11 tokens came, at most 10"):
+    with pytest.raises(RolloutError, match="'p' sample 0: the server sent 11 tokens, at most 10"):
         output_of(slot, answer([1] * 11, "length", [(4, 0, 11)]), undone_by_abort=ON_SGLANG)
 
 
@@ -157,8 +157,8 @@ async def _read(chunks: list[bytes]) -> list[dict[str, Any]]:
         ({"n": 0, "seeds": None}, "asks for n=0"),
         ({"n": 2}, "3 seeds for n=2"),
         ({"sampling": SamplingParams(4, ignore_eos=True, stop_token_ids=(9,))}, r"stop_token_ids=\[9\] too"),
-        ({"progress": (output(0, [1]),)}, r"n=3 but goes on with samples \[0\]"),
-        ({"progress": (output(0, []), output(1, []), output(2, [3], "stop"))}, r"cannot go on with sample \('p', 2\)"),
+        ({"progress": (output(0, [1]),)}, r"n=3 but continues samples \[0\]"),
+        ({"progress": (output(0, []), output(1, []), output(2, [3], "stop"))}, r"cannot continue sample \('p', 2\)"),
         (
             {"progress": tuple(output(i, [1]) for i in range(3)), "sampling": SamplingParams(4, stop=("END",))},
             "stop strings .* cannot be continued",

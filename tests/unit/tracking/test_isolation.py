@@ -100,7 +100,7 @@ def test_one_that_raises_is_reported_once_and_counted_at_the_end(register, tmp_p
     assert steps_in_file(tmp_path) == [1, 2, 3, 4]
     assert mine.calls == [(2, {"x": 1.0}), ("finish", "FINISHED")]
     first, last = warnings(caplog)
-    assert "'mine': a write failed, training goes on" in first and str(error) in first
+    assert "'mine': a write failed, training continues" in first and str(error) in first
     assert last == "tracking backend 'mine': 3 of 5 writes were lost in this run"
 
 
