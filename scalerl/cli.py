@@ -22,6 +22,7 @@ commands:
   generate  responses of a model to the prompts of a file
   eval      scores of such responses: mean, best of n, majority, pass@k
   data      your own files, a known data set, or a generated task -> parquet for train and sft
+  translate a launch script of verl, not run -> the scalerl command, and what became of each key
   launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
   doctor    versions, devices, what is missing and what that changes
@@ -90,6 +91,12 @@ def _launch(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _translate(argv: list[str]) -> int | None:
+    from scalerl.translate.command import main as program
+
+    return program(argv)
+
+
 def _merge(argv: list[str]) -> int | None:
     from scalerl.merge.__main__ import main as program
 
@@ -110,6 +117,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "eval": _eval,
     "data": _data,
     "launch": _launch,
+    "translate": _translate,
     "merge": _merge,
     "doctor": _doctor,
 }

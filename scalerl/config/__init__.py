@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.config.batch_summary import batch_table
-from scalerl.config.compose import Composed, compose, composed
+from scalerl.config.compose import Composed, Examined, compose, composed, examined
 from scalerl.config.errors import ConfigError
 from scalerl.config.help import help_text
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
@@ -20,6 +20,7 @@ __all__ = [
     "Composed",
     "ConfigError",
     "EvalConfig",
+    "Examined",
     "GenerationConfig",
     "LayoutSizes",
     "ModelRole",
@@ -30,6 +31,7 @@ __all__ = [
     "batch_table",
     "compose",
     "composed",
+    "examined",
     "flatten",
     "help_text",
     "layout_violations",

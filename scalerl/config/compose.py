@@ -112,6 +112,40 @@ def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Comp
         return _checked(request, groups, rules)
 
 
+@dataclass(frozen=True)
+class Examined:
+    """A command line, argument by argument.
+
+    taken: arguments that stay as they are. translations: those of verl's keys. violations: all that is wrong, without
+    rules between keys and missing values. config: with defaults in the place of what is wrong.
+    """
+
+    taken: list[str]
+    translations: list[Translation]
+    violations: list[str]
+    config: Any
+
+
+def examined(kind: str, overrides: Sequence[str]) -> Examined:
+    """What a run would make of a command line, without its groups and files."""
+    request = _parse(kind, overrides)
+    draft = Draft(SCHEMAS[kind], kind)
+    taken = []
+    for override in request.values:
+        before = len(draft.violations)
+        draft.put_override(override)
+        if len(draft.violations) == before:
+            taken.append(override)
+    _, config = draft.finish()
+    translated = {found.key for found in draft.translations}
+    return Examined(
+        [str(override.input_line).lstrip("+") for override in taken if override.key_or_group not in translated],
+        [*request.translations, *draft.translations],
+        [*request.violations, *(text for text in draft.violations if text.split(" = ")[0] not in translated)],
+        config,
+    )
+
+
 def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:
     draft = Draft(SCHEMAS[request.kind], request.kind)
     for origin, package, content in _files(request, groups):

@@ -26,7 +26,7 @@ LAYERS = [
     {"hybrid", "rollout"},
     # The workers host engines, weight sync and checkpoints.
     {"controller"},
-    {"inference", "trainer", "doctor", "init"},
+    {"inference", "trainer", "translate", "doctor", "init"},
     # It checks a run as the trainer does before it starts.
     {"launch"},
     # Nothing of a run imports compat.

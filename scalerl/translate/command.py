@@ -1,0 +1,49 @@
+"""`scalerl translate SCRIPT`: prints the scalerl command of a launch script of verl. Runs nothing of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from scalerl.errors import UserError
+from scalerl.translate.report import command_of, report_on
+from scalerl.translate.script import Command, Script, read_script
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scalerl translate", description=__doc__)
+    parser.add_argument("script", help="a shell script that runs a program of verl, or a file with one argument a line")
+    text = Path(parser.parse_args(argv).script).read_text(encoding="utf-8")
+    print(translated(text))
+    return 0
+
+
+def translated(text: str) -> str:
+    """What the command prints for a script. Raises UserError where it runs no program of verl."""
+    script = read_script(text)
+    if not script.commands:
+        script = _arguments_by_line(text)
+    blocks = []
+    for found in script.commands:
+        known = command_of(found.program)
+        if known is None:
+            blocks.append(
+                f"# line {found.line}: {found.program}: there is no such program in scalerl; see `scalerl --help`"
+            )
+            continue
+        report = report_on(*known, found.arguments)
+        blocks.append(f"{report.shell()}\n\n{report.table()}")
+    if script.notes:
+        blocks.append("\n".join(["not known without running the script:", *(f"  {note}" for note in script.notes)]))
+    return "\n\n".join(blocks)
+
+
+def _arguments_by_line(text: str) -> Script:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines or not all("=" in line.split(" ")[0] for line in lines):
+        raise UserError(
+            "the script runs no program of verl (python3 -m verl.trainer.main_ppo ...); give one that does, or a file "
+            "with one argument of it a line"
+        )
+    return Script([Command("verl.trainer.main_ppo", lines, 1)])

@@ -1,0 +1,113 @@
+"""docs/from-verl.md: how a user of verl starts, what becomes of each key, and what becomes of whole commands."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from scalerl.config.verl.entry import Entry
+from scalerl.config.verl.vocabulary import ENTRIES
+from scalerl.translate.report import FATES, Report, report_on
+
+INTRO = """\
+# From verl
+
+Keys, parquet columns, metrics and the signature of reward functions have verl's names, and a command of verl is
+understood as it is: `scalerl train` takes its arguments. Each key has one of four fates, which the start of a run
+lists, all but the first:
+
+| fate | what it means |
+|---|---|
+| taken over | the key has that name and meaning here |
+| renamed | it has another name, unit or spelling here: `from -> to (why)` |
+| already so | it asks for what always is so, or says more about something that is off: there is nothing to set |
+| refused | it asks for what scalerl does not do. The message says why, and what to set instead |
+
+All that is refused comes in one message, before a device is held. A key that neither scalerl nor verl has gets a
+guess only where a key of the same section has nearly its name. Two keys that say the same differently are refused
+too. YAML files (`--config-path DIR --config-name NAME`, as `--config-dir`) are read in the same way; the names of
+verl's own files (`ppo_megatron_trainer`, ...) stand for its defaults, and are left out.
+
+## A script
+```
+scalerl translate run_qwen3_8b_megatron.sh
+```
+prints the command of scalerl and a row for each key. The script is read, not run: assignments, `${NAME:-default}`,
+whole-number arithmetic, arrays, `"${ARGS[@]}"`, heredocs, `if [ ... ]` and `case` of known values are followed.
+What it cannot know (a command in `$(...)`, a variable of the environment, a loop, a sourced file) is listed with
+its line, and stays in the command for your shell. Defaults of verl that decide what is trained, and are others
+here, are written out where the script is silent (`algorithm.adv_estimator=gae`, `trainer.total_epochs=30`,
+`actor_rollout_ref.rollout.tensor_model_parallel_size=2`).
+
+## The same name, another meaning
+- `optim.lr_warmup_steps` and `lr_decay_steps` count optimizer updates; verl counts steps. A step has
+`train_batch_size / ppo_mini_batch_size * ppo_epochs` updates. `scalerl translate` multiplies; `scalerl train` takes
+the number as it is.
+- `trainer.save_freq=-1` saves the last step, too. `trainer.default_local_dir` begins with `outputs/`.
+- `algorithm.rollout_correction.*`: bounds of `*_k1` are of the ratio, not of its inverse
+([configuration](configuration.md)).
+- `actor.clip_ratio` has an effect by itself.
+- FSDP's keys are understood, but Megatron trains: a model that does not fit one device wants sizes in
+`actor.megatron`.
+
+## Fields of Megatron's own configs
+`megatron.override_transformer_config.*`, `megatron.override_ddp_config.*` and `optim.override_optimizer_config.*`
+go to Megatron's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig; `+` before the key makes no
+difference. Name and type are checked against Megatron's dataclasses before a device is held, and the values are
+saved with the run. Reference, critic and reward model have the actor's, and their own on top. Fields that have a
+key here go there; fields that scalerl sets itself are refused, unless the value is the one that it sets: the tables
+below name them.
+"""
+
+
+def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
+    """commands: name -> (what it is, its arguments)."""
+    reports = {name: report_on("train", "ppo", list(arguments)) for name, (_, arguments) in commands.items()}
+    blocks = [INTRO, "## Whole commands", _counts(commands, reports)]
+    for name, (title, _) in commands.items():
+        blocks.append(f"### {title}\n```\n{reports[name].shell()}\n```\n{_rows(reports[name])}")
+    blocks += ["## Keys", _key_table(ENTRIES["ppo"])]
+    return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+
+def _counts(commands: Mapping[str, tuple[str, Sequence[str]]], reports: Mapping[str, Report]) -> str:
+    fates = [fate for fate in FATES if fate != "verl's default"]
+    lines = [f"| command | keys | {' | '.join(fates)} |", f"|{'---|' * (len(fates) + 2)}"]
+    for name, (title, arguments) in commands.items():
+        counts = Counter(row.fate for row in reports[name].rows)
+        lines.append(f"| {title} | {len(arguments)} | {' | '.join(str(counts[fate]) for fate in fates)} |")
+    return "\n".join(lines)
+
+
+def _rows(report: Report) -> str:
+    lines = ["| of verl | fate | |", "|---|---|---|"]
+    for fate in FATES[1:]:
+        for row in report.rows:
+            if row.fate == fate:
+                said = " ".join(f"`{text}`" for text in row.becomes if text != row.written)
+                lines.append(f"| `{row.written}` | {fate} | {': '.join(part for part in (said, row.why) if part)} |")
+    return "\n".join(line.replace("||", "|") for line in lines)
+
+
+def _key_table(entries: Sequence[Entry]) -> str:
+    lines = [
+        "`*` is one part of a key, `**` the rest, `{a, b}` either.",
+        "",
+        "| key of verl | here | why |",
+        "|---|---|---|",
+    ]
+    for entry in entries:
+        cells = (f"`{_readable(entry.pattern)}`", entry.said, entry.why)
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _readable(pattern: str) -> str:
+    """`(a|b).c` as `{a, b}.c`; an alternative that is empty says so by `?`."""
+    while found := re.search(r"\(([^()]*)\)", pattern):
+        options = found[1].split("|")
+        text = ", ".join(option for option in options if option)
+        text = f"<{text}>" if len([option for option in options if option]) > 1 else text
+        pattern = pattern[: found.start()] + text + ("?" if "" in options else "") + pattern[found.end() :]
+    return pattern.replace("<", "{").replace(">", "}").replace("|", ", ")

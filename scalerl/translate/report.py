@@ -1,0 +1,150 @@
+"""Arguments of a program of verl -> those of scalerl's, with a row for each that says what became of it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scalerl.config import Examined, examined
+from scalerl.config.help import SCHEMAS
+from scalerl.config.keys import KeyTable
+
+Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
+FATES: tuple[Fate, ...] = ("taken over", "renamed", "already so", "verl's default", "dropped")
+# Programs of verl by a part of their name -> command of scalerl and its kind of configuration.
+PROGRAMS = {
+    "main_generation": ("generate", "generation"),
+    "main_eval": ("eval", "eval"),
+    "sft": ("sft", "sft"),
+    "main_": ("train", "ppo"),
+}
+# Keys whose default decides what is trained, and is another one in verl.
+DEFAULTS_OF_VERL = {
+    "algorithm.adv_estimator": "gae",
+    "trainer.total_epochs": "30",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "2",
+}
+_STEPS = re.compile(r"((actor_rollout_ref\.actor|critic)\.optim\.(lr_warmup_steps|lr_decay_steps))=(\d+)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """written: as in the script. becomes: arguments of scalerl."""
+
+    written: str
+    fate: Fate
+    becomes: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """command: of scalerl, e.g. train."""
+
+    command: str
+    rows: list[Row]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Each key once: the last one counts."""
+        by_key = {text.partition("=")[0]: text for row in self.rows for text in row.becomes}
+        return list(by_key.values())
+
+    def shell(self) -> str:
+        """The command as a user types it."""
+        return " \\\n    ".join([f"scalerl {self.command}", *map(shell_quoted, self.arguments)])
+
+    def table(self) -> str:
+        """All rows, by what became of them."""
+        blocks = []
+        for fate in FATES:
+            rows = [row for row in self.rows if row.fate == fate]
+            if rows:
+                blocks.append(
+                    "\n".join([f"{fate} ({len(rows)}):", *(f"  {line}" for row in rows for line in _lines(row))])
+                )
+        return "\n".join(blocks)
+
+
+def command_of(program: str) -> tuple[str, str] | None:
+    """(command of scalerl, kind of its configuration) for a module or file of verl."""
+    name = program.rpartition("/")[2].removesuffix(".py")
+    return next((found for part, found in PROGRAMS.items() if part in name.rpartition(".")[2]), None)
+
+
+def report_on(command: str, kind: str, arguments: list[str]) -> Report:
+    """What becomes of each argument. Values may hold `$NAME` and `$(...)` of a shell."""
+    table = KeyTable(SCHEMAS[kind])
+    open_ones = [text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")]
+    found = examined(kind, [_readable(text) for text in arguments if text not in open_ones])
+    rows = [_taken(text, found.config) for text in found.taken]
+    rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_ones]
+    for translation in found.translations:
+        if translation.verdict == "refused":
+            rows.append(Row(translation.written, "dropped", why=translation.why))
+        else:
+            rows.append(Row(translation.written, translation.verdict, translation.becomes, translation.why))
+    for violation in found.violations:
+        written, _, why = violation.partition(": ")
+        rows.append(Row(written, "dropped", why=why))
+    if kind == "ppo":
+        rows += _defaults(found, {_key(text) for text in open_ones})
+    return Report(command, rows)
+
+
+def _taken(text: str, config: Any) -> Row:
+    if (match := _STEPS.fullmatch(text)) and (per_step := _updates_per_step(config, match[2])) > 1 and int(match[4]):
+        why = f"counted in steps by verl, here in optimizer updates, of which a step has {per_step}"
+        return Row(text, "renamed", (f"{match[1]}={int(match[4]) * per_step}",), why)
+    return Row(text, "taken over", (text,))
+
+
+def _updates_per_step(config: Any, section: str) -> int:
+    role = config.critic if section == "critic" else config.actor_rollout_ref.actor
+    return max(config.data.train_batch_size // role.ppo_mini_batch_size, 1) * role.ppo_epochs
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].lstrip("+-")
+
+
+def _left_to_the_shell(text: str) -> bool:
+    """Whether its value holds what the script did not say."""
+    return re.search(r"\$[\w(]|`", text.partition("=")[2]) is not None
+
+
+def _defaults(found: Examined, more: set[str]) -> Iterator[Row]:
+    set_keys = more | {text.partition("=")[0] for text in found.taken}
+    set_keys |= {text.partition("=")[0] for row in found.translations for text in row.becomes}
+    for key, value in DEFAULTS_OF_VERL.items():
+        if key not in set_keys:
+            text = f"{key}={value}"
+            yield Row(text, "verl's default", (text,), "the script does not set it, and scalerl's default is another")
+
+
+def _readable(argument: str) -> str:
+    """Quoted for the parser of overrides where a value holds a command of the shell."""
+    key, _, value = argument.partition("=")
+    if re.search(r"\$\(|`", value) and value[:1] not in "'\"":
+        return f"{key}='{value}'"
+    return argument
+
+
+def shell_quoted(text: str) -> str:
+    """One argument for a shell, which expands what the script left to it."""
+    if _left_to_the_shell(text) and "${" not in text:
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    quoted = shlex.quote(text)
+    return f'"{text}"' if quoted != text and not re.search(r'["$`\\!]', text) else quoted
+
+
+def _lines(row: Row) -> Iterator[str]:
+    if row.fate == "taken over":
+        yield row.written
+    elif row.fate == "renamed":
+        yield f"{row.written} -> {' '.join(row.becomes)}{f' ({row.why})' if row.why else ''}"
+    else:
+        yield f"{row.written}: {row.why}"

@@ -1,0 +1,331 @@
+"""What a launch script would hand to a program, found without running it: assignments, expansions, plain conditions."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scalerl.translate.words import Part, Statement, statements
+
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_EXPANSION = re.compile(
+    r"\$\(\((?P<sum>.*?)\)\)|\$\{(?P<braced>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\$(?P<name>\w+|[@*#?$!])"
+)
+_BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_DECLARING = ("export", "local", "declare", "readonly", "typeset")
+_ARITHMETIC: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A Python program and its arguments. What could not be expanded stays in them as `$NAME` or `$(...)`."""
+
+    program: str
+    arguments: list[str]
+    line: int
+
+
+@dataclass
+class Script:
+    """commands: of verl's programs. notes: what was left out or could not be known, by line."""
+
+    commands: list[Command] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Block:
+    """kind: if, case or skipped. active: its statements count. done: a branch of it has been taken."""
+
+    kind: str
+    active: bool
+    done: bool = False
+    subject: str | None = None
+    # Of a case: alternatives before the last one.
+    patterns: str = ""
+
+
+def read_script(text: str) -> Script:
+    """The commands of verl in a bash script. Nothing is run."""
+    return _Interpreter().read(text)
+
+
+class _Interpreter:
+    def __init__(self) -> None:
+        self.script = Script()
+        self.variables: dict[str, str | list[str]] = {}
+        self.blocks: list[_Block] = []
+        self.line = 0
+
+    def read(self, text: str) -> Script:
+        for statement in statements(text):
+            self.line = statement.line
+            self._statement(statement)
+        return self.script
+
+    def _note(self, text: str) -> None:
+        note = f"line {self.line}: {text}"
+        if note not in self.script.notes:
+            self.script.notes.append(note)
+
+    @property
+    def _active(self) -> bool:
+        return all(block.active for block in self.blocks)
+
+    # Statements
+
+    def _statement(self, statement: Statement) -> None:
+        block = self.blocks[-1] if self.blocks else None
+        if block is not None and block.kind == "case" and statement.ends == "|" and not block.active:
+            # A `|` between patterns, behind `case ... in` or alone.
+            while statement.words and self._keyword(statement):
+                pass
+            block.patterns += "".join(statement.raw(number) + "|" for number in range(len(statement.words)))
+            return
+        while statement.words and self._keyword(statement):
+            pass
+        if statement.words and self._active:
+            self._simple(statement)
+        if statement.ends == ";;" and self.blocks and self.blocks[-1].kind == "case":
+            self.blocks[-1].active = False
+
+    def _keyword(self, statement: Statement) -> bool:
+        """Whether the first word was one, which is taken away; a condition is taken whole."""
+        first = statement.raw(0)
+        block = self.blocks[-1] if self.blocks else None
+        if first in ("if", "elif"):
+            self._condition(first, statement)
+            statement.words.clear()
+        elif first in ("then", "do", "{", "}", "done", "fi", "esac", "else"):
+            if first in ("fi", "done", "esac", "}") and self.blocks:
+                self.blocks.pop()
+            if first == "else" and block is not None and block.kind == "if":
+                block.active, block.done = not block.done, True
+            if first == "{":
+                self.blocks.append(_Block("group", True))
+            self._drop(statement)
+        elif first in ("for", "while", "until", "select"):
+            if self._active:
+                self._note(f"a loop ({first}) is left out")
+            self.blocks.append(_Block("skipped", False))
+            statement.words.clear()
+        elif first == "case":
+            subject = self._text(statement.words[1]) if len(statement.words) > 1 else None
+            self.blocks.append(_Block("case", False, subject=subject))
+            del statement.words[: min(3, len(statement.words))]
+        elif re.fullmatch(r"[\w-]+\(\)", first) or first == "function":
+            if self._active:
+                self._note(f"the function {first.rstrip('()')} is left out")
+            self.blocks.append(_Block("skipped", False))
+            statement.words.clear()
+        elif block is not None and block.kind == "case" and first.endswith(")") and not first.startswith("$"):
+            self._case_pattern(block, first.rstrip(")").lstrip("("))
+            self._drop(statement)
+        else:
+            return False
+        return bool(statement.words)
+
+    @staticmethod
+    def _drop(statement: Statement) -> None:
+        del statement.words[0]
+        statement.items = {number - 1: items for number, items in statement.items.items()}
+
+    def _condition(self, keyword: str, statement: Statement) -> None:
+        if keyword == "if":
+            self.blocks.append(_Block("if", True))
+        block = self.blocks[-1]
+        block.active = True
+        if block.done or not self._active:
+            block.active = False
+            return
+        result = self._test([self._text(word) for word in statement.words[1:]])
+        if result is None:
+            shown = " ".join(statement.raw(number) for number in range(1, len(statement.words)))
+            self._note(f"the condition `{shown}` is not known; what depends on it is left out")
+        block.active = result is True
+        block.done = block.done or result is True
+
+    def _case_pattern(self, block: _Block, pattern: str) -> None:
+        subject = block.subject
+        if subject is None or "$" in subject:
+            self._note("what `case` looks at is not known; its branches are left out")
+            return
+        options = (block.patterns + pattern).split("|")
+        block.patterns = ""
+        fits = any(fnmatch.fnmatchcase(subject, option.strip("\"'")) for option in options)
+        block.active = fits and not block.done
+        block.done = block.done or fits
+
+    def _test(self, words: list[str | None]) -> bool | None:
+        """Of `[ ... ]`, `[[ ... ]]` or `test ...`; None: not known."""
+        known = [word for word in words if word is not None]
+        if len(known) < len(words) or not known:
+            return None
+        if known[0] in ("[", "[["):
+            known = known[1:-1]
+        elif known[0] == "test":
+            known = known[1:]
+        else:
+            return None
+        if known and known[0] == "!":
+            inner = self._test(["[", *known[1:], "]"])
+            return None if inner is None else not inner
+        if len(known) == 2 and known[0] in ("-z", "-n"):
+            return None if "$" in known[1] else (known[1] == "") == (known[0] == "-z")
+        if len(known) != 3 or "$" in known[0] + known[2]:
+            return None
+        left, sign, right = known
+        if sign in ("=", "==", "!="):
+            return fnmatch.fnmatchcase(left, right) == (sign != "!=")
+        if sign in _COMPARISONS and re.fullmatch(r"-?\d+", left) and re.fullmatch(r"-?\d+", right):
+            return _COMPARISONS[sign](int(left), int(right))
+        return None
+
+    def _simple(self, statement: Statement) -> None:
+        start = 1 if statement.raw(0) in _DECLARING else 0
+        place = start
+        while place < len(statement.words) and self._assign(statement, place):
+            place += 1
+        if place == len(statement.words) or start:
+            return
+        if statement.raw(0) in ("source", "."):
+            self._note(f"`{statement.raw(0)} {self._text(statement.words[1]) or '...'}` is not read")
+            return
+        fields = [text for word in statement.words[place:] for text in self._fields(word)]
+        if (command := _program(fields)) is not None:
+            program, arguments = command
+            self.script.commands.append(Command(program, _until_redirection(arguments), self.line))
+
+    def _assign(self, statement: Statement, place: int) -> bool:
+        word = statement.words[place]
+        first = word[0].text if word and word[0].quote == "" else ""
+        if not (found := _ASSIGNMENT.fullmatch(first)):
+            return False
+        name, more = found[1], found[2] == "+"
+        if place in statement.items:
+            items = [text for item in statement.items[place] for text in self._fields(item)]
+            before = self.variables.get(name, []) if more else []
+            self.variables[name] = [*([before] if isinstance(before, str) else before), *items]
+            return True
+        text = self._text([Part(found[3], ""), *word[1:]])
+        before = self.variables.get(name, "") if more else ""
+        self.variables[name] = (before if isinstance(before, str) else " ".join(before)) + (text or "")
+        return True
+
+    # Expansions
+
+    def _text(self, word: list[Part]) -> str | None:
+        """A word as one text."""
+        return "".join(part.text if part.quote == "'" else self._expanded(part.text) for part in word)
+
+    def _fields(self, word: list[Part]) -> list[str]:
+        """A word as the arguments that it becomes: an array its items, what is not quoted split at blanks."""
+        if len(word) == 1 and (found := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}|\$[@*]|\$\{[@*]\}", word[0].text)):
+            if found[1] is None:
+                return []
+            value = self.variables.get(found[1], [])
+            return [value] if isinstance(value, str) else list(value)
+        fields = [""]
+        is_empty = True
+        for part in word:
+            text = part.text if part.quote == "'" else self._expanded(part.text)
+            pieces = re.split(r"\s+", text) if part.quote == "" and "$(" not in text else [text]
+            is_empty = is_empty and part.quote == "" and text == ""
+            fields[-1] += pieces[0]
+            fields += pieces[1:]
+        return [] if is_empty else [text for text in fields if text or len(fields) == 1]
+
+    def _expanded(self, text: str) -> str:
+        if "`" in text or re.search(r"\$\((?!\()", text):
+            self._note(f"`{text.strip()}` is a command, and not run")
+            return text
+        return _EXPANSION.sub(self._value, text)
+
+    def _value(self, match: re.Match[str]) -> str:
+        if match["sum"] is not None:
+            return self._sum(match["sum"], match[0])
+        body = match["braced"] if match["braced"] is not None else match["name"]
+        found = _BRACED.fullmatch(body)
+        if found is None:
+            self._note(f"`{match[0]}` is not expanded")
+            return match[0]
+        name, _, sign, other = found.groups()
+        value = self.variables.get(name)
+        if name in ("@", "*"):
+            return ""
+        if value is not None and (value or not (sign or "").startswith(":")):
+            return (
+                self._expanded(other) if sign in ("+", ":+") else (value if isinstance(value, str) else " ".join(value))
+            )
+        if sign in ("+", ":+"):
+            return ""
+        if sign in ("-", ":-", "=", ":="):
+            given = self._expanded(other.strip("\"'"))
+            if sign in ("=", ":="):
+                self.variables[name] = given
+            self._note(
+                f"${name} is not set in the script: its default {given!r} is taken"
+            ) if not name.isdigit() else None
+            return given
+        if value is None:
+            self._note(f"${name} is not set in the script")
+            return f"${name}"
+        return ""
+
+    def _sum(self, text: str, whole: str) -> str:
+        try:
+            expanded = _EXPANSION.sub(self._value, text)
+            return str(self._number(ast.parse(expanded.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, TypeError):
+            self._note(f"`{whole}` is not computed")
+            return whole
+
+    def _number(self, node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            value = self.variables.get(node.id, "")
+            return int(value if isinstance(value, str) else "")
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -self._number(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            left, right = self._number(node.left), self._number(node.right)
+            if isinstance(node.op, ast.Pow) and abs(right) > 64:
+                raise ValueError("a power too large")
+            return _ARITHMETIC[type(node.op)](left, right)
+        raise ValueError("no whole number")
+
+
+def _program(fields: list[str]) -> tuple[str, list[str]] | None:
+    """The module or file of verl that a command runs, and its arguments."""
+    for place, text in enumerate(fields):
+        if text == "-m" and place + 1 < len(fields) and re.match(r"(verl|recipe|scalerl)\.", fields[place + 1]):
+            return fields[place + 1], fields[place + 2 :]
+        if re.search(r"(^|/)(main_\w+|\w*sft_trainer\w*)\.py$", text):
+            return text, fields[place + 1 :]
+    return None
+
+
+def _until_redirection(arguments: list[str]) -> list[str]:
+    ends = [place for place, text in enumerate(arguments) if re.match(r"\d?>|&>|<", text)]
+    return arguments[: ends[0]] if ends else arguments

@@ -1,0 +1,91 @@
+"""`scalerl translate`: the command that it prints does what the script asked for, and every key has a row."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scalerl.cli import main
+from scalerl.config import compose
+from scalerl.errors import UserError
+from scalerl.translate.command import translated
+from scalerl.translate.report import Report, report_on
+
+ACTOR = "actor_rollout_ref.actor"
+SCRIPT = """\
+set -x
+MODEL=${MODEL:-qwen}
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="['a.parquet','b c.parquet']" data.val_files=v.parquet \\
+    data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    actor_rollout_ref.model.path=$MODEL actor_rollout_ref.rollout.n=4 \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.actor.grad_clip=0.5 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.model.use_remove_padding=True trainer.balance_batch=False \\
+    trainer.default_local_dir=$OUT/run \\
+    --custom_reward_function.path=./f.py \\
+    trainer.logger='["console","wandb"]' $@
+"""
+
+
+def report() -> Report:
+    lines = [line.strip(" \\") for line in SCRIPT.splitlines()]
+    return report_on("train", "ppo", shlex.split(" ".join(lines[2:]).replace("$MODEL", "qwen").replace("$@", ""))[3:])
+
+
+def test_the_command_composes_to_what_the_script_asked_for():
+    text = translated(SCRIPT)
+    command = text.partition("\n\n")[0]
+    assert command.startswith("scalerl train \\\n") and '"trainer.default_local_dir=$OUT/run"' in command
+    words = shlex.split(command.replace("\\\n", " ").replace("$OUT", "out"))
+    cfg = compose("ppo", words[2:])
+    assert cfg.data.train_files == ["a.parquet", "b c.parquet"]
+    assert cfg.actor_rollout_ref.actor.optim.clip_grad == 0.5
+    # verl counts steps, each of four updates.
+    assert cfg.actor_rollout_ref.actor.optim.lr_warmup_steps == 40
+    assert cfg.custom_reward_function.path == "./f.py" and cfg.trainer.logger == ["console", "wandb"]
+    # Of verl, where the script says nothing.
+    assert cfg.trainer.total_epochs == 30 and cfg.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert cfg.trainer.default_local_dir == "out/run"
+
+
+def test_every_argument_has_one_row():
+    rows = {row.written.partition("=")[0]: row.fate for row in report().rows}
+    assert rows["data.train_batch_size"] == rows["trainer.default_local_dir"] == "taken over"
+    assert rows["actor_rollout_ref.actor.grad_clip"] == rows["actor_rollout_ref.rollout.name"] == "renamed"
+    assert rows["actor_rollout_ref.model.use_remove_padding"] == rows["--config-name"] == "already so"
+    assert rows["trainer.balance_batch"] == "dropped" and rows["trainer.total_epochs"] == "verl's default"
+    assert len(report().rows) == len(rows) == 19
+
+
+def test_what_the_script_leaves_open_is_said():
+    text = translated(SCRIPT)
+    assert "line 2: $MODEL is not set in the script: its default 'qwen' is taken" in text
+    assert "$OUT is not set in the script" in text
+    assert "trainer.balance_batch=false: the samples of a step are balanced" in text
+
+
+@pytest.mark.parametrize(
+    ("program", "start"),
+    [
+        ("verl.trainer.fsdp_sft_trainer", "scalerl sft"),
+        ("verl.trainer.main_generation", "scalerl generate"),
+        ("verl.trainer.main_eval", "scalerl eval"),
+        ("recipe.dapo.main_dapo", "scalerl train"),
+    ],
+)
+def test_other_programs(program: str, start: str):
+    assert translated(f"torchrun -m {program} trainer.nnodes=1").startswith(start)
+
+
+def test_a_script_without_a_program_of_verl_is_refused(tmp_path: Path, capsys):
+    with pytest.raises(UserError, match="runs no program of verl"):
+        translated("echo hello\n")
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    assert main(["translate", str(script)]) == 0
+    assert capsys.readouterr().out.startswith("scalerl train")
+    assert main(["translate", str(tmp_path / "none.sh")]) == 2
