@@ -5,6 +5,13 @@ docs/extending.md has the table, with what a run uses instead. Nothing else in s
 """
 
 from scalerl.compat.metric import reduce_metrics
+from scalerl.compat.protocol import (
+    DataProto,
+    DataProtoFuture,
+    DataProtoItem,
+    pad_dataproto_to_divisor,
+    unpad_dataproto,
+)
 from scalerl.compat.py_functional import append_to_dict
 from scalerl.compat.rl_dataset import collate_fn
 from scalerl.compat.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
@@ -22,6 +29,9 @@ from scalerl.compat.ulysses import (
 )
 
 __all__ = [
+    "DataProto",
+    "DataProtoFuture",
+    "DataProtoItem",
     "append_to_dict",
     "collate_fn",
     "gather_outputs_and_unpad",
@@ -31,8 +41,10 @@ __all__ = [
     "logprobs_from_logits",
     "masked_mean",
     "masked_whiten",
+    "pad_dataproto_to_divisor",
     "rearrange_micro_batches",
     "reduce_metrics",
     "set_ulysses_sequence_parallel_group",
     "ulysses_pad_and_slice_inputs",
+    "unpad_dataproto",
 ]

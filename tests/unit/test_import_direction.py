@@ -42,7 +42,7 @@ ONLY_IN = {
     "wandb": {"tracking"},
     "swanlab": {"tracking"},
     "reasoning_gym": {"data", "rewards"},
-    "ray": {"cluster", "servers", "controller", "trainer", "inference", "doctor"},
+    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference", "doctor"},
     "hydra": {"config", "doctor"},
     "omegaconf": {"config", "doctor"},
 }

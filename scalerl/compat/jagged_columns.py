@@ -1,0 +1,79 @@
+"""Columns of a batch, [rows, ...] tensors or `Jagged`: taken, joined, padded and unpadded row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from scalerl.protocol import Jagged, cu_seqlens_of
+
+Column = Tensor | Jagged
+
+
+def take(column: Column, rows: Sequence[int]) -> Column:
+    """The rows, in that order; a row may come more than once."""
+    if isinstance(column, Tensor):
+        return column[torch.as_tensor(rows, dtype=torch.int64, device=column.device)]
+    if not rows:
+        return Jagged(column.values[:0], cu_seqlens_of([]))
+    return Jagged(torch.cat([column[row] for row in rows]), cu_seqlens_of(column.lengths[list(rows)]))
+
+
+def join(columns: Sequence[Column], name: str) -> Column:
+    """Rows end to end. Raises ValueError where some are jagged and others are not, or differ in dtype or shape."""
+    kinds = {(type(column).__name__, _values(column).dtype, tuple(_values(column).shape[1:])) for column in columns}
+    if len(kinds) > 1:
+        raise ValueError(f"DataProto.concat: column {name!r} is of different kinds: {sorted(map(str, kinds))}")
+    values = torch.cat([_values(column) for column in columns])
+    if isinstance(columns[0], Tensor):
+        return values
+    return Jagged(
+        values, cu_seqlens_of(torch.cat([column.lengths for column in columns if isinstance(column, Jagged)]))
+    )
+
+
+def same(a: Column, b: Column) -> bool:
+    """Equal in kind, dtype and every value."""
+    if type(a) is not type(b) or _values(a).dtype != _values(b).dtype or _values(a).shape != _values(b).shape:
+        return False
+    lengths = isinstance(a, Tensor) or (isinstance(b, Jagged) and torch.equal(a.cu_seqlens, b.cu_seqlens))
+    return lengths and torch.equal(_values(a), _values(b))
+
+
+def unpadded(padded: Tensor, mask: Tensor) -> Jagged:
+    """[rows, width, ...] without the places where mask [rows, width] is 0, wherever they are."""
+    if padded.shape[:2] != mask.shape:
+        raise ValueError(f"a mask of shape {tuple(mask.shape)} does not fit a column of {tuple(padded.shape)}")
+    is_token = mask.bool()
+    return Jagged(padded[is_token], cu_seqlens_of(is_token.sum(1)))
+
+
+def padded(
+    column: Jagged, width: int | None = None, pad_value: float = 0, side: Literal["left", "right"] = "right"
+) -> Tensor:
+    """[rows, width, ...] with pad_value beside the tokens. width None: of the longest row.
+
+    Raises ValueError where a row is longer.
+    """
+    lengths = column.lengths
+    longest = int(lengths.max()) if len(lengths) else 0
+    width = longest if width is None else width
+    if longest > width:
+        raise ValueError(f"row {int(lengths.argmax())} has {longest} tokens, more than a width of {width}")
+    out = column.values.new_full((len(column), width, *column.values.shape[1:]), pad_value)
+    out[padding_mask(lengths, width, side).bool()] = column.values
+    return out
+
+
+def padding_mask(lengths: Tensor, width: int, side: Literal["left", "right"] = "right") -> Tensor:
+    """[rows, width] int64: 1 on the tokens."""
+    places = torch.arange(width)[None]
+    is_token = places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+    return is_token.to(torch.int64)
+
+
+def _values(column: Column) -> Tensor:
+    return column if isinstance(column, Tensor) else column.values

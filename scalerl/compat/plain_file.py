@@ -1,0 +1,91 @@
+"""A dict of tensors, arrays and plain values as one file, which is read without running anything that is in it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+# Of what is no plain value: its kind stands first.
+_MARK = "__kind__"
+
+
+def write(content: dict[str, Any], path: str | Path) -> None:
+    """Whole or not at all. Raises ValueError, naming the place, for a value that is no tensor, array or plain value."""
+    path = Path(path)
+    packed = _packed(content, "")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(packed, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Raises ValueError where the file holds anything else."""
+    try:
+        return _unpacked(torch.load(path, map_location="cpu", weights_only=True))
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(
+            f"{path}: not a file of tensors, arrays and plain values: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _packed(value: Any, place: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.generic):
+        return _packed(value.item(), place)
+    if isinstance(value, np.ndarray):
+        return _packed_array(value, place)
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, _PLAIN)]
+        if wrong or _MARK in value:
+            raise ValueError(f"{place}: key {(wrong or [_MARK])[0]!r} cannot be saved; use a text or a number")
+        return {key: _packed(inner, f"{place}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_packed(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+        return items if isinstance(value, list) else {_MARK: "tuple", "items": items}
+    if type(value) in _PLAIN:
+        return value
+    raise ValueError(
+        f"{place} is a {type(value).__name__}: only tensors, arrays, numbers, texts, lists and dicts are saved; drop "
+        "or convert it"
+    )
+
+
+def _packed_array(array: np.ndarray, place: str) -> dict[str, Any]:
+    if array.dtype.kind in "biuf":
+        # A copy: an array may be read-only, which torch warns of.
+        return {_MARK: "array", "values": torch.from_numpy(np.array(array))}
+    items = [_packed(value, f"{place}[{number}]") for number, value in enumerate(array.ravel().tolist())]
+    return {_MARK: "objects", "dtype": array.dtype.str, "shape": list(array.shape), "items": items}
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_MARK)
+    if kind == "array":
+        return value["values"].numpy()
+    if kind == "tuple":
+        return tuple(_unpacked(value["items"]))
+    if kind == "objects":
+        array = np.empty(len(value["items"]), dtype=np.dtype(value["dtype"]))
+        for number, item in enumerate(value["items"]):
+            array[number] = _unpacked(item)
+        return array.reshape(value["shape"])
+    return {key: _unpacked(inner) for key, inner in value.items()}

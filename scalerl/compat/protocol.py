@@ -1,0 +1,465 @@
+"""verl's `DataProto` on jagged columns. A run's own batches are `scalerl.protocol.DataProto`: tokens, samples, meta."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scalerl import protocol
+from scalerl.compat import plain_file
+from scalerl.compat.jagged_columns import Column, join, padded, padding_mask, same, take, unpadded
+from scalerl.protocol import Jagged
+
+
+class Batch(dict[str, Column]):
+    """Name -> column, all with the same number of rows."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return torch.Size([len(next(iter(self.values())))] if self else [])
+
+
+@dataclass
+class DataProtoItem:
+    """One row: of a jagged column its own tokens."""
+
+    batch: dict[str, Tensor] = field(default_factory=dict)
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class DataProto:
+    """batch: name -> [rows, ...] tensor or `Jagged`.  non_tensor_batch: name -> [rows] array.  meta_info: of the batch.
+
+    Raises ValueError where columns have different numbers of rows.
+    """
+
+    batch: Batch = field(default_factory=Batch)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch = Batch(self.batch or {})
+        self.check_consistency()
+
+    def check_consistency(self) -> None:
+        rows = {name: len(column) for name, column in (*self.batch.items(), *self.non_tensor_batch.items())}
+        if len(set(rows.values())) > 1:
+            raise ValueError(f"DataProto columns have different numbers of rows: {rows}")
+        for name, column in self.non_tensor_batch.items():
+            if not isinstance(column, np.ndarray):
+                raise ValueError(f"DataProto.non_tensor_batch[{name!r}] is a {type(column).__name__}; give an array")
+
+    # Made from, made to
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Column] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> DataProto:
+        arrays = {name: _array(values) for name, values in (non_tensors or {}).items()}
+        return cls(Batch(tensors or {}), arrays, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
+        """Tensors and jagged columns go to batch, everything else to non_tensor_batch."""
+        tensors = {name: column for name, column in data.items() if isinstance(column, Tensor | Jagged)}
+        return cls.from_dict(tensors, {name: data[name] for name in data if name not in tensors}, meta_info)
+
+    @classmethod
+    def from_padded(
+        cls,
+        tensors: Mapping[str, Tensor],
+        attention_mask: Tensor,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> DataProto:
+        """Tensors [rows, width, ...] as wide as the mask become jagged, without the places where it is 0."""
+
+        def column(tensor: Tensor) -> Column:
+            return unpadded(tensor, attention_mask) if tensor.shape[:2] == attention_mask.shape else tensor
+
+        return cls.from_dict({name: column(tensor) for name, tensor in tensors.items()}, non_tensors, meta_info)
+
+    def to_padded(
+        self,
+        width: int | None = None,
+        pad_values: Mapping[str, float] | None = None,
+        side: Literal["left", "right"] = "right",
+    ) -> DataProto:
+        """Jagged columns become [rows, width, ...] tensors, 0 or pad_values[name] beside the tokens, and attention_mask
+        says where these are; width None: of the longest row of any column."""
+        jagged = {name: column for name, column in self.batch.items() if isinstance(column, Jagged)}
+        if width is None:
+            width = max((int(column.lengths.max()) for column in jagged.values() if len(column)), default=0)
+        filled = {name: padded(column, width, (pad_values or {}).get(name, 0), side) for name, column in jagged.items()}
+        if jagged and "attention_mask" not in self.batch:
+            lengths = {tuple(column.lengths.tolist()) for column in jagged.values()}
+            if len(lengths) > 1:
+                raise ValueError(f"columns {sorted(jagged)} have tokens of different numbers; pad them one by one")
+            filled["attention_mask"] = padding_mask(next(iter(jagged.values())).lengths, width, side)
+        return DataProto(Batch({**self.batch, **filled}), dict(self.non_tensor_batch), dict(self.meta_info))
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: Any, meta_info: dict[str, Any] | None = None) -> DataProto:
+        """Nested tensors become jagged columns; what is no tensor goes to non_tensor_batch."""
+        tensors, others = {}, {}
+        for name in tensor_dict.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
+            value = tensor_dict.get(name)
+            if isinstance(value, Tensor):
+                tensors[name] = Jagged(value.values(), value.offsets()) if value.is_nested else value
+            else:
+                others[name] = value.tolist() if hasattr(value, "tolist") else list(value)
+        return cls.from_dict(tensors, others, meta_info)
+
+    def to_tensordict(self) -> Any:
+        """A TensorDict of one batch dimension; jagged columns as nested tensors, meta_info left out."""
+        from tensordict import NonTensorStack, TensorDict
+
+        content: dict[str, Any] = {
+            name: torch.nested.nested_tensor_from_jagged(column.values, column.cu_seqlens)
+            if isinstance(column, Jagged)
+            else column
+            for name, column in self.batch.items()
+        }
+        content |= {name: NonTensorStack(*column.tolist()) for name, column in self.non_tensor_batch.items()}
+        return TensorDict(content, batch_size=[len(self)])
+
+    @classmethod
+    def from_run(cls, batch: protocol.DataProto) -> DataProto:
+        """Of a batch of a run: its token columns, its samples and its meta."""
+        return cls(Batch(batch.tokens), dict(batch.samples), dict(batch.meta))
+
+    def to_run(self) -> protocol.DataProto:
+        """As a batch of a run. Raises ValueError for a tensor column that has not one number for each row."""
+        tokens = {name: column for name, column in self.batch.items() if isinstance(column, Jagged)}
+        samples = dict(self.non_tensor_batch)
+        for name, column in self.batch.items():
+            if isinstance(column, Tensor):
+                if column.dim() != 1:
+                    raise ValueError(
+                        f"column {name!r} has shape {tuple(column.shape)}: make it jagged (from_padded) first"
+                    )
+                samples[name] = column.numpy()
+        return protocol.DataProto(tokens, samples, dict(self.meta_info))
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Tensors, arrays and plain values alone; raises ValueError, naming it, for anything else."""
+        batch = {
+            name: {"values": column.values, "cu_seqlens": column.cu_seqlens} if isinstance(column, Jagged) else column
+            for name, column in self.batch.items()
+        }
+        content = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        plain_file.write(content, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """Runs nothing of the file, whatever it holds; raises ValueError where that is not a DataProto."""
+        content = plain_file.read(filepath)
+        if not isinstance(content, dict) or set(content) != {"batch", "non_tensor_batch", "meta_info"}:
+            raise ValueError(f"{filepath}: holds no DataProto")
+        batch = {
+            name: Jagged(**value) if isinstance(value, dict) else value for name, value in content["batch"].items()
+        }
+        return DataProto(Batch(batch), content["non_tensor_batch"], content["meta_info"])
+
+    # Rows
+
+    def __len__(self) -> int:
+        for column in (*self.batch.values(), *self.non_tensor_batch.values()):
+            return len(column)
+        return 0
+
+    def __getitem__(self, item: Any) -> DataProto | DataProtoItem:
+        """An int: that row. A slice, a list, an array or a tensor of indices or of bools: those rows."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, int | np.integer):
+            row = range(len(self))[int(item)]
+            columns = {name: column[row] for name, column in self.batch.items()}
+            return DataProtoItem(
+                columns, {name: col[row] for name, col in self.non_tensor_batch.items()}, self.meta_info
+            )
+        return self.select_idxs(item)
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        return self._take(range(len(self))[start:end:step])
+
+    def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> DataProto:
+        """Rows by their indices, in that order, or by one bool for each row."""
+        array = idxs.detach().cpu().numpy() if isinstance(idxs, Tensor) else np.asarray(idxs)
+        if array.dtype == bool:
+            if array.shape != (len(self),):
+                raise ValueError(f"a mask of shape {array.shape} does not fit {len(self)} rows")
+            array = np.flatnonzero(array)
+        return self._take([range(len(self))[int(row)] for row in array])
+
+    def _take(self, rows: Sequence[int]) -> DataProto:
+        rows = list(rows)
+        batch = Batch({name: take(column, rows) for name, column in self.batch.items()})
+        return DataProto(batch, {name: column[rows] for name, column in self.non_tensor_batch.items()}, self.meta_info)
+
+    def reorder(self, indices: Sequence[int] | Tensor) -> None:
+        """In place. indices: every row once. Raises ValueError otherwise."""
+        order = [int(row) for row in indices]
+        if sorted(order) != list(range(len(self))):
+            raise ValueError(f"DataProto.reorder: {order} is no order of {len(self)} rows")
+        ordered = self._take(order)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row repeat_times: a a b b with interleave, else a b a b."""
+        rows = range(len(self))
+        repeated = [row for row in rows for _ in range(repeat_times)] if interleave else [*rows] * repeat_times
+        return self._take(repeated)
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> DataProto:
+        """Row i repeat_times[i] times, next to each other."""
+        if len(repeat_times) != len(self):
+            raise ValueError(f"{len(repeat_times)} numbers of times for {len(self)} rows")
+        return self._take([row for row, times in enumerate(repeat_times) for _ in range(int(times))])
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """As many parts of equal size. Raises ValueError where the rows do not divide (`pad_dataproto_to_divisor`)."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(
+                f"{len(self)} rows do not make {chunks} equal chunks; pad them with pad_dataproto_to_divisor"
+            )
+        size = len(self) // chunks
+        return [self.slice(part * size, (part + 1) * size) for part in range(chunks)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of split_size rows; the last one may have less."""
+        if split_size < 1:
+            raise ValueError(f"split_size = {split_size}: must be at least 1")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Rows of all, in order. All must have the same columns.
+
+        meta_info: what all agree on; lists under "metrics" are joined. Raises ValueError where anything else differs.
+        """
+        if not data:
+            raise ValueError("DataProto.concat: there is nothing to join")
+        first = data[0]
+        for other in data[1:]:
+            if (
+                other.batch.keys() != first.batch.keys()
+                or other.non_tensor_batch.keys() != first.non_tensor_batch.keys()
+            ):
+                mine, others = ({*each.batch, *each.non_tensor_batch} for each in (first, other))
+                raise ValueError(f"DataProto.concat: columns {sorted(mine ^ others)} are not in all batches")
+        batch = {name: join([each.batch[name] for each in data], name) for name in first.batch}
+        arrays = {
+            name: np.concatenate([each.non_tensor_batch[name] for each in data]) for name in first.non_tensor_batch
+        }
+        return DataProto(Batch(batch), arrays, _joined_meta([each.meta_info for each in data]))
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of equal size, epochs times; dataloader_kwargs={"shuffle": True}: each time in another order.
+
+        Raises ValueError where the rows do not divide, or for other arguments of a data loader.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise ValueError(f"{len(self)} rows do not make mini-batches of {mini_batch_size}")
+        options = dict(dataloader_kwargs or {})
+        shuffle, more = options.pop("shuffle", False), sorted(options.keys() - {"drop_last", "num_workers"})
+        if more:
+            raise ValueError(f"DataProto.make_iterator: dataloader_kwargs {more} are not known; shuffle is")
+        return self._mini_batches(mini_batch_size, epochs, seed, shuffle=shuffle)
+
+    def _mini_batches(self, size: int, epochs: int, seed: int | None, *, shuffle: bool) -> Iterator[DataProto]:
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(self), generator=generator).tolist() if shuffle else list(range(len(self)))
+            for start in range(0, len(self), size):
+                yield self._take(order[start : start + size])
+
+    # Columns
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The columns that are named; None: all of that kind."""
+        found = DataProto(
+            Batch(_picked(self.batch, batch_keys, "batch")),
+            _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            _picked(self.meta_info, meta_info_keys, "meta_info"),
+        )
+        return copy.deepcopy(found) if deepcopy else found
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Takes the columns that are named out of this batch. Nothing is taken where a name is unknown."""
+        found = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        for mine, names in (
+            (self.batch, found.batch),
+            (self.non_tensor_batch, found.non_tensor_batch),
+            (self.meta_info, found.meta_info),
+        ):
+            for name in names:
+                del mine[name]
+        return found
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Columns of batch, in place; returns this batch."""
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        if len(old) != len(new):
+            raise ValueError(f"DataProto.rename: {len(old)} names, {len(new)} new ones")
+        _picked(self.batch, old, "batch")
+        names = dict(zip(old, new, strict=True))
+        renamed = [names.get(name, name) for name in self.batch]
+        if len(set(renamed)) < len(renamed):
+            raise ValueError(f"DataProto.rename: two columns would have one name: {sorted(renamed)}")
+        self.batch = Batch(zip(renamed, self.batch.values(), strict=True))
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Adds the columns of the other to this batch, in place, and returns it. Raises ValueError where both have a
+        column, or an entry of meta_info, with different values."""
+        different = [
+            name for name in self.batch.keys() & other.batch.keys() if not same(self.batch[name], other.batch[name])
+        ]
+        shared = self.non_tensor_batch.keys() & other.non_tensor_batch.keys()
+        different += [name for name in shared if not _equal(self.non_tensor_batch[name], other.non_tensor_batch[name])]
+        shared = self.meta_info.keys() & other.meta_info.keys()
+        different += [name for name in shared if not _equal(self.meta_info[name], other.meta_info[name])]
+        if different:
+            raise ValueError(f"DataProto.union: {sorted(different)} differ in the two batches; drop or rename one")
+        joined = DataProto(
+            Batch({**self.batch, **other.batch}),
+            {**self.non_tensor_batch, **other.non_tensor_batch},
+            {**self.meta_info, **other.meta_info},
+        )
+        self.batch, self.non_tensor_batch, self.meta_info = joined.batch, joined.non_tensor_batch, joined.meta_info
+        return self
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Moves the columns of batch, in place; returns this batch."""
+        moved = {
+            name: column.to(device)
+            if isinstance(column, Tensor)
+            else Jagged(column.values.to(device), column.cu_seqlens.to(device))
+            for name, column in self.batch.items()
+        }
+        self.batch = Batch(moved)
+        return self
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """(rows of data and then its first ones again until size_divisor divides their number, how many came on top)."""
+    if not len(data):
+        raise ValueError("a batch without rows cannot be padded")
+    pad_size = -len(data) % size_divisor
+    rows = [row % len(data) for row in range(len(data) + pad_size)]
+    return (data.select_idxs(rows) if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Undoes pad_dataproto_to_divisor."""
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+@dataclass
+class DataProtoFuture:
+    """A batch that workers are still making. futures: references of Ray, one for each worker.
+
+    collect_fn: their values -> the batch.  dispatch_fn: the batch -> what is wanted of it; None: all.
+    """
+
+    collect_fn: Callable[[list[Any]], DataProto]
+    futures: list[Any]
+    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+
+    @staticmethod
+    def concat(data: Sequence[Any]) -> DataProtoFuture:
+        return DataProtoFuture(DataProto.concat, list(data))
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """As DataProto.chunk, without waiting."""
+
+        def part(number: int) -> Callable[[DataProto], DataProto]:
+            return lambda whole: whole.chunk(chunks)[number]
+
+        return [DataProtoFuture(self.collect_fn, self.futures, part(number)) for number in range(chunks)]
+
+    def get(self) -> DataProto:
+        """Waits for all of them."""
+        import ray
+
+        whole = self.collect_fn(ray.get(self.futures))
+        return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+
+
+def _array(values: Any) -> np.ndarray:
+    if isinstance(values, np.ndarray):
+        return values
+    array = np.empty(len(values), dtype=object)
+    # Elementwise: numpy would make a matrix of equally long lists.
+    for row, value in enumerate(values):
+        array[row] = value
+    return array
+
+
+def _picked(columns: Mapping[str, Any], names: Sequence[str] | None, what: str) -> dict[str, Any]:
+    missing = [name for name in names or () if name not in columns]
+    if missing:
+        raise KeyError(f"DataProto.{what} has no {', '.join(missing)}; it has {sorted(columns)}")
+    return {name: columns[name] for name in (columns if names is None else names)}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray | Tensor) or isinstance(b, np.ndarray | Tensor):
+        if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return all(map(_equal, a.ravel().tolist(), b.ravel().tolist()))
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    return bool(a == b)
+
+
+def _joined_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for meta in metas:
+        for name, value in meta.items():
+            if name == "metrics" and name in joined:
+                joined[name] = [*_as_list(joined[name]), *_as_list(value)]
+            elif name in joined and not _equal(joined[name], value):
+                raise ValueError(f"DataProto.concat: meta_info[{name!r}] differs: {joined[name]!r} and {value!r}")
+            else:
+                joined[name] = value
+    return joined
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
