@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,29 @@ from scalerl.servers.engines import ENGINES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# ORGANISATION/NAME.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
-def read_model(path: str) -> ModelShape:
-    """Raises ValueError for a model that is of no known family, or that lacks weights."""
+
+def require_model_directory(path: str, key: str) -> None:
+    """Raises ValueError where there is none, with the way to get a model whose name on a hub was given."""
+    if Path(path).is_dir():
+        return
+    if _HUB_NAME.fullmatch(path):
+        local = f"models/{path.rpartition('/')[2]}"
+        raise ValueError(
+            f"{key} = {path}: there is no such directory in {Path.cwd()}, and models are not downloaded; it looks like "
+            f"a name on the Hugging Face hub: run `hf download {path} --local-dir {local}` and set {key}={local}"
+        )
+    raise ValueError(
+        f"{key} = {path}: there is no such directory (working directory {Path.cwd()}); give one with config.json, "
+        "*.safetensors and tokenizer files"
+    )
+
+
+def read_model(path: str, key: str) -> ModelShape:
+    """Raises ValueError for a model that is not there, of no known family, or that lacks weights. key: names it."""
+    require_model_directory(path, key)
     shape = ModelShape.from_hf(path)
     HFWeights(path).check(family_of(shape), shape)
     return shape
@@ -41,7 +62,7 @@ def read_role(role: ModelRole) -> ModelShape:
     Raises ValueError as `read_model`, and for a model without that head.
     """
     assert role.model_path is not None, "validated"
-    shape = read_model(role.model_path)
+    shape = read_model(role.model_path, f"{role.section}.{'model_path' if role.name == 'ref' else 'model.path'}")
     if role.name == "reward_model" and shape.head != "value":
         raise ValueError(
             f"{role.section}.model.path = {role.model_path}: is a language model, without a score head; give a reward "

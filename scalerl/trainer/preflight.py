@@ -19,7 +19,15 @@ from scalerl.config import (
     world_size,
 )
 from scalerl.config.partial_config import OVERRIDES
-from scalerl.config.schema import DataConfig, JudgeConfig, MegatronConfig, OptimConfig, RunConfig, SFTDataConfig
+from scalerl.config.schema import (
+    DataConfig,
+    JudgeConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    SFTDataConfig,
+)
 from scalerl.families import ModelShape
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.runtime.device import resolve_device
@@ -32,6 +40,7 @@ from scalerl.trainer.model_checks import (
     model_layout_violations,
     read_model,
     read_role,
+    require_model_directory,
     role_violations,
     vocabulary_violations,
 )
@@ -72,7 +81,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
     device: cuda or cpu, of the machines that the run will be on; None: it is on this one.
     """
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
-    from scalerl.data import create_rl_dataset, load_tokenizer
+    from scalerl.data import create_rl_dataset
     from scalerl.rewards import build_reward_manager
     from scalerl.rollout.program import load_program
 
@@ -92,7 +101,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
     errors.violations.extend(broken)
     _check_overrides(errors, _sections_of_megatron(cfg))
     model = cfg.actor_rollout_ref.model
-    tokenizer = errors.attempt(lambda: load_tokenizer(model.path, model.trust_remote_code))
+    tokenizer = errors.attempt(lambda: _policy_tokenizer(model, "actor_rollout_ref.model.path"))
     # Of sizes that do not fit each other nothing can be said against a model or the data.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
     _check_judge(errors, cfg.reward_model.judge)
@@ -116,6 +125,13 @@ def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
+
+
+def _policy_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
+    from scalerl.data import load_tokenizer
+
+    require_model_directory(model.path, key)
+    return load_tokenizer(model.path, model.trust_remote_code)
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
@@ -164,7 +180,9 @@ def _check_models(
 
     device: None where the models are read, and not held against the configuration.
     """
-    shapes = {"actor": errors.attempt(lambda: read_model(cfg.actor_rollout_ref.model.path))}
+    shapes = {
+        "actor": errors.attempt(lambda: read_model(cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path"))
+    }
     if shapes["actor"] is not None:
         if device is not None:
             errors.violations.extend(actor_violations(cfg, shapes["actor"], device=device))
@@ -172,7 +190,9 @@ def _check_models(
             key, path = "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
             errors.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
     for role in model_roles(cfg):
-        if role.model_path is None:
+        # The policy's has been read; of one that cannot be, that was said.
+        is_said = shapes["actor"] is None and role.model_path == cfg.actor_rollout_ref.model.path
+        if role.model_path is None or is_said:
             continue
         shape = shapes[role.name] = errors.attempt(partial(read_role, role))
         if shape is not None and device is not None:
@@ -198,7 +218,7 @@ def _check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
 
 def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
     """As `check_ppo`."""
-    from scalerl.data import SFTDataset, load_tokenizer
+    from scalerl.data import SFTDataset
 
     errors = ErrorCollector()
     device = device or errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
@@ -206,12 +226,12 @@ def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
     broken = validate_sft(cfg, device=device)
     errors.violations.extend(broken)
     _check_overrides(errors, {"megatron": cfg.megatron, "optim": cfg.optim})
-    shape = errors.attempt(lambda: read_model(cfg.model.path))
+    shape = errors.attempt(lambda: read_model(cfg.model.path, "model.path"))
     if shape and not broken:
         errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
-    tokenizer = errors.attempt(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
+    tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path"))
     if shape is not None and tokenizer is not None:
         errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
     train = val = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,6 +14,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
 from scalerl.config.verl.overrides import OWNED, SAME_NAME
+from scalerl.errors import UserError
+from scalerl.families import ModelShape
+from scalerl.parallel.layout import Layout
+from scalerl.parallel.model import transformer_config
 from scalerl.parallel.overrides import fits, megatron_values, override_violations
 
 
@@ -73,6 +78,27 @@ def test_what_is_said_to_be_set_elsewhere_is_a_field_of_megatron(kind: str, owne
     assert names <= set(get_type_hints(owner))
     if kind == "transformer":
         assert set(SAME_NAME) - {"use_distributed_optimizer"} <= set(get_type_hints(owner))
+
+
+def config_of(**override: Any) -> Any:
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    shape = ModelShape.from_config(config | {"intermediate_size": 64, "vocab_size": 128, "num_key_value_heads": 2})
+    groups: Any = SimpleNamespace(layout=Layout(world_size=1))
+    return transformer_config(shape, MegatronConfig(override_transformer_config=override), groups, on_cpu=True)
+
+
+def test_a_field_reaches_megatrons_config():
+    assert not config_of().bias_dropout_fusion and config_of(bias_dropout_fusion=True).bias_dropout_fusion
+    assert config_of(attention_backend="unfused").attention_backend is AttnBackend.unfused
+    # What scalerl sets stays.
+    assert config_of(bias_dropout_fusion=True).calculate_per_token_loss
+
+
+def test_what_megatron_refuses_is_said_with_the_fields():
+    with pytest.raises(
+        UserError, match=r"override_transformer_config = \{cpu_offloading:true,cpu_offloading_num_layers:-1\}: "
+    ):
+        config_of(cpu_offloading=True, cpu_offloading_num_layers=-1)
 
 
 def test_a_number_fits_a_float_and_a_bool_does_not():

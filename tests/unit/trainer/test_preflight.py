@@ -295,3 +295,31 @@ def test_broken_rules_and_wrong_files_come_in_one_round(directory: Path, tmp_pat
     ):
         assert text.count(part) >= 1, part
     assert text.count("no such advantage estimator") == 1
+
+
+def test_a_model_that_is_no_directory_is_said_once_with_its_key(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directory)
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    cfg = config(directory, "qwen3", "embedded", 0, "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", kl)
+    (text,) = violations(cfg)
+    assert text == (
+        f"actor_rollout_ref.model.path = Qwen/Qwen3-0.6B: there is no such directory in {directory}, and models are "
+        "not downloaded; it looks like a name on the Hugging Face hub: run `hf download Qwen/Qwen3-0.6B --local-dir "
+        "models/Qwen3-0.6B` and set actor_rollout_ref.model.path=models/Qwen3-0.6B"
+    )
+    cfg = config(directory, "qwen3", "embedded", 0, f"actor_rollout_ref.model.path={directory / 'no'}")
+    (text,) = violations(cfg)
+    assert text.startswith(f"actor_rollout_ref.model.path = {directory / 'no'}: there is no such directory (working")
+
+
+def test_fields_of_megatrons_configs_are_checked_against_megatron(directory: Path) -> None:
+    section = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    cfg = config(
+        directory, "qwen3", "embedded", 0, f"{section}.moe_permut_fusion=true", f"{section}.batch_p2p_sync=maybe"
+    )
+    assert violations(cfg) == [
+        f"{section}.moe_permut_fusion = true: Megatron's MLATransformerConfig has no such field; leave it out",
+        f"{section}.batch_p2p_sync = maybe: Megatron's MLATransformerConfig wants bool",
+    ]
