@@ -116,7 +116,7 @@ class DataProto:
         """Nested tensors become jagged columns; what is no tensor goes to non_tensor_batch."""
         tensors, others = {}, {}
         for name in tensor_dict.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
-            value = tensor_dict.get(name)
+            value: Any = tensor_dict.get(name)
             if isinstance(value, Tensor):
                 tensors[name] = Jagged(value.values(), value.offsets()) if value.is_nested else value
             else:

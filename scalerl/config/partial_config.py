@@ -115,10 +115,7 @@ class Draft:
         """What a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:
             with contextlib.suppress(OmegaConfBaseException):
-                resolved: Any = OmegaConf.to_container(
-                    OmegaConf.create({"it": value}, parent=self._config), resolve=True
-                )
-                return resolved["it"]
+                return OmegaConf.create({"it": value}, parent=self._config).it
         return value
 
     def foreign(self, key: str) -> Any:

@@ -129,8 +129,9 @@ class _Reader:
             elif self._ends_word(char, bare, stop):
                 break
             elif char in "'\"":
+                quote: Quote = "'" if char == "'" else '"'
                 parts, bare = self._flushed(parts, bare), ""
-                parts.append(Part(self._quoted(char), char))
+                parts.append(Part(self._quoted(quote), quote))
             elif char == "\\":
                 parts, bare = self._flushed(parts, bare), ""
                 parts.append(Part(self._take(2)[1:], "'"))
@@ -151,7 +152,7 @@ class _Reader:
     def _flushed(parts: list[Part], bare: str) -> list[Part]:
         return [*parts, Part(bare, "")] if bare else parts
 
-    def _quoted(self, quote: str) -> str:
+    def _quoted(self, quote: Quote) -> str:
         self._take()
         text = ""
         while not self.done and self.text[self.at] != quote:
