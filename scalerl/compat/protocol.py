@@ -118,7 +118,9 @@ class DataProto:
         for name in tensor_dict.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
             value: Any = tensor_dict.get(name)
             if isinstance(value, Tensor):
-                tensors[name] = Jagged(value.values(), value.offsets()) if value.is_nested else value
+                # torch's types do not know nested tensors.
+                nested: Any = value
+                tensors[name] = Jagged(nested.values(), nested.offsets()) if value.is_nested else value
             else:
                 others[name] = value.tolist() if hasattr(value, "tolist") else list(value)
         return cls.from_dict(tensors, others, meta_info)
