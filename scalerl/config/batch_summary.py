@@ -69,7 +69,7 @@ def _about(per_rank: float) -> str:
 
 
 def _micro_batches(samples: int, longest: int, max_tokens_per_micro_batch: int) -> str:
-    """Between 1 and what full-length samples need; a micro-batch holds whole samples."""
+    """The number of micro-batches: between 1 and what samples of full length need, each in one micro-batch whole."""
     most = math.ceil(samples / (max_tokens_per_micro_batch // longest))
     return "1" if most == 1 else f"1 to {most}"
 

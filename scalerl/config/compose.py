@@ -153,10 +153,10 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
     for override in request.values:
         draft.put_override(override)
     missing, config = draft.finish()
-    misfits = request.violations + draft.violations
+    wrong_inputs = request.violations + draft.violations
     values = without_repeats(config, dict(domain_violations(config)))
-    if with_rules or misfits or missing or values:
-        violations = [*misfits, *missing, *(values if misfits else VALIDATORS[request.kind](config))]
+    if with_rules or wrong_inputs or missing or values:
+        violations = [*wrong_inputs, *missing, *(values if wrong_inputs else VALIDATORS[request.kind](config))]
         if violations:
             raise ConfigError(violations)
     return Composed(config, [*request.translations, *draft.translations])
@@ -164,7 +164,7 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
 
 @dataclass
 class _Request:
-    """A command line, parsed. Violations collect what could not be."""
+    """A parsed command line, with a violation for each argument that could not be parsed."""
 
     kind: str
     config_name: str
@@ -247,7 +247,7 @@ def _parse_override(request: _Request, group_names: set[str], text: str) -> None
 
 
 def _roots(request: _Request) -> list[Any]:
-    """Where configs are looked up, first to last. Hydra finds the primary config in the first alone."""
+    """The places where config files are looked up, in order. Hydra finds the primary config in the first alone."""
     package = resources.files(CONFIGS_PACKAGE)
     if request.config_dir is None:
         return [package]
@@ -269,7 +269,7 @@ def _group_names(request: _Request) -> set[str]:
 
 
 def _hidden_files(request: _Request) -> list[str]:
-    """Groups of the user that the package's file of the same name would hide."""
+    """A violation for each group file of the user's that the package's file of the same name would hide."""
     first, *others = _roots(request)
     if not others or _primary_is_users(request):
         return []
@@ -288,7 +288,7 @@ def _options(request: _Request, group: str) -> list[str]:
 
 @contextmanager
 def _hydra(request: _Request) -> Iterator[None]:
-    """Hydra's search path for one composition; its global state is put back at the end."""
+    """Sets Hydra's search path for one composition and puts its global state back at the end."""
     if _primary_is_users(request):
         session = initialize_config_dir(str(request.config_dir), version_base="1.3")
     else:
@@ -298,7 +298,7 @@ def _hydra(request: _Request) -> Iterator[None]:
 
 
 def _search_path(request: _Request) -> list[str]:
-    """What `_roots` has after its first."""
+    """The override that gives Hydra the second of `_roots`, if there is one."""
     if request.config_dir is None:
         return []
     second = f"pkg://{CONFIGS_PACKAGE}" if _primary_is_users(request) else f"file://{request.config_dir}"
@@ -306,7 +306,7 @@ def _search_path(request: _Request) -> list[str]:
 
 
 def _group_overrides(request: _Request) -> list[str]:
-    """Overrides of groups as Hydra wants them: `+` exactly where the defaults list does not name the group yet."""
+    """The overrides of groups as Hydra wants them: `+` exactly where the defaults list does not name the group yet."""
     try:
         chosen = _defaults_list(request, []).overrides.known_choices
     except UNREADABLE as error:
@@ -323,7 +323,7 @@ def _group_overrides(request: _Request) -> list[str]:
 
 
 def _cannot_read(request: _Request, error: Exception) -> ConfigError:
-    """Without its files nothing else of the configuration can be judged."""
+    """The error of a configuration whose files cannot be read, so that nothing else of it can be judged."""
     return ConfigError([*request.violations, f"{request.config_name}: cannot be read: {error}"])
 
 

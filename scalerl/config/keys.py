@@ -19,7 +19,7 @@ _NEAR = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One key that holds a value. `owner` is the dataclass that declares `name`."""
+    """One key that holds a value. `owner` is the dataclass of its section, which declares or inherits `name`."""
 
     key: str
     owner: type
@@ -28,7 +28,7 @@ class Leaf:
 
     @property
     def is_free_dict(self) -> bool:
-        """Keys below this one are the user's own."""
+        """Whether the keys below this one are the user's own."""
         return typing.get_origin(self.annotation) is dict
 
     @property
@@ -42,7 +42,7 @@ class Leaf:
 
 
 def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
-    """Every key of a dataclass that holds a value, in the order of the source."""
+    """The keys of a dataclass that hold a value, in the order of the source."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         annotation = hints[field.name]
@@ -54,7 +54,7 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
 
 @functools.cache
 def inherited_keys(schema: type) -> dict[str, str]:
-    """Keys whose default is the value of another one, and that one."""
+    """Key whose default is the value of another key -> that other key."""
     raw: Any = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
     sources = {}
     for leaf in leaves(schema):
@@ -111,7 +111,7 @@ class KeyTable:
         return named[0] if named else None
 
     def unknown(self, key: str, origin: str = "") -> str:
-        """What to tell a user who wrote `key`."""
+        """The violation of a user who wrote `key`, which does not exist."""
         nearest = self.nearest(key)
         advice = f"did you mean {nearest}?" if nearest else "`scalerl COMMAND --help` lists them all; leave it out"
         return f"{key}: no such key{origin}; {advice}"

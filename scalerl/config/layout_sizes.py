@@ -15,7 +15,7 @@ from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """How many devices (on CPU: processes) share what of one model.
+    """The number of devices (on CPU: processes) that share each part of one model.
 
     world_size: devices of all copies of the model.
     tp_size, pp_size, cp_size: devices that share each layer, the layers, each sequence.
@@ -38,7 +38,7 @@ class LayoutSizes:
 
     @classmethod
     def of(cls, megatron: MegatronConfig, world_size: int | None = None) -> Self:
-        """The sizes that the keys give. world_size: None takes the devices of one copy."""
+        """The sizes that the keys of a `megatron` section give. world_size: None takes the devices of one copy."""
         tp_size, cp_size = megatron.tensor_model_parallel_size, megatron.context_parallel_size
         pp_size = megatron.pipeline_model_parallel_size
         return cls(
@@ -61,7 +61,7 @@ class LayoutSizes:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel copies; the devices are a multiple of copy_size."""
+        """Data-parallel copies of the model; the devices must be a multiple of copy_size."""
         return self.world_size // self.copy_size
 
     @property
@@ -88,7 +88,7 @@ class LayoutSizes:
         return PipelineSizes(self.pp_size, self.vpp_size, self.first_stage_layers, self.last_stage_layers)
 
     def max_tokens_per_micro_batch(self, max_tokens_per_device: int) -> int:
-        """Tokens of a micro-batch, at most: it fills all the devices that share its sequences."""
+        """The most tokens of a micro-batch, which fills all the devices that share its sequences."""
         return max_tokens_per_device * self.cp_size
 
     def tokens_per_device(self, num_tokens: int, *, sequence_parallel: bool) -> int:
@@ -100,7 +100,7 @@ class LayoutSizes:
 
 
 def alignment(*, tp_size: int, cp_size: int, sequence_parallel: bool) -> tuple[int, int]:
-    """What the tokens of a packed sequence, and of a whole micro-batch, are a multiple of.
+    """The numbers that the tokens of a packed sequence, and of a whole micro-batch, are a multiple of.
 
     Context parallelism cuts every sequence into 2 * cp_size pieces; sequence parallelism splits the tokens of each of
     its ranks over tp_size.

@@ -24,12 +24,12 @@ _PLACEHOLDER = "missing.parquet"
 
 @functools.cache
 def defaults_of(schema: type) -> DictConfig:
-    """The schema with its defaults. Not to be changed: a copy takes a sixth of the time."""
+    """The schema with its defaults. Callers copy it, which takes a sixth of the time, and never change it."""
     return OmegaConf.structured(schema)
 
 
 class Draft:
-    """Values of one schema, and what was wrong with those that did not fit."""
+    """The values of a configuration that is being filled in, and a violation for each that did not fit its schema."""
 
     def __init__(self, schema: type, kind: str = "ppo") -> None:
         """kind: whose vocabulary of verl is understood."""
@@ -46,7 +46,7 @@ class Draft:
         self._written: set[str] = set()
 
     def put_override(self, override: Override) -> None:
-        """One `key=value` of a command line."""
+        """Takes one `key=value` of a command line."""
         if override.is_delete():
             key = override.key_or_group
             advice = "give it a value" if self.table.kind(key) != "unknown" else self.table.unknown(key)
@@ -57,7 +57,7 @@ class Draft:
             self.put(override.key_or_group, override.value())
 
     def put_tree(self, package: str, content: dict[Any, Any], origin: str) -> None:
-        """A YAML file whose keys start at `package` ("" is the root)."""
+        """Takes the content of a YAML file whose keys start at `package` ("" is the root)."""
         if package and self.table.kind(package) == "unknown" and all(self._at_root(name) for name in content):
             self.violations.append(
                 f"{package}: no such key{origin}; make '# @package _global_' the first line of the file, so that its "
@@ -191,7 +191,7 @@ class Draft:
 
 
 def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
-    """The values as written: interpolations and ??? stay."""
+    """The values of the keys as they were written: interpolations and ??? stay."""
     container: Any = OmegaConf.to_container(config, resolve=False)
     return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
 

@@ -30,7 +30,7 @@ class RegisteredNames:
         self._names.discard(name)
 
     def unknown(self, name: str) -> str:
-        """What to tell a user who wrote this name."""
+        """The violation of a user who wrote this name, which nobody registered."""
         near = difflib.get_close_matches(str(name), self._names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return (

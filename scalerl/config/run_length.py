@@ -13,7 +13,10 @@ from scalerl.config.validate import validate_ppo, validate_sft
 
 
 def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
-    """total_training_steps, or total_epochs of the data (the last batch runs into the next epoch's order)."""
+    """The steps of a run: total_training_steps, or total_epochs of the data.
+
+    The last batch of an epoch runs into the next epoch's order.
+    """
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     return math.ceil(num_rows * trainer.total_epochs / batch_size)
@@ -32,7 +35,7 @@ def too_few_prompts(cfg: PPOConfig, num_prompts: int) -> Iterator[str]:
 
 
 def _smaller(cfg: PPOConfig, num_prompts: int) -> str:
-    """The largest sizes that the data has prompts for; empty where the layout needs more."""
+    """The largest batch sizes that the data has prompts for, as advice; empty where the layout needs more."""
     smaller = copy.deepcopy(cfg)
     actor, critic, with_critic = smaller.actor_rollout_ref.actor, smaller.critic, uses_critic(cfg)
     whole = math.lcm(actor.ppo_mini_batch_size, critic.ppo_mini_batch_size if with_critic else 1)
@@ -48,7 +51,7 @@ def _smaller(cfg: PPOConfig, num_prompts: int) -> str:
 
 
 def too_few_conversations(cfg: SFTConfig, num_rows: int) -> Iterator[str]:
-    """As `too_few_prompts`, for `scalerl sft`."""
+    """The violation of an SFT run whose update takes more conversations than the data has. `cfg` must be valid."""
     batch = cfg.data.train_batch_size
     if batch > num_rows:
         smaller = copy.deepcopy(cfg)

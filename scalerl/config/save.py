@@ -35,7 +35,7 @@ def save_resolved(cfg: Any, path: str | Path) -> None:
 
 
 def flatten(cfg: Any) -> dict[str, Scalar]:
-    """Dotted key -> scalar. A list and an empty dict become their JSON text."""
+    """A config dataclass as dotted key -> scalar. A list and an empty dict become their JSON text."""
     flat: dict[str, Scalar] = {}
     _flatten_into(flat, "", dataclasses.asdict(cfg))
     return flat

@@ -17,7 +17,7 @@ from scalerl.runtime.garbage import collect_garbage
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Place of one rank. etp_rank, ep_rank: its place for the experts of a mixture, over the same ranks."""
+    """The place of one rank in a layout. etp_rank, ep_rank: its place for the experts of a mixture."""
 
     tp_rank: int
     cp_rank: int
@@ -61,7 +61,7 @@ class Layout(LayoutSizes):
         )
 
     def output_ranks(self) -> list[int]:
-        """For each dp rank, the rank that holds its results: tp and cp rank 0 of the last pipeline stage."""
+        """The rank that holds the results of each dp rank: tp and cp rank 0 of the last pipeline stage."""
         rank_of_dp_rank = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)

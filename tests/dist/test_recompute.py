@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     "all modules": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
-    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "uniform": {"recompute_granularity": "full"},
     "two layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }

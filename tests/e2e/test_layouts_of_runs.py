@@ -28,8 +28,7 @@ LAYOUTS = {
     "cp2": (2, [f"{CP}=2"]),
     "vpp": (2, [f"{PP}=2", f"{VPP}=2"]),
     "tp2 x dp2": (4, [f"{TP}=2"]),
-    "recompute": (1, [f"{MEGATRON}.recompute_granularity=full", f"{MEGATRON}.recompute_method=uniform",
-                      f"{MEGATRON}.recompute_num_layers=1"]),
+    "recompute": (1, [f"{MEGATRON}.recompute_granularity=full"]),
     "ep2": (2, [f"{EP}=2"]),
     "ep2 x tp2": (4, [f"{EP}=2", f"{TP}=2"]),
 }  # fmt: skip

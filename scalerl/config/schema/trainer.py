@@ -28,7 +28,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     project_name: str = key("scalerl", TEXT)
     experiment_name: str = key("default", TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with
-    # metrics.tracking.register_backend.
+    # tracking.register_backend.
     logger: list[str] = key(["console", "mlflow"], TEXTS)
     # null: a SQLite file in default_local_dir.
     mlflow_tracking_uri: str | None = key(None, or_null(TEXT))

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scalerl.balance import Alignment
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import compose
 from scalerl.families import ModelShape
 from scalerl.trainer.build import planners
 from scalerl.trainer.checkpoints import Resumed
+from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.preflight import PPOInputs
 from tests.tiny_models import make_tiny_model
 
@@ -25,6 +27,26 @@ from tests.tiny_models import make_tiny_model
     ],
 )
 def test_a_sample_over_the_budget_of_a_role(tmp_path: Path, role: str, keys: str) -> None:
+    planner = planners_of(tmp_path)[role]
+    columns = {"uid": [0, 1], "prompt_uid": [0, 1], "prompt_length": [8, 2], "response_length": [32, 2]}
+    samples = BatchRef(0, {name: np.array(values) for name, values in columns.items()})
+    with pytest.raises(ValueError, match=rf"set {keys} to at least 40"):
+        planner.plan(samples)
+
+
+def test_a_micro_batch_fills_the_devices_that_share_it(tmp_path: Path) -> None:
+    cp2 = ["actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    own = ["critic.resource_pool.nnodes=1", "critic.megatron.context_parallel_size=1"]
+    rules = {role: planner.rules for role, planner in planners_of(tmp_path, *cp2, *own).items()}
+    assert {role: rule.max_tokens_per_micro_batch for role, rule in rules.items()} == {
+        "actor": 64, "ref": 62, "critic": 30,
+    }  # fmt: skip
+    assert {role: (rule.dp_size, rule.devices_per_sequence, rule.alignment) for role, rule in rules.items()} == {
+        "actor": (1, 2, Alignment(4, 4)), "ref": (1, 2, Alignment(4, 4)), "critic": (2, 1, Alignment(1, 1)),
+    }  # fmt: skip
+
+
+def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:
     shape = ModelShape.from_hf(make_tiny_model(tmp_path / "model", num_layers=1))
     cfg = compose(
         "ppo",
@@ -42,11 +64,8 @@ def test_a_sample_over_the_budget_of_a_role(tmp_path: Path, role: str, keys: str
             "critic.ppo_max_token_len_per_gpu=30",
             "algorithm.adv_estimator=gae",
             "trainer.n_gpus_per_node=1",
+            *overrides,
         ],
     )
     inputs = PPOInputs({"actor": shape, "critic": shape, "ref": shape}, None, None, None, "cpu", Resumed(None, {}))
-    planner = planners(cfg, inputs)[role]
-    columns = {"uid": [0, 1], "prompt_uid": [0, 1], "prompt_length": [8, 2], "response_length": [32, 2]}
-    samples = BatchRef(0, {name: np.array(values) for name, values in columns.items()})
-    with pytest.raises(ValueError, match=rf"set {keys} to at least 40"):
-        planner.plan(samples)
+    return planners(cfg, inputs)
