@@ -25,6 +25,7 @@ commands:
   translate a launch script of verl, not run -> the scalerl command, and what became of each key
   launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
+  inspect   what is in a checkpoint, and whether it is what was saved
   doctor    versions, devices, what is missing and what that changes
 
 `scalerl COMMAND --help` explains a command; `scalerl --version` prints the version.
@@ -103,6 +104,12 @@ def _merge(argv: list[str]) -> int | None:
     return program(["merge", *argv])
 
 
+def _inspect(argv: list[str]) -> int | None:
+    from scalerl.merge.inspect import main as program
+
+    return program(argv)
+
+
 def _doctor(argv: list[str]) -> int | None:
     from scalerl.doctor import main as program
 
@@ -119,6 +126,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "launch": _launch,
     "translate": _translate,
     "merge": _merge,
+    "inspect": _inspect,
     "doctor": _doctor,
 }
 # Commands that take the keys of a config schema.

@@ -8,7 +8,7 @@ tensor, so what is stored has no trace of the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -232,7 +232,8 @@ def _copies(engine: MegatronEngine, tensor: torch.Tensor, replica_id: Any) -> tu
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     """What all ranks have alike."""
     scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
-    return {"num_updates": engine.num_updates} | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
+    common = {"num_updates": engine.num_updates, "layout": asdict(engine.groups.layout)}
+    return common | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
 
 
 def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:

@@ -102,8 +102,9 @@ def read_with_megatron(directory: str) -> None:
     from scalerl.parallel.layout import Layout, initialize
 
     initialize(Layout(1), backend="gloo", timeout_s=60, seed=1)
-    assert load_common_state_dict(directory) == {"num_updates": 0}
+    common = load_common_state_dict(directory)
+    assert common["num_updates"] == 0 and common["layout"]["world_size"] == WORLD_SIZE
     theirs = load_plain_tensors(directory)
     with DistCheckpoint(directory) as stored:
-        assert theirs.keys() == stored.tensors.keys() | {"num_updates"}
+        assert theirs.keys() == stored.tensors.keys() | common.keys()
         assert all(torch.equal(theirs[key], stored.read(key)) for key in stored.tensors)

@@ -25,6 +25,7 @@ PROGRAMS = {
     "data": ("scalerl.data.prepare.command", []),
     "launch": ("scalerl.launch.command", []),
     "merge": ("scalerl.merge.__main__", ["merge"]),
+    "inspect": ("scalerl.merge.inspect", []),
     "doctor": ("scalerl.doctor", []),
 }
 

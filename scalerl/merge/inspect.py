@@ -1,0 +1,103 @@
+"""`scalerl inspect`: what is in a checkpoint, and whether it is what was saved."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+
+from scalerl.checkpoint.store import (
+    COMPLETE_NAME,
+    TRAINER_STATE_NAME,
+    find_latest_ckpt_path,
+    integrity_problem,
+    manifest_sizes,
+    read_trainer_state,
+)
+from scalerl.checkpoint.torch_dist import DistCheckpoint
+from scalerl.families import ModelShape
+
+# First parts of keys -> what these tensors are. What begins with none of them is the model's.
+_PARTS = {
+    "optimizer.state.param.": "main parameters",
+    "optimizer.state.exp_avg.": "Adam's first moments",
+    "optimizer.state.exp_avg_sq.": "Adam's second moments",
+    "optimizer.": "other state of the optimizer",
+}
+_LAYOUT = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size", "etp_size")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 1 with one message on standard error where it is no whole checkpoint, or not what was saved."""
+    parser = argparse.ArgumentParser(prog="scalerl inspect", description="What is in a checkpoint of a training run.")
+    parser.add_argument("checkpoint", help="global_step_N, or the run's directory: the one that it would go on from")
+    parser.add_argument("--check", action="store_true", help="read all of it and compare every digest")
+    args = parser.parse_args(argv)
+    try:
+        directory = _directory(Path(args.checkpoint))
+        for line in describe(directory):
+            print(line)
+        if args.check:
+            problem = integrity_problem(directory, digests=True)
+            if problem is not None:
+                raise ValueError(f"{directory}: {problem}")
+            print(_checked(directory))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def describe(directory: Path) -> Iterator[str]:
+    """Lines about a whole checkpoint. Reads indexes and small files alone."""
+    sizes = manifest_sizes(directory)
+    yield f"{directory}: {len(sizes)} files, {_gb(sum(sizes.values()))}"
+    if (directory / TRAINER_STATE_NAME).is_file():
+        state = read_trainer_state(directory)
+        yield f"  step {state.get('step')}; state of the run: {', '.join(sorted(state.keys() - {'step'})) or 'nothing'}"
+    for role in sorted({Path(name).parts[0] for name in sizes if "/dist_ckpt/" in name}):
+        yield from _describe_role(directory / role)
+
+
+def _describe_role(directory: Path) -> Iterator[str]:
+    shape = ModelShape.from_hf(directory / "huggingface")
+    yield f"  {directory.name}: {shape.model_type}, {shape.num_layers} layers, hidden size {shape.hidden_size}"
+    common = torch.load(directory / "dist_ckpt" / "common.pt", map_location="cpu", weights_only=True)
+    layout = common.get("layout")
+    if layout is not None:
+        yield "    saved on " + ", ".join(f"{name} {layout[name]}" for name in _LAYOUT)
+    yield f"    after {common['num_updates']} updates"
+    with DistCheckpoint(directory / "dist_ckpt") as stored:
+        num_bytes, numbers, dtypes, pieces = Counter(), Counter(), {}, Counter()
+        for key, tensor in stored.tensors.items():
+            part = next((name for start, name in _PARTS.items() if key.startswith(start)), "weights")
+            num_bytes[part] += tensor.num_bytes
+            numbers[part] += prod(tensor.shape)
+            dtypes.setdefault(part, set()).add(str(tensor.dtype).removeprefix("torch."))
+            pieces[part] += sum(1 for _ in stored.pieces(key))
+        digests = "with digests" if stored.has_digests else "without digests: saved before there were any"
+    for part, size in num_bytes.items():
+        kinds = ", ".join(sorted(dtypes[part]))
+        yield f"    {part}: {numbers[part]:,} numbers ({kinds}), {_gb(size)} in {pieces[part]} pieces {digests}"
+
+
+def _directory(path: Path) -> Path:
+    if (path / COMPLETE_NAME).is_file() or not path.is_dir():
+        return path
+    latest = find_latest_ckpt_path(path)
+    if latest is None:
+        raise ValueError(f"{path} is no checkpoint and holds none: give global_step_N, or the directory of a run")
+    return Path(latest)
+
+
+def _checked(directory: Path) -> str:
+    return f"  every file of {directory.name} has the digest that it was saved with"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 10**6 else f"{num_bytes:,} bytes"

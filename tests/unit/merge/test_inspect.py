@@ -1,0 +1,73 @@
+"""`scalerl inspect`: what it says of a checkpoint, and that --check finds what changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.checkpoint import store
+from scalerl.checkpoint.pieces import Piece, write_file, write_index
+from scalerl.merge.inspect import main
+from tests.tiny_models import make_tiny_model
+
+WEIGHT = "decoder.layers.0.mlp.linear_fc2.weight"
+LAYOUT = dict(world_size=8, tp_size=2, pp_size=2, vpp_size=1, cp_size=1, ep_size=1, etp_size=1)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tmp = store.begin_save(tmp_path / "run", 3)
+    (tmp / "actor" / "dist_ckpt").mkdir(parents=True)
+    make_tiny_model(tmp / "actor" / "huggingface", "qwen3")
+    (tmp / "actor" / "huggingface" / "model.safetensors").unlink()
+    keys = {WEIGHT: torch.bfloat16}
+    keys |= {f"optimizer.state.{name}.{WEIGHT}": torch.float32 for name in ("param", "exp_avg", "exp_avg_sq")}
+    pieces = [
+        Piece(key, (64, 128), (32 * half, 0), torch.ones(32, 128, dtype=dtype))
+        for key, dtype in keys.items()
+        for half in (0, 1)
+    ]
+    written = write_file(tmp / "actor" / "dist_ckpt" / "__0_0.distcp", pieces)
+    write_index(tmp / "actor" / "dist_ckpt", [written], {"num_updates": 6, "layout": LAYOUT})
+    store.write_trainer_state(tmp, {"step": 3, "prompts": {}})
+    return store.commit(tmp, tmp_path / "run", 3)
+
+
+def test_what_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the directory itself, and of the run's: the one that it would go on from."""
+    assert main([str(checkpoint), "--check"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "step 3; state of the run: prompts",
+        "actor: qwen3, 2 layers, hidden size 64",
+        "saved on world_size 8, tp_size 2, pp_size 2,",
+        "after 6 updates",
+        "weights: 8,192 numbers (bfloat16), 16,384 bytes in 2 pieces with digests",
+        "Adam's second moments: 8,192 numbers (float32), 32,768 bytes in 2 pieces",
+        "every file of global_step_3 has the digest that it was saved with",
+    ):
+        assert line in said
+    assert main([str(checkpoint.parent)]) == 0
+    assert f"{checkpoint}: " in capsys.readouterr().out
+
+
+def test_damage_is_found_when_asked_for(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = checkpoint / "actor" / "dist_ckpt" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[2000] ^= 1
+    file.write_bytes(data)
+    assert main([str(checkpoint)]) == 0
+    assert main([str(checkpoint), "--check"]) == 1
+    assert f"file actor/dist_ckpt/__0_0.distcp is not what was saved: tensor {WEIGHT} at" in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "is no checkpoint and holds none: give global_step_N" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    (checkpoint / "trainer_state.json").unlink()
+    assert main([str(checkpoint)]) == 1
+    assert "file trainer_state.json is missing" in capsys.readouterr().err
