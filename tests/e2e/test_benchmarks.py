@@ -221,6 +221,24 @@ def test_weight_sync(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_checkpoint(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "checkpoint.py", tmp_path / "result.json",
+        *("--hidden", "128", "--layers", "2", "--repeats", "1"),
+    )  # fmt: skip
+    assert_positive(result)
+    assert result["save_over_dd"] == pytest.approx(
+        result["save_gb_per_s"]["median"] / result["dd_write_gb_per_s"]["median"]
+    )
+
+
+@pytest.mark.full
+def test_merge(tmp_path: Path) -> None:
+    result = run_benchmark("merge.py", tmp_path / "result.json", "--gb", "0.04", "--repeats", "1")
+    assert_positive(result)
+
+
+@pytest.mark.full
 def test_rollout_client(tmp_path: Path) -> None:
     result = run_benchmark(
         "rollout_client.py", tmp_path / "result.json",

@@ -1,0 +1,150 @@
+"""GB/s of saving and loading a checkpoint on real ranks, against dd with as many processes in the same run.
+
+python benchmarks/checkpoint.py                       # a model of 0.1 billion parameters in bfloat16 on two dp ranks
+python benchmarks/checkpoint.py --layout tp2 --directory /data
+
+A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
+conv=fsync. A load is `load_engine`, every digest compared; dd reads the files that were written. Both meet the same
+page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import record
+from merge import resident
+from updates import MODELS, make_model
+
+LAYOUTS = {"1": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=768, help="width of the model")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layout", choices=LAYOUTS, default="dp2")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
+    parser.add_argument("--out", help="result file; default benchmarks/results/DATE-checkpoint-cpu.json")
+    return parser.parse_args(arguments)
+
+
+def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats: int) -> list[dict[str, float]]:
+    """Seconds of each save and load, between barriers, and the bytes that became resident meanwhile."""
+    import torch.distributed as dist
+
+    from scalerl.checkpoint import store
+    from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel import checkpoint
+    from scalerl.parallel.engine import MegatronEngine
+    from scalerl.parallel.layout import Layout, initialize
+
+    world_size, tp_size = layout
+    groups = initialize(Layout(world_size, tp_size), backend="gloo", timeout_s=600, seed=1)
+    engine = MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=OptimConfig())
+    found = []
+    for repeat in range(repeats + 1):
+        tmp = [str(store.begin_save(root, repeat)) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(tmp)
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "save"):
+            checkpoint.save_engine(engine, f"{tmp[0]}/actor")
+            if dist.get_rank() == 0:
+                store.commit(tmp[0], root, repeat)
+        with _timed(seconds, "load"):
+            checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
+        if dist.get_rank() == 0 and repeat:
+            shutil.rmtree(f"{root}/global_step_{repeat - 1}")
+        dist.barrier()
+        found.append(seconds)
+    return found[1:]
+
+
+class _timed:
+    def __init__(self, seconds: dict[str, float], name: str) -> None:
+        self.seconds, self.name = seconds, name
+
+    def __enter__(self) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        self.before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: Any) -> None:
+        import torch.distributed as dist
+
+        dist.barrier()
+        self.seconds[self.name] = time.perf_counter() - self.start
+        self.seconds[f"{self.name}_peak_bytes"] = resident("VmHWM") - self.before
+
+
+def dd(commands: list[list[str]]) -> float:
+    start = time.perf_counter()
+    running = [subprocess.Popen(["dd", "bs=16M", *command], stderr=subprocess.DEVNULL) for command in commands]
+    assert [process.wait() for process in running] == [0] * len(running)
+    return time.perf_counter() - start
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parse(arguments)
+    ran_on = record.machine("cpu")
+    from tests.dist.launch import run_ranks
+
+    layout = LAYOUTS[args.layout]
+    with tempfile.TemporaryDirectory(dir=args.directory) as root:
+        model, run = f"{root}/model", f"{root}/run"
+        make_model(model, MODELS["17m"].with_width(args.hidden, args.layers), args.dtype, 2048, "cpu", 0)
+        ranks = run_ranks(
+            layout[0], of_rank, model, layout, args.dtype, run, args.repeats, timeout_s=3600.0, fresh=True
+        )
+        files = sorted(Path(run).glob("global_step_*/actor/dist_ckpt/*.distcp"))
+        size = sum(file.stat().st_size for file in files)
+        writes, reads = [], []
+        for _ in range(args.repeats):
+            copies = [f"{root}/copy{number}" for number in range(len(files))]
+            count = max(1, size // len(files) // 2**24)
+            writes.append(
+                dd([["if=/dev/zero", f"of={copy}", f"count={count}", "conv=fsync"] for copy in copies])
+                * size
+                / (count * 2**24 * len(files))
+            )
+            for copy in copies:
+                Path(copy).unlink()
+            reads.append(dd([[f"if={file}", "of=/dev/null"] for file in files]))
+    saves, loads = ([of_run[name] for of_run in ranks[0]] for name in ("save", "load"))
+    result = {
+        "checkpoint_bytes": size,
+        "save_gb_per_s": record.spread([size / s / 1e9 for s in saves]),
+        "load_gb_per_s": record.spread([size / s / 1e9 for s in loads]),
+        "dd_write_gb_per_s": record.spread([size / s / 1e9 for s in writes]),
+        "dd_read_gb_per_s": record.spread([size / s / 1e9 for s in reads]),
+        "peak_bytes_of_a_rank": {
+            name: max(of_run[f"{name}_peak_bytes"] for rank in ranks for of_run in rank) for name in ("save", "load")
+        },
+    }
+    rows = [("checkpoint", f"{size / 1e9:.2f} GB", f"{len(files)} files")]
+    for name, other in (("save", "dd_write"), ("load", "dd_read")):
+        ours, theirs = result[f"{name}_gb_per_s"]["median"], result[f"{other}_gb_per_s"]["median"]
+        result[f"{name}_over_dd"] = ours / theirs
+        note = f"dd {theirs:.2f}: {ours / theirs:.2f} of it"
+        rows.append((name, f"{ours:.2f} GB/s", note))
+    print(record.table(rows))
+    return record.keep("checkpoint", arguments, vars(args), ran_on, result, device="cpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
