@@ -60,7 +60,7 @@ def make_checkpoint(root: Path, gb: float, ranks: int) -> Path:
         )
 
     def num_bytes(hidden: int) -> int:
-        return 2 * (LAYERS * (12 + 2.5) * hidden * hidden + 2 * 32768 * hidden)
+        return 2 * (LAYERS * 29 * hidden * hidden // 2 + 2 * 32768 * hidden)
 
     hidden = max(256, max(h for h in range(256, 16384, 256) if num_bytes(h) <= max(gb * 1e9, num_bytes(256))))
     actor = root / "actor"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import os
 import pickle
 from collections import OrderedDict
@@ -171,17 +172,17 @@ class DistCheckpoint:
                 return f"{key}: file {piece.file} is cut short at {file.stat().st_size} bytes"
         return None
 
-    def read(self, key: str) -> torch.Tensor:
-        """The whole tensor, on the CPU, in the stored dtype. Raises DamagedCheckpointError."""
+    def read(self, key: str, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole tensor, on the CPU, in the stored dtype; as `read_box`."""
         stored = self.tensors[key]
-        out = torch.empty(stored.shape, dtype=stored.dtype)
-        self.read_box(key, ((0,) * out.dim(), stored.shape), out)
+        out = fresh_bytes(stored.num_bytes).view(stored.dtype).view(stored.shape)
+        self.read_box(key, ((0,) * out.dim(), stored.shape), out, scratch)
         return out
 
-    def read_box(self, key: str, box: Box, out: torch.Tensor) -> None:
+    def read_box(self, key: str, box: Box, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
         """Fills `out`, of the box's sizes and any dtype, on any device. Every piece that is read is checked.
 
-        Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
+        scratch: as `read_piece`. Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
         """
         offsets, sizes = box
         missing = prod(sizes)
@@ -194,7 +195,7 @@ class DistCheckpoint:
             if shared[1] == piece.sizes and _is_plain(target, piece):
                 self._read_into(piece, target)
             else:
-                target.copy_(_part(self.read_piece(piece), shared, piece.offsets))
+                target.copy_(_part(self.read_piece(piece, scratch), shared, piece.offsets))
         if missing:
             raise DamagedCheckpointError(
                 f"{self.dir}: {key}: {missing} of {prod(sizes)} elements at {offsets} were not saved"
@@ -278,6 +279,13 @@ class DistCheckpoint:
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def fresh_bytes(num_bytes: int) -> torch.Tensor:
+    """Memory that goes back to the system with the tensor; malloc would keep much of it for its thread."""
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _is_plain(target: torch.Tensor, piece: StoredPiece) -> bool:

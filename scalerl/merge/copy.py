@@ -18,13 +18,13 @@ from math import prod
 import torch
 
 from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
-from scalerl.checkpoint.torch_dist import DistCheckpoint, StoredPiece
+from scalerl.checkpoint.torch_dist import DistCheckpoint, StoredPiece, fresh_bytes
 from scalerl.families import ModelShape, Param, RowRange
 from scalerl.merge.writer import SafetensorsFile
 
 MAX_WORKERS = 8
 # Of a tensor at a time while it is converted.
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 # That all threads may take beside the largest tensor.
 _MORE_BYTES = 128 * 2**20
 # Pieces of more rows than these that have not all columns are put together in memory.
@@ -59,7 +59,8 @@ def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: in
     """Raises what the first that failed did. Memory: at most of the largest tensor twice, and of a few pieces."""
     num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
-    memory = _Memory(largest + _MORE_BYTES)
+    sizes = (piece.payload_bytes for copy in wanted for piece in checkpoint.pieces(copy.key))
+    memory = _Memory(largest + _MORE_BYTES, max((size for size in sizes if size <= MAX_PIECE_BYTES), default=0))
     with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
         # The largest first: nobody waits for them in the end.
         order = sorted(wanted, key=lambda copy: -checkpoint.tensors[copy.key].num_bytes)
@@ -76,8 +77,10 @@ def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: in
 class _Memory:
     """What all threads may take together, and buffers that they hand on: fresh memory costs as much as reading."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, buffer_bytes: int) -> None:
+        """buffer_bytes: of the largest piece that has a buffer."""
         self._limit = self._free = limit
+        self._buffer_bytes = buffer_bytes
         self._changed = threading.Condition()
         self._buffers: list[torch.Tensor] = []
 
@@ -103,8 +106,8 @@ class _Memory:
             return
         with self._changed:
             kept = self._buffers.pop() if self._buffers else None
-        if kept is None or len(kept) < num_bytes:
-            kept = torch.empty(num_bytes, dtype=torch.uint8)
+        if kept is None:
+            kept = fresh_bytes(self._buffer_bytes)
         yield kept
         with self._changed:
             self._buffers.append(kept)
@@ -122,8 +125,8 @@ def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
 def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, memory: _Memory) -> None:
     stored = checkpoint.tensors[copy.key]
     if piece is None:
-        with memory.take(stored.num_bytes):
-            _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key))
+        with memory.take(stored.num_bytes), memory.buffer(0) as buffer:
+            _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key, buffer))
         return
     with memory.take(piece.payload_bytes), memory.buffer(piece.payload_bytes) as buffer:
         _scatter(copy, stored.shape, piece.offsets, checkpoint.read_piece(piece, buffer))
