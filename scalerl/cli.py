@@ -21,6 +21,8 @@ commands:
   sft       supervised fine-tuning on conversations
   generate  responses of a model to the prompts of a file
   eval      scores of such responses: mean, best of n, majority, pass@k
+  serve     a model directory behind an OpenAI-compatible server, on this machine
+  chat      talk with it, or one question and its answer
   data      your own files, a known data set, or a generated task -> parquet for train and sft
   translate a launch script of verl, not run -> the scalerl command, and what became of each key
   launch    a run as a Slurm job: checked, submitted, watched, ended
@@ -80,6 +82,18 @@ def _eval(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _serve(argv: list[str]) -> int | None:
+    from scalerl.inference.serve import main as program
+
+    return program(argv)
+
+
+def _chat(argv: list[str]) -> int | None:
+    from scalerl.inference.chat import main as program
+
+    return program(argv)
+
+
 def _data(argv: list[str]) -> int | None:
     from scalerl.data.prepare.command import main as program
 
@@ -122,6 +136,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "sft": _sft,
     "generate": _generate,
     "eval": _eval,
+    "serve": _serve,
+    "chat": _chat,
     "data": _data,
     "launch": _launch,
     "translate": _translate,

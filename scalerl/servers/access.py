@@ -9,6 +9,8 @@ import os
 import secrets
 
 KEY_VARIABLE = "SCALERL_ROLLOUT_KEY"
+# The key of a server that answers whoever reaches it; no server of a run has it.
+NO_KEY = "none"
 # The only path that may be asked without the key.
 OPEN_PATH = "/health"
 

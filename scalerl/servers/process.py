@@ -82,7 +82,7 @@ class RolloutServer:
     """A server command under `servers.supervise`, which ends with this process, however that ends.
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
-    purpose: for errors.  key: the server's new key, which every request must have (`servers.access`).
+    purpose: for errors.  key: the one that every request must have (`servers.access`); None: a new one.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class RolloutServer:
         log_path: str | Path,
         start_timeout_s: float = 600.0,
         purpose: Purpose = POLICY,
+        key: str | None = None,
     ) -> None:
         self.command = list(command)
         self.env = dict(env)
         self.url = url
-        self.key = new_key()
+        self.key = key or new_key()
         self.log_path = Path(log_path)
         self.start_timeout_s, self.purpose = start_timeout_s, purpose
         self._supervisor: subprocess.Popen[bytes] | None = None

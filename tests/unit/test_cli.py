@@ -22,6 +22,8 @@ PROGRAMS = {
     "sft": ("scalerl.trainer.main_sft", []),
     "generate": ("scalerl.inference.main_generation", []),
     "eval": ("scalerl.inference.main_eval", []),
+    "serve": ("scalerl.inference.serve", []),
+    "chat": ("scalerl.inference.chat", []),
     "data": ("scalerl.data.prepare.command", []),
     "launch": ("scalerl.launch.command", []),
     "merge": ("scalerl.merge.__main__", ["merge"]),

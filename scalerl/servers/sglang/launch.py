@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from scalerl.servers.access import take_key
+from scalerl.servers.access import NO_KEY, take_key
 
 # Variable in the environment of a server without a GPU (`cpu_shim`).
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
@@ -64,7 +64,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    arguments = prepare_server_args([*sys.argv[1:], "--api-key", key])
+    arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else ["--api-key", key])])
     freeze_garbage_once_it_listens()
     if ON_CPU in os.environ:
         fork_its_processes()

@@ -1,0 +1,131 @@
+"""`scalerl chat ["question"]`: talk with a model that `scalerl serve`, or any OpenAI-compatible server, serves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from scalerl.errors import RunError, UserError
+from scalerl.inference.serve import API_KEY, DEFAULT_PORT, add_server_options, serving
+
+ANSWER_TIMEOUT_S = 600.0
+NEW = "/new"
+HELP = f"Ctrl-D ends, {NEW} begins anew."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Raises UserError where no server answers or it refuses, RunError where an answer breaks off."""
+    arguments = _parser().parse_args(argv)
+    messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    with _server(arguments) as url:
+        server = ChatServer(url, {name: value for name, value in sampling.items() if value is not None})
+        if arguments.question is not None:
+            _answer(server, [*messages, {"role": "user", "content": arguments.question}])
+        else:
+            _talk(server, messages)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scalerl chat", description=__doc__)
+    parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="of the server (default %(default)s)")
+    where.add_argument("--model", metavar="DIR", help="serve this model directory while this command runs")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--temperature", type=float, help="0: always the likeliest token; default: the server's")
+    parser.add_argument("--max-tokens", type=int, help="of an answer; default: what there is room for")
+    add_server_options(parser)
+    return parser
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.model is None:
+        yield arguments.url.rstrip("/").removesuffix("/v1")
+        return
+    arguments.host = "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind((arguments.host, 0))
+        arguments.port = probe.getsockname()[1]
+    print(f"starting a server of {arguments.model} ...", file=sys.stderr, flush=True)
+    with serving(arguments) as server:
+        yield server.url
+
+
+class ChatServer:
+    """Its first model. sampling: fields of each request."""
+
+    def __init__(self, url: str, sampling: dict[str, float]) -> None:
+        self.url, self.sampling = url, sampling
+        with self._open("/v1/models", None) as response:
+            self.model = json.load(response)["data"][0]["id"]
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Its text, piece by piece."""
+        body = {"model": self.model, "messages": messages, "stream": True, **self.sampling}
+        with self._open("/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.decode().removeprefix("data:").strip()
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if error := event.get("error"):
+                    raise RunError(f"{self.url}: {error.get('message', error)}")
+                if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+                    yield piece
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            return urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode(errors="replace")[:500]
+            advice = f"; set {API_KEY} to the key that it was started with" if error.code in (401, 403) else ""
+            raise UserError(f"{self.url} answers {error.code}: {said}{advice}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise UserError(f"no server answers at {self.url} ({error}); start one: scalerl serve MODEL") from None
+
+
+def _talk(server: ChatServer, system: list[dict[str, str]]) -> None:
+    print(f"{server.model} at {server.url}. {HELP}", flush=True)
+    messages = list(system)
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if question == NEW:
+            messages = list(system)
+        elif question:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": _answer(server, messages)})
+
+
+def _answer(server: ChatServer, messages: list[dict[str, str]]) -> str:
+    """Printed as it comes."""
+    pieces = []
+    try:
+        for piece in server.answer(messages):
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+    except (OSError, http.client.HTTPException) as error:
+        raise RunError(f"{server.url}: the answer broke off ({error})") from None
+    finally:
+        print(flush=True)
+    return "".join(pieces)

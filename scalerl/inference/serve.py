@@ -1,0 +1,164 @@
+"""`scalerl serve MODEL`: an OpenAI-compatible SGLang server of a model directory, on GPUs or a CPU; Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalerl.config.schema import ServerConfig
+from scalerl.errors import RunError, UserError
+from scalerl.servers.access import NO_KEY
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.process import RolloutServer
+from scalerl.servers.purpose import Purpose
+
+# Of the server and of those who ask it; unset or empty: whoever reaches the address may ask.
+API_KEY = "SCALERL_API_KEY"
+DEFAULT_PORT = 8000
+# Tokens of prompt and answer, where the model has as many positions.
+CONTEXT = {"cpu": 4096, "cuda": 32768}
+# Requests at a time; on a CPU each has its room in memory from the start.
+MAX_REQUESTS = {"cpu": 8, "cuda": 256}
+POLL_S = 0.5
+SERVE = Purpose("the server", "scalerl serve")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 after Ctrl-C. Raises UserError for what cannot be served, RunError where the server ends by itself."""
+    arguments = _parser().parse_args(argv)
+    began = time.monotonic()
+    with serving(arguments) as server:
+        print(_ready(server.url, Path(arguments.model), time.monotonic() - began), flush=True)
+        try:
+            while server.alive():
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            print("stopped", flush=True)
+            return 0
+        raise RunError(f"the server at {server.url} has gone. {server.end()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scalerl serve",
+        description=__doc__,
+        epilog=f"{API_KEY} in the environment: whoever asks must send this key, as a bearer token.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, as scalerl merge writes it")
+    parser.add_argument("--host", default="127.0.0.1", help="another one than this machine's own needs a key")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="default %(default)s")
+    add_server_options(parser)
+    return parser
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Those of every command that starts such a server."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
+    parser.add_argument("--dtype", help="default: float32 on a CPU, else the model's own")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help="of prompt and answer together")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model directory brings")
+
+
+@contextmanager
+def serving(arguments: argparse.Namespace) -> Iterator[RolloutServer]:
+    """A server that answers; it ends with the block. arguments: as `_parser` gives them."""
+    key = os.environ.get(API_KEY, "")
+    _check_address(arguments.host, arguments.port, key)
+    launch = _launch(arguments)
+    url = f"http://{_in_url(arguments.host)}:{arguments.port}"
+    with tempfile.TemporaryDirectory(prefix="scalerl-serve-") as logs:
+        command, env = ENGINES["sglang"].command(launch)
+        server = RolloutServer(command, env, url, Path(logs) / "server.log", purpose=SERVE, key=key or NO_KEY)
+        with server:
+            server.start()
+            server.wait_ready()
+            yield server
+
+
+def _check_address(host: str, port: int, key: str) -> None:
+    if not key and not _is_own(host):
+        raise UserError(
+            f"--host {host}: other machines reach it, and there is no key; set {API_KEY}=SECRET in the environment, or "
+            "serve on 127.0.0.1"
+        )
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host} --port {port}: cannot be listened on ({error}); give another --port") from None
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _in_url(host: str) -> str:
+    """0.0.0.0 and :: are no addresses to ask."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{reached}]" if ":" in reached else reached
+
+
+def _launch(arguments: argparse.Namespace) -> Launch:
+    from scalerl.runtime.device import resolve_device
+
+    model = Path(arguments.model).expanduser().resolve()
+    positions = _positions(model)
+    device = resolve_device(arguments.device)
+    context = arguments.context or min(positions, CONTEXT[device])
+    if not 2 <= context <= positions:
+        raise UserError(f"--context {context}: {model} has {positions} positions; give 2 to {positions}")
+    config = ServerConfig(
+        dtype=arguments.dtype or ("float32" if device == "cpu" else "auto"),
+        tensor_model_parallel_size=arguments.tp,
+        max_num_seqs=MAX_REQUESTS[device],
+        # Words as they come; what the model's makers advise for sampling.
+        engine_kwargs={"sglang": {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": model.name}},
+    )
+    problems = list(ENGINES["sglang"].served_model_violations(model, "--tp", arguments.tp))
+    if problems:
+        raise UserError("; ".join(problems))
+    return Launch(
+        str(model),
+        config,
+        device,
+        context,
+        host=arguments.host,
+        port=arguments.port,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+
+
+def _positions(model: Path) -> int:
+    """Raises UserError for a directory that is no model."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{model}: no model with a readable config.json ({error}); give a Hugging Face directory, as scalerl merge "
+            "writes it from a checkpoint"
+        ) from None
+    config = config.get("text_config") or config
+    return int(config.get("max_position_embeddings") or CONTEXT["cpu"])
+
+
+def _ready(url: str, model: Path, seconds: float) -> str:
+    at = "" if url.endswith(f":{DEFAULT_PORT}") else f" --url {url}"
+    return f"""\
+{model} is served at {url}/v1 (after {seconds:.0f} s); Ctrl-C ends it
+  scalerl chat{at} "question"
+  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model.resolve().name}", "messages": [{{"role": "user", "content": "question"}}]}}'"""

@@ -1,0 +1,46 @@
+"""`scalerl serve` refuses what cannot be served, or would be open to others, before a server starts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from scalerl.errors import UserError
+from scalerl.inference.serve import API_KEY, main
+from tests.tiny_models import make_tiny_model
+
+
+def test_another_machine_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    for host in ("0.0.0.0", "::", "10.1.2.3"):
+        with pytest.raises(UserError, match=f"--host {host}.*{API_KEY}"):
+            main([str(tmp_path), "--host", host])
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"--port {port}: cannot be listened on.*give another --port"):
+            main([str(tmp_path), "--port", str(port)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "4096"], "--context 4096: .* 2048 positions; give 2 to 2048"),
+        (["--tp", "3"], r"--tp = 3"),
+    ],
+)
+def test_what_the_model_does_not_allow(tmp_path: Path, options: list[str], message: str) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    with pytest.raises(UserError, match=message):
+        main([str(model), "--port", "0", "--device", "cpu", *options])
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no model with a readable config\.json"):
+        main([str(tmp_path), "--port", "0"])
