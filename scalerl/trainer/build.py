@@ -38,6 +38,7 @@ from scalerl.runtime.garbage import collect_garbage
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
+from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
@@ -53,7 +54,9 @@ LOGS = "logs"
 
 
 @contextmanager
-def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None) -> Iterator[Run]:
+def ppo_run(
+    cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None, phases: StartPhases | None = None
+) -> Iterator[Run]:
     """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
@@ -63,7 +66,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
         stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
         tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
-        tracker.phase("start")
+        phases = start_phases(phases, tracker)
         log_dir = run_dir / LOGS
         lease = stack.enter_context(
             leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=log_dir)
@@ -87,6 +90,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
         lease.add(rollout)
         # Last: the ranks import what they need while the servers start.
         join(unique(groups))
+        phases.begin("model")
         model = cfg.actor_rollout_ref.model
         workers.call(
             MegatronWorker.build_engine,
@@ -107,7 +111,9 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
                 head=role.head,
                 trust_remote_code=role.trust_remote_code,
             )
+        phases.begin("servers")
         rollout.wait_ready(workers)
+        phases.end()
         temperature = rollout_config.temperature
         prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle)
         run = Run(
@@ -126,6 +132,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=stop,
+            start=phases,
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
@@ -134,6 +141,15 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = Non
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
         yield run
+
+
+def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:
+    """Whose lines go to the tracker from here on; the processes begin."""
+    tracker.phase("start")
+    phases = StartPhases() if phases is None else phases
+    phases.say = tracker.message
+    phases.begin("processes")
+    return phases
 
 
 def take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:

@@ -10,6 +10,7 @@ from scalerl.config import batch_table, composed, help_text, total_steps, transl
 from scalerl.errors import run_main
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, interrupted_text
 from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
@@ -29,10 +30,18 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     forget_files()
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    phases = StartPhases()
+    phases.begin("config")
     given = composed("ppo", [argument for argument in arguments if argument != "--dry-run"], rules=False)
     cfg = given.config
     if given.translations:
         print(translation_table(given.translations), flush=True)
+    # A loop of the user's own may end where it likes.
+    has_own_loop = cfg.trainer.custom_fit.path is not None
+    if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg.trainer)):
+        assert cfg.trainer.total_training_steps is not None
+        print(finished_text(last, cfg.trainer.total_training_steps), flush=True)
+        return 0
 
     # Imported here: --help and a configuration that cannot be read must not wait for torch.
     from scalerl.trainer import checkpoints
@@ -41,7 +50,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.ppo import fit
     from scalerl.trainer.preflight import check_ppo
 
+    phases.begin("data")
     inputs = check_ppo(cfg)
+    phases.end()
     print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(batch_table(cfg, len(inputs.train)), flush=True)
     if not cfg.trainer.val_only:
@@ -50,15 +61,20 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    with ppo_run(cfg, inputs, processes) as run:
-        validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
-        for line in validation_lines(validation, run.tested_at, run.step):
-            run.tracker.message(line)
+    try:
+        with ppo_run(cfg, inputs, processes, phases) as run:
+            validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
+            for line in validation_lines(validation, run.tested_at, run.step):
+                run.tracker.message(line)
+    except KeyboardInterrupt:
+        print(interrupted_text(cfg.trainer.default_local_dir, "train", arguments), file=sys.stderr, flush=True)
+        raise
     if cfg.trainer.val_only:
         return 0
-    # A loop of the user's own may end where it likes.
     is_done = run.step >= run.total_steps or not run.stop.requested
     print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    if not is_done:
+        print(f"To go on:\n  {command_line('train', arguments)}", flush=True)
     return 0 if is_done else EXIT_REQUEUE
 
 

@@ -10,6 +10,7 @@ from scalerl.config import composed, help_text, total_steps, translation_table
 from scalerl.errors import run_main
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, interrupted_text
 from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
@@ -29,26 +30,40 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     forget_files()
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    phases = StartPhases()
+    phases.begin("config")
     given = composed("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
     cfg = given.config
     if given.translations:
         print(translation_table(given.translations), flush=True)
+    if not dry_run and (last := finished_at(cfg.trainer)):
+        assert cfg.trainer.total_training_steps is not None
+        print(finished_text(last, cfg.trainer.total_training_steps), flush=True)
+        return 0
 
     from scalerl.trainer import checkpoints
     from scalerl.trainer.preflight import check_sft
     from scalerl.trainer.sft import fit, sft_run
 
+    phases.begin("data")
     inputs = check_sft(cfg)
+    phases.end()
     num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
     print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
     if dry_run:
         print("Everything checked; --dry-run starts nothing.")
         return 0
-    with sft_run(cfg, inputs, processes) as run:
-        fit(run)
+    try:
+        with sft_run(cfg, inputs, processes, phases) as run:
+            fit(run)
+    except KeyboardInterrupt:
+        print(interrupted_text(cfg.trainer.default_local_dir, "sft", arguments), file=sys.stderr, flush=True)
+        raise
     is_done = run.step >= run.total_steps
     print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    if not is_done:
+        print(f"To go on:\n  {command_line('sft', arguments)}", flush=True)
     return 0 if is_done else EXIT_REQUEUE
 
 

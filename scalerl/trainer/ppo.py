@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
+from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step
 from scalerl.trainer.packing_rules import Planner, plan_roles
@@ -47,6 +48,7 @@ class Run:
     timers: Timers
     total_steps: int
     stop: StopRequest
+    start: StartPhases = field(default_factory=StartPhases)
     step: int = 0
     # The newest checkpoint: the one that the run went on from, then its own.
     checkpoint: Path | None = None
@@ -61,7 +63,9 @@ def fit(run: Run) -> dict[str, float]:
     """
     cfg = run.config.trainer
     # The servers started from files; from here on they serve what the trainer sent.
+    run.start.begin("first sync")
     run.rollout.sync_weights(policy_version=run.step)
+    run.start.end()
     validation: dict[str, float] = {}
     if cfg.val_before_train or cfg.val_only:
         validation = validate(run)

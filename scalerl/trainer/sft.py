@@ -23,7 +23,16 @@ from scalerl.parallel.layout import Layout
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.build import LOGS, flops_shape, open_tracker, start_pool, start_workers, take_directory
+from scalerl.trainer.beginning import StartPhases
+from scalerl.trainer.build import (
+    LOGS,
+    flops_shape,
+    open_tracker,
+    start_phases,
+    start_pool,
+    start_workers,
+    take_directory,
+)
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.step_metrics import MfuBasis
@@ -124,7 +133,9 @@ def save(run: SFTRun) -> Path:
 
 
 @contextmanager
-def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None) -> Iterator[SFTRun]:
+def sft_run(
+    cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None, phases: StartPhases | None = None
+) -> Iterator[SFTRun]:
     """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
     trainer = cfg.trainer
     resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
@@ -134,7 +145,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
         stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
         tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
-        tracker.phase("start")
+        phases = start_phases(phases, tracker)
         lease = stack.enter_context(
             leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=run_dir / LOGS)
         )
@@ -142,6 +153,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
         layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(lease, pool, SFTWorker, layout, trainer, inputs.device, cfg.megatron.seed)
         join([workers])
+        phases.begin("model")
         workers.call(
             MegatronWorker.build_engine,
             "actor",
@@ -153,6 +165,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = Non
         workers.call(SFTWorker.set_dataset, "train", ray.put(inputs.train))
         if inputs.val is not None:
             workers.call(SFTWorker.set_dataset, "val", ray.put(inputs.val))
+        phases.end()
         peak = workers.call(MegatronWorker.peak_flops, cfg.megatron.dtype)
         run = SFTRun(
             config=cfg,

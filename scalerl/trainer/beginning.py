@@ -1,0 +1,64 @@
+"""What a command says around its run: that there is nothing left to do, how long its start takes, how to go on."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
+from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+
+
+class StartPhases:
+    """Says how long each part of a start took, as the next one begins. say: gets the lines."""
+
+    def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.say = say or (lambda text: print(text, flush=True))
+        self._clock = clock
+        self._current: tuple[str, float] | None = None
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._current = (name, self._clock())
+
+    def end(self) -> None:
+        """Of the part that has begun; again: nothing."""
+        if self._current is not None:
+            name, began = self._current
+            self._current = None
+            self.say(f"start: {name} {self._clock() - began:.1f} s")
+
+
+def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
+    """The checkpoint of the last step of trainer.total_training_steps, if the run is over; files alone are read."""
+    if trainer.total_training_steps is None or trainer.resume_mode != "auto":
+        return None
+    latest = find_latest_ckpt_path(trainer.default_local_dir)
+    if latest is None or int(read_trainer_state(latest).get("step", 0)) < trainer.total_training_steps:
+        return None
+    return Path(latest)
+
+
+def finished_text(checkpoint: Path, total_steps: int) -> str:
+    return (
+        f"This run is finished: {checkpoint} is of step {total_steps}, the last one. A greater "
+        "trainer.total_training_steps goes on from it; another trainer.default_local_dir, or "
+        "trainer.resume_mode=disable, begins anew."
+    )
+
+
+def interrupted_text(root: str, command: str, arguments: Sequence[str]) -> str:
+    """Of a run that Ctrl-C ended. command: train or sft, with its arguments."""
+    latest = find_latest_ckpt_path(root)
+    stands = f"The checkpoint {latest} stands." if latest else f"There is no checkpoint in {root} yet."
+    return f"{stands} To go on{'' if latest else ' (from the start)'}:\n  {command_line(command, arguments)}"
+
+
+def command_line(command: str, arguments: Sequence[str]) -> str:
+    """As it can be typed in here."""
+    program = ["scalerl"] if shutil.which("scalerl") else [sys.executable, "-m", "scalerl.cli"]
+    return shlex.join([*program, command, *arguments])

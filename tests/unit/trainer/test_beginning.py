@@ -1,0 +1,67 @@
+"""A finished run is seen by its files alone; an interrupted one says what stands and how to go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
+from scalerl.config.schema import TrainerConfig
+from scalerl.trainer.beginning import StartPhases, finished_at, interrupted_text
+
+
+def saved(root: Path, step: int) -> Path:
+    tmp = begin_save(str(root), step)
+    write_trainer_state(tmp, {"step": step})
+    return Path(commit(tmp, str(root), step))
+
+
+def trainer(root: Path, steps: int | None, **more) -> TrainerConfig:
+    return TrainerConfig(default_local_dir=str(root), total_training_steps=steps, **more)
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
+    assert finished_at(trainer(tmp_path, 4)) is None
+    saved(tmp_path, 2)
+    assert finished_at(trainer(tmp_path, 4)) is None
+    last = saved(tmp_path, 4)
+    assert finished_at(trainer(tmp_path, 4)) == last and finished_at(trainer(tmp_path, 3)) == last
+    assert finished_at(trainer(tmp_path, 5)) is None
+    # How many steps it has is not known from files, or it begins anew.
+    assert finished_at(trainer(tmp_path, None)) is None
+    assert finished_at(trainer(tmp_path, 4, resume_mode="disable")) is None
+
+
+def test_what_an_interrupted_run_says(tmp_path: Path) -> None:
+    arguments = ["a.b=[1, 2]", "--config-name", "train"]
+    assert f"no checkpoint in {tmp_path} yet" in interrupted_text(str(tmp_path), "train", arguments)
+    last = saved(tmp_path, 4)
+    text = interrupted_text(str(tmp_path), "train", arguments)
+    assert f"The checkpoint {last} stands." in text and text.endswith("train 'a.b=[1, 2]' --config-name train")
+
+
+def test_parts_of_a_start_are_timed() -> None:
+    lines: list[str] = []
+    times = iter([0.0, 1.5, 2.0, 4.25])
+    phases = StartPhases(lines.append, clock=lambda: next(times))
+    phases.begin("config")
+    phases.begin("data")
+    phases.end()
+    phases.end()
+    assert lines == ["start: config 1.5 s", "start: data 2.2 s"]
+
+
+def test_a_finished_run_ends_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    last = saved(tmp_path, 4)
+    code = (
+        "import sys; from scalerl.trainer.main_ppo import main; code = main(sys.argv[1:]); "
+        "print('IMPORTED', *{name.split('.')[0] for name in sys.modules}); sys.exit(code)"
+    )
+    keys = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=m"]
+    run = ["trainer.total_training_steps=4", f"trainer.default_local_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *keys, *run], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"This run is finished: {last}" in done.stdout
+    assert not {"torch", "ray", "sglang", "transformers"} & set(done.stdout.splitlines()[-1].split())
