@@ -37,7 +37,8 @@ class SFTDataset:
     loss_mask is 1 on the assistant's words: in every assistant turn from the end of the generation prompt to the
     end-of-turn token. A turn's bounds are found by rendering the conversation before it with the generation prompt,
     and through it without. The tokens of both must be prefixes of the whole conversation's tokens; otherwise the
-    template rewrites earlier turns, and the row is an error.
+    template rewrites earlier turns, and the row is an error. Where the rendered turn lacks the end of the generation
+    prompt (<think>), the turn begins behind what both have.
 
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A conversation over config.max_length tokens: config.truncation error | left | right.
@@ -141,18 +142,32 @@ def _tokenize(
     whole, *prefixes = encode(tokenizer, texts)
     mask = [0] * len(whole)
     for turn, before, through in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
-        for prefix, what in ((before, "before"), (through, "through")):
-            if whole[: len(prefix)] != prefix:
-                problem = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
-                advice = (
-                    "the chat template rewrites earlier turns, so no mask of the assistant's tokens exists; "
-                    "use a template that only appends, or split the row into conversations with one assistant message"
-                )
-                problems.add(problem, advice, row=row, column=column)
-                return None
-        end = _end_of_turn(through, len(before), tokenizer)
-        mask[len(before) : end] = [1] * (end - len(before))
+        start = len(before)
+        if whole[: len(through)] == through and whole[: len(before)] != before:
+            start = _start_of_turn(messages[:turn], whole, before, tokenizer)
+        if start is None or whole[: len(through)] != through:
+            what = "before" if start is None else "through"
+            problem = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
+            advice = (
+                "the chat template rewrites earlier turns, so no mask of the assistant's tokens exists; "
+                "use a template that only appends, or split the row into conversations with one assistant message"
+            )
+            problems.add(problem, advice, row=row, column=column)
+            return None
+        end = _end_of_turn(through, start, tokenizer)
+        mask[start:end] = [1] * (end - start)
     return whole, mask
+
+
+def _start_of_turn(
+    history: list[dict[str, Any]], whole: list[int], before: list[int], tokenizer: PreTrainedTokenizerBase
+) -> int | None:
+    """Start of a turn that does not show all of its generation prompt, as one that ends in an opening <think>: behind
+    what it does show. None where that is nothing, or where the turns before it change."""
+    (without_prompt,) = encode(tokenizer, [render(tokenizer, history, add_generation_prompt=False)])
+    start = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
+    unchanged = whole[: len(without_prompt)] == without_prompt
+    return start if unchanged and start > len(without_prompt) else None
 
 
 def _end_of_turn(tokens: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:

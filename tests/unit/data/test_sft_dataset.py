@@ -156,6 +156,20 @@ def test_template_that_rewrites_earlier_turns_is_refused(write, make_tokenizer):
     )
 
 
+def test_a_generation_prompt_that_opens_a_thought_which_turns_do_not_show(write, make_tokenizer):
+    template = (
+        "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n<think>\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(template)
+    thought = "<think>\nhm\n</think>\nbye"
+    rows = [{"messages": [*HI, say("user", "and?"), say("assistant", text)]} for text in ("bye", thought)]
+    plain, thinking = (SFTDataset(write([row]), tokenizer, SFTDataConfig())[0] for row in rows)
+    assert learned(tokenizer, plain) == ["hello<|end|>", "bye<|end|>"]
+    # What the prompt gives is not learned where the turn shows it.
+    assert learned(tokenizer, thinking) == ["hello<|end|>", "hm\n</think>\nbye<|end|>"]
+
+
 def test_generation_prompt_that_the_answer_does_not_continue_is_refused(write, make_tokenizer):
     template = (
         "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<|end|>{% endfor %}"
