@@ -98,10 +98,14 @@ def compose(
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration, and what became of the keys of verl among the overrides."""
+    """A configuration, and what became of the keys of verl among the overrides.
+
+    set_keys: keys that the overrides, groups or files give a value; the others have their default.
+    """
 
     config: Any
     translations: list[Translation]
+    set_keys: frozenset[str]
 
 
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
@@ -159,7 +163,7 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
         violations = [*wrong_inputs, *missing, *(values if wrong_inputs else VALIDATORS[request.kind](config))]
         if violations:
             raise ConfigError(violations)
-    return Composed(config, [*request.translations, *draft.translations])
+    return Composed(config, [*request.translations, *draft.translations], draft.set_keys)
 
 
 @dataclass

@@ -111,6 +111,10 @@ class Draft:
     def is_set(self, key: str) -> bool:
         return key in self._written
 
+    @property
+    def set_keys(self) -> frozenset[str]:
+        return frozenset(self._written)
+
     def resolved(self, value: Any) -> Any:
         """What a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:

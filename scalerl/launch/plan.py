@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import scalerl
-from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, model_roles
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.launch.script import LAUNCHER, Script
@@ -19,6 +19,7 @@ from scalerl.launch.slurm import Partition, missing_commands, partitions, second
 from scalerl.runtime.checks import ErrorCollector
 
 PREFIX = "slurm."
+DEVICES = "trainer.n_gpus_per_node"
 COMMANDS = ("train", "sft")
 # In trainer.default_local_dir.
 LAUNCH, LOGS = "launch", "logs"
@@ -105,10 +106,16 @@ def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[Slurm
     except ConfigError as error:
         violations += error.violations
     try:
-        cfg = compose("sft", overrides, rules=False) if command == "sft" else compose("ppo", overrides, rules=False)
+        run = composed("sft" if command == "sft" else "ppo", overrides, rules=False)
+        cfg = run.config
+        if DEVICES not in run.set_keys:
+            violations.append(
+                f"{DEVICES}: not set, and its default counts the devices of this machine, which is no node of the job; "
+                f"set {DEVICES} to those of a node"
+            )
     except ConfigError as error:
         violations += error.violations
-    if slurm is None or cfg is None:
+    if slurm is None or cfg is None or violations:
         raise ConfigError(violations)
     return slurm, cfg
 

@@ -112,7 +112,7 @@ class _DraftContext:
 
 def entry_of(kind: str, key: str) -> Iterator[tuple[Entry, re.Match[str]]]:
     """Entries whose pattern fits."""
-    for entry in ENTRIES[kind]:
+    for entry in ENTRIES.get(kind, ()):
         if match := entry.regex.fullmatch(key):
             yield entry, match
 

@@ -14,6 +14,7 @@ from scalerl.errors import UserError
 from scalerl.launch.plan import (
     Pool,
     devices_to_ask_for,
+    make_plan,
     needed_paths,
     partition_violations,
     plan_of,
@@ -26,6 +27,7 @@ from scalerl.launch.slurm import Partition, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = ["data.train_files=t.parquet", "data.val_files=v.parquet", "actor_rollout_ref.model.path=model"]
+EIGHT = ["trainer.n_gpus_per_node=8"]
 MAIN = Partition("main", is_default=True, is_up=True, total_nodes=8, max_nodes=4, max_time_s=3600)
 SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nodes=None, max_time_s=None)
 
@@ -33,7 +35,7 @@ SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nod
 @pytest.mark.parametrize(
     ("name", "overrides", "slurm"),
     [
-        ("gpu", ["trainer.nnodes=4", "trainer.experiment_name=seven", "trainer.default_local_dir=/runs/seven"],
+        ("gpu", ["trainer.nnodes=4", *EIGHT, "trainer.experiment_name=seven", "trainer.default_local_dir=/runs/seven"],
          ["slurm.time=1-00:00:00", "slurm.partition=h100", "slurm.account=us", "slurm.options={constraint:ib}",
           "slurm.env={NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}", "slurm.interface=ib0", "slurm.notice_s=900"]),
         ("cpu", ["+recipe=[grpo,cpu]", "trainer.nnodes=2", "trainer.default_local_dir='/my runs/a'"], []),
@@ -55,7 +57,9 @@ def test_the_script_is_the_golden_one(
 
 
 def test_pools_have_nodes_of_their_own() -> None:
-    cfg = compose("ppo", [*RUN, "+recipe=ppo", "trainer.nnodes=2", "critic.resource_pool.nnodes=3"], rules=False)
+    cfg = compose(
+        "ppo", [*RUN, "+recipe=ppo", *EIGHT, "trainer.nnodes=2", "critic.resource_pool.nnodes=3"], rules=False
+    )
     assert list(pools_of(cfg)) == [Pool("trainer", 2, 8), Pool("critic.resource_pool", 3, 8)]
 
 
@@ -96,7 +100,7 @@ def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, f
 
 
 def test_devices_are_asked_for_where_there_are_any() -> None:
-    gpu, cpu = (compose("ppo", [*RUN, *more], rules=False) for more in ([], ["trainer.device=cpu"]))
+    gpu, cpu = (compose("ppo", [*RUN, *EIGHT, *more], rules=False) for more in ([], ["trainer.device=cpu"]))
     assert devices_to_ask_for(SlurmConfig(), gpu) == 8
     assert devices_to_ask_for(SlurmConfig(gpus_per_node=4), gpu) == 4
     assert devices_to_ask_for(SlurmConfig(gpu_option="none"), gpu) == devices_to_ask_for(SlurmConfig(), cpu) == 0
@@ -133,6 +137,12 @@ def test_what_a_key_may_not_be(override: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         compose("launch", [override])
     assert len(error.value.violations) == 1 and text in error.value.violations[0]
+
+
+def test_devices_of_a_node_are_not_those_of_the_machine_that_submits() -> None:
+    with pytest.raises(ConfigError) as error:
+        make_plan([*RUN, "trainer.nnodes=2"])
+    assert "trainer.n_gpus_per_node: not set" in error.value.violations[0]
 
 
 def test_paths_that_every_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
