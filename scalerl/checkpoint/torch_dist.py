@@ -6,6 +6,7 @@ A tensor is stored as pieces (boxes of it), each what `torch.save` makes of one 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import mmap
@@ -277,8 +278,14 @@ class DistCheckpoint:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    """The memory of a contiguous tensor on the CPU, which stays as long as this view of it.
+
+    Not by numpy: a storage that numpy has seen can no longer be resized, so its parameter could not leave its device.
+    """
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.device, tensor.stride())
+    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
 
 
 def fresh_bytes(num_bytes: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from scalerl.cluster.processes import Processes
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import RolloutConfig
 from scalerl.controller.sampling.rollout import HybridRollout
+from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 
 ASK = """
 import sys
@@ -75,10 +76,12 @@ def test_a_generation_has_a_limit_of_its_own(cluster: Processes) -> None:
     rollout = HybridRollout.__new__(HybridRollout)
     rollout.judge, rollout.timeout_s = None, 3600.0
     rollout.rollout = RolloutConfig(generation_timeout_s=1.0)
-    calls = rollout.lost, call = never.remote(), never.remote()
+    calls = news, call = never.remote(), never.remote()
+    rollout.workers = RolloutWorkers([], [], 3600.0)
+    rollout.workers.news = {news: 0}
     try:
         with pytest.raises(WorkerError, match=r"actor_rollout_ref\.rollout\.generation_timeout_s=1 s"):
-            rollout._attend(call)
+            rollout._attend({0: call})
     finally:
         for one in calls:
             ray.cancel(one, force=True)

@@ -117,10 +117,11 @@ def bench(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
     oracle = make_judge(directory / "judge")
     (directory / "question.txt").write_text(QUESTION)
     pq.write_table(pa.Table.from_pylist(rows()), directory / "rows.parquet")
-    data = DataConfig(str(directory / "rows.parquet"), str(directory / "rows.parquet"), max_prompt_length=64)
+    rows_file = str(directory / "rows.parquet")
+    data = DataConfig(train_files=rows_file, val_files=rows_file, max_prompt_length=64)
     config = JudgeConfig(
         enable=True,
-        model=JudgeModelConfig(str(directory / "judge")),
+        model=JudgeModelConfig(path=str(directory / "judge")),
         prompt_path=str(directory / "question.txt"),
         pattern=r"^(\d)",
         max_score=9,

@@ -48,7 +48,14 @@ def server(merged: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     command = [sys.executable, "-m", "scalerl.cli", "serve", str(merged), "--port", str(port), "--device", "cpu"]
     log = merged.parent / "serve.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {API_KEY: "secret"})
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            env=os.environ | {API_KEY: "secret"},
+            # As from a terminal: a suite in the background of a shell ignores SIGINT, and its children would too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     deadline = time.monotonic() + START_TIMEOUT_S
     try:
         while "is served at" not in log.read_text():
