@@ -74,6 +74,7 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     from scalerl.controller.sampling.worker import _to_batch
     from scalerl.data import PromptRow
     from scalerl.rewards import ScoreResult
+    from scalerl.rollout.program import Trajectory
     from scalerl.runtime.garbage import collect_garbage
     from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
     from scalerl.servers.wire import output_of, read_events, slots_of
@@ -100,7 +101,9 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
 
     def to_batch() -> None:
         outputs = asyncio.run(read())
-        batch = _to_batch(outputs, [prompt] * samples, [ScoreResult(1.0)] * samples, list(range(samples)))
+        # As programs of one turn hand them in.
+        made = [Trajectory(0, number, prompt.input_ids, tokens, [output]) for number, output in enumerate(outputs)]
+        batch = _to_batch(made, [prompt] * samples, [ScoreResult(1.0)] * samples, list(range(samples)))
         assert len(batch.tokens["input_ids"].values) == samples * (PROMPT_TOKENS + tokens)
 
     def alone(loads: Callable[[bytes], Any]) -> None:

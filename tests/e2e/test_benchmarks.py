@@ -348,6 +348,7 @@ def test_a_finished_learning_run_is_not_run_again(tmp_path: Path) -> None:
         algorithms.one_run(algorithms.parse(["--steps", "8"]), tmp_path, "rloo", 3)
 
 
+@pytest.mark.full
 def test_controller_scale(tmp_path: Path) -> None:
     """What a step asks of its ranks: one call a phase, whatever their number, and none for their memory alone."""
     result = run_benchmark(

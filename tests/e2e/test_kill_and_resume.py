@@ -345,6 +345,8 @@ def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
 
     arguments = overrides(inputs, "tp2", run_dir)
     arguments += [f"actor_rollout_ref.model.path={model}", "data.train_max_samples=100"]
+    # It is finished, and would say so.
+    arguments.append(f"trainer.total_training_steps={STEPS + 1}")
     violations = numbered(refused(kept.train(arguments)))
     checkpoint = run_dir / f"global_step_{STEPS}"
     only(

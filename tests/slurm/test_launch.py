@@ -16,7 +16,7 @@ def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path
     )
     assert done.returncode == 2, done.stdout + done.stderr
     violations = numbered(done.stderr)
-    only(violations, "nowhere is not a directory")
+    only(violations, "actor_rollout_ref.model.path = nowhere", "no such directory")
     only(violations, "slurm.nodes = 9", "partition low has 4 at most")
     only(violations, "slurm.time = 61", "partition low allows 60 minutes")
     assert not (tmp_path / "run").exists()

@@ -167,7 +167,8 @@ def test_a_killed_command_is_not_run_again(
     assert_nothing_left(slurm)
 
 
-@pytest.mark.parametrize("num_nodes", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [2, 1])
 def test_restarts_have_an_end(
     slurm: MiniSlurm,
     submit: Callable[..., str],
