@@ -6,8 +6,8 @@ from typing import Any
 
 from scalerl.config.keys import inherited_keys
 from scalerl.config.rules.base import Rule, value_at
+from scalerl.config.rules.commands import PPO_RULES, SFT_RULES, device_rules
 from scalerl.config.rules.generation import GENERATION_RULES
-from scalerl.config.rules.programs import PPO_RULES, SFT_RULES, device_rules
 from scalerl.config.schema import (
     EvalConfig,
     GenerationConfig,

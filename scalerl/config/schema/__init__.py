@@ -1,6 +1,6 @@
 """Every configuration key of scalerl with its default and its domain, once; rules between keys are in `config.rules`.
 
-A module holds the sections that belong together, and `programs` puts them together. Key names are those of verl where
+A module holds the sections that belong together, and `commands` puts them together. Key names are those of verl where
 verl has the concept; a size says its unit in the comment above it.
 
 A section that extends another one has its keys. Where it declares one of them again, the domain stays unless `key(...)`
@@ -25,6 +25,13 @@ from scalerl.config.schema.algorithm import (
     KLControlConfig,
     RolloutCorrectionConfig,
 )
+from scalerl.config.schema.commands import (
+    ActorRolloutRefConfig,
+    EvalConfig,
+    GenerationConfig,
+    PPOConfig,
+    SFTConfig,
+)
 from scalerl.config.schema.data import (
     CustomClassConfig,
     DataConfig,
@@ -36,13 +43,6 @@ from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig, R
 from scalerl.config.schema.fields import domain_violations, domains_of, key, same_as
 from scalerl.config.schema.launch import LaunchConfig, SlurmConfig
 from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
-from scalerl.config.schema.programs import (
-    ActorRolloutRefConfig,
-    EvalConfig,
-    GenerationConfig,
-    PPOConfig,
-    SFTConfig,
-)
 from scalerl.config.schema.reward import (
     CustomRewardFunctionConfig,
     EvalRewardConfig,

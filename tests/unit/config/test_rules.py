@@ -12,8 +12,8 @@ import pytest
 from scalerl.config import rules
 from scalerl.config.keys import KeyTable
 from scalerl.config.rules.base import Rule, rule
+from scalerl.config.rules.commands import PPO_RULES, SFT_RULES
 from scalerl.config.rules.generation import GENERATION_RULES
-from scalerl.config.rules.programs import PPO_RULES, SFT_RULES
 from scalerl.config.rules.rollout import ROLLOUT_RULES_ON_CUDA
 from scalerl.config.schema import GenerationConfig, PPOConfig, SFTConfig
 
