@@ -1,4 +1,4 @@
-"""The rules of each program."""
+"""The rules of each command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of each program's configuration."""
+"""The configuration of each command, put together from the sections."""
 
 from __future__ import annotations
 
