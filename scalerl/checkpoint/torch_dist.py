@@ -283,7 +283,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     Not by numpy: a storage that numpy has seen can no longer be resized, so its parameter could not leave its device.
     """
     assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.device, tensor.stride())
-    memory = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
     memory.tensor = tensor
     return memoryview(memory).cast("B")
 
