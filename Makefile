@@ -19,10 +19,10 @@ PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
 # Side by side, one process, no services.
 UNIT = -n logical --maxprocesses 8 tests/unit
-# These start processes of their own. On two cores they are not faster side by side; on more they are (each takes up to 8 GB).
-AT_A_TIME ?= 1
-SIDE_BY_SIDE = $(if $(filter-out 1,$(AT_A_TIME)),-n $(AT_A_TIME) --dist loadgroup)
-SERVICES = $(SIDE_BY_SIDE) tests/dist tests/ray tests/sglang tests/slurm tests/e2e
+# These start processes of their own, and wait a good part of the time (each of those side by side takes up to 8 GB).
+AT_A_TIME ?= 2
+SIDE_BY_SIDE = $(if $(filter-out 1,$(AT_A_TIME)),-n $(AT_A_TIME) --dist loadscope)
+SERVICES = $(SIDE_BY_SIDE) tests/slurm tests/dist tests/sglang tests/ray tests/e2e
 # What only `make test-all` runs (docs/testing.md): tests with this mark, and hypothesis' whole budget.
 MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -27,8 +28,6 @@ settings.register_profile("quick", deadline=None, max_examples=25)
 settings.load_profile("whole")
 
 MARKED_FOLDERS = ("dist", "ray", "sglang", "slurm", "e2e", "gpu")
-# Their tests share processes, or addresses; of the other folders a file is what stays together.
-SHARING_FOLDERS = ("dist", "sglang", "slurm")
 TESTS = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 # Places for all runs and groups of workers that a test has at a time; a place is a number to Ray, no core.
@@ -44,18 +43,22 @@ def processes() -> Iterator[Processes]:
         yield started
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip_gpu = None
-    for item in items:
-        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        if folder in MARKED_FOLDERS:
-            item.add_marker(folder)
-            # With `make test AT_A_TIME=N`: --dist loadgroup.
-            together = folder if folder in SHARING_FOLDERS else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(together))
-        if folder == "gpu":
-            skip_gpu = skip_gpu or _skip_without_gpu()
-            item.add_marker(skip_gpu)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    if folder in MARKED_FOLDERS:
+        item.add_marker(folder)
+    if folder == "gpu":
+        item.add_marker(_skip_without_gpu())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With `--dist loadscope`, as `make test` has it for the services' tests."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.scheduling import FolderScheduling
+
+    return FolderScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -77,6 +80,7 @@ def _no_skip_in_ci(report: Report) -> Report:
     return report
 
 
+@functools.cache
 def _skip_without_gpu() -> pytest.MarkDecorator:
     import torch
 

@@ -218,10 +218,15 @@ def test_an_interrupted_sample_goes_on_under_new_weights_with_their_version(
     engine: Engine, model_a: Model, model_b: Model
 ) -> None:
     requests = requests_for(PROMPTS, replace(LONG, max_new_tokens=40), n=2)
-    stopped = _stop_early(engine, requests, num_tokens=8)
-    assert [o.key for o in stopped] == [key for r in requests for key in r.sample_keys()]
-    unfinished = [o for o in stopped if not o.finished]
-    assert sum(0 < len(o.output_ids) < 40 for o in unfinished) > 0
+    # A busy machine may let all of them end before the stop, or none begin.
+    for num_tokens in (8, 4, 16, 2, 24, 6, 12):
+        stopped = _stop_early(engine, requests, num_tokens)
+        assert [o.key for o in stopped] == [key for r in requests for key in r.sample_keys()]
+        unfinished = [o for o in stopped if not o.finished]
+        if any(0 < len(o.output_ids) < 40 for o in unfinished):
+            break
+    else:
+        pytest.fail("no sample was ever stopped between its first token and its last")
 
     engine.load(model_b.weights(), policy_version=7)
     rest = unfinished_requests(requests, stopped)

@@ -1,0 +1,67 @@
+"""Services' tests side by side (`make test AT_A_TIME=N`): what shares processes stays on one process of pytest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scheduling import unit_of
+
+REPOSITORY = Path(__file__).parents[2]
+CONFTEST = """
+import pytest
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from tests.scheduling import FolderScheduling
+    return FolderScheduling(config, log)
+"""
+TEST = """
+import os, pathlib, time, pytest
+
+@pytest.mark.parametrize("i", range(4))
+def test_it(i):
+    time.sleep(0.05)
+    with open(os.environ["SEEN"], "a") as seen:
+        seen.write(f"{pathlib.Path(__file__).parent.name} {os.environ['PYTEST_XDIST_WORKER']}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "nodeid, unit",
+    [
+        ("tests/dist/test_ulysses.py::test_slices[7-a@b]", "tests/dist"),
+        ("tests/slurm/test_launch.py::test_b", "tests/slurm"),
+        ("tests/e2e/test_sft.py::test_b[a::b]", "tests/e2e/test_sft.py"),
+        ("tests/ray/test_cluster.py::TestIt::test_b", "tests/ray/test_cluster.py"),
+        ("test_alone.py::test_b", "test_alone.py"),
+    ],
+)
+def test_unit_of_a_test(nodeid: str, unit: str) -> None:
+    assert unit_of(nodeid) == unit
+
+
+def test_files_of_a_folder_that_shares_run_on_one_process(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    for folder in ("dist", "e2e"):
+        for name in ("a", "b", "c"):
+            file = tmp_path / "tests" / folder / f"test_{name}.py"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(TEST)
+    seen = tmp_path / "seen"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--import-mode=importlib"]
+    command += ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests/dist", "tests/e2e"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "SEEN": str(seen)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    places = [line.split() for line in seen.read_text().splitlines()]
+    assert len(places) == 24
+    assert len({worker for folder, worker in places if folder == "dist"}) == 1
+    # The three files of the other folder are free to go where there is room.
+    assert {worker for _, worker in places} == {"gw0", "gw1"}
