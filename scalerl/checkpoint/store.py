@@ -50,21 +50,46 @@ def find_latest_ckpt_path(
     """
     if path is None:
         return None
-    root = Path(path)
+    latest, problems = _latest_whole(Path(path), directory_format, digests)
+    for directory, problem in problems.items():
+        warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
+    return latest
+
+
+def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False) -> str | None:
+    """As `find_latest_ckpt_path`; raises ValueError where there are checkpoints, and none of them is whole.
+
+    A run that began anew there would replace them one by one.
+    """
+    latest, problems = _latest_whole(Path(root), DIRECTORY_FORMAT, digests)
+    if latest is None and problems:
+        each = "; ".join(f"{directory}: {problem}" for directory, problem in problems.items())
+        raise ValueError(
+            f"no checkpoint in {root} can be loaded: {each}. To begin anew move these directories away or give "
+            "another trainer.default_local_dir; trainer.resume_mode=disable begins anew here, and replaces them step by step"
+        )
+    for directory, problem in problems.items():
+        warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
+    return latest
+
+
+def _latest_whole(root: Path, directory_format: str, digests: bool) -> tuple[str | None, dict[Path, str]]:
+    """The directory to go on from, and why those that come before it in line are not."""
     tracked = _tracked_step(root)
     if tracked is not None:
         _finish_commit(root, tracked, directory_format)
     steps = sorted(checkpoint_steps(root, directory_format), reverse=True)
     if tracked is not None and tracked not in steps:
-        warnings.warn(f"{root / TRACKER_NAME} names step {tracked}, whose directory is not there", stacklevel=2)
+        warnings.warn(f"{root / TRACKER_NAME} names step {tracked}, whose directory is not there", stacklevel=3)
+    problems = {}
     # sorted is stable: the tracked step first, then the rest from newest to oldest.
     for step in sorted(steps, key=lambda s: s != tracked):
         directory = root / directory_format.format(step)
         problem = integrity_problem(directory, digests=digests)
         if problem is None:
-            return str(directory)
-        warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
-    return None
+            return str(directory), problems
+        problems[directory] = problem
+    return None, problems
 
 
 def checkpoint_steps(root: str | os.PathLike[str], directory_format: str = DIRECTORY_FORMAT) -> list[int]:
@@ -263,7 +288,7 @@ def _tracked_step(root: Path) -> int | None:
     except FileNotFoundError:
         return None
     if not text.isdecimal():
-        warnings.warn(f"{path} holds {text[:40]!r}, not a step; looking for the newest checkpoint", stacklevel=3)
+        warnings.warn(f"{path} holds {text[:40]!r}, not a step; looking for the newest checkpoint", stacklevel=4)
         return None
     return int(text)
 

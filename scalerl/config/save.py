@@ -9,8 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+# In the directory of a run: what it was started with, every key with its value.
+RESOLVED_CONFIG = "config.yaml"
 Scalar = str | int | float | bool | None
 
 
@@ -32,6 +36,15 @@ def save_resolved(cfg: Any, path: str | Path) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def saved_value(path: str | Path, key: str) -> str | None:
+    """The value of a key in a file of `save_resolved`, as text; None where it is null, or nothing can be read."""
+    try:
+        value = OmegaConf.select(OmegaConf.load(path), key)
+    except (OSError, yaml.YAMLError, OmegaConfBaseException):
+        return None
+    return None if value is None else str(value)
 
 
 def flatten(cfg: Any) -> dict[str, Scalar]:

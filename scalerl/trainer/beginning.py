@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
+from scalerl.config.save import RESOLVED_CONFIG, saved_value
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.errors import UserError
 
 
 class StartPhases:
@@ -43,12 +45,35 @@ def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
     return Path(latest)
 
 
-def finished_text(checkpoint: Path, total_steps: int) -> str:
+def finished_text(checkpoint: Path, trainer: TrainerConfig | SFTTrainerConfig, model_key: str, model_path: str) -> str:
+    """What a run that is over says. model_key: of the model that it is asked to train, with its value.
+
+    Raises UserError when that model is of another architecture than the one that was trained.
+    """
+    _check_architecture(checkpoint, model_key, model_path)
+    before = saved_value(Path(trainer.default_local_dir) / RESOLVED_CONFIG, model_key)
+    other = ""
+    if before is not None and Path(before).resolve() != Path(model_path).resolve():
+        other = f" It was started with {model_key}={before}, not {model_path}, of which nothing was trained here."
     return (
-        f"This run is finished: {checkpoint} is of step {total_steps}, the last one. A greater "
+        f"This run is finished: {checkpoint} is of step {trainer.total_training_steps}, the last one.{other} A greater "
         "trainer.total_training_steps goes on from it; another trainer.default_local_dir, or "
         "trainer.resume_mode=disable, begins anew."
     )
+
+
+def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> None:
+    trained, given = checkpoint / "actor" / "huggingface" / "config.json", Path(model_path) / "config.json"
+    if not (trained.is_file() and given.is_file()) or trained.read_bytes() == given.read_bytes():
+        return
+    # Imports torch, for which most finished runs need not wait.
+    from scalerl.families import ModelShape
+    from scalerl.trainer.checkpoints import Resumed, check_same_model
+
+    try:
+        check_same_model(Resumed(checkpoint, {}), ModelShape.from_hf(model_path), model_path)
+    except ValueError as error:
+        raise UserError(f"{model_key}: the run in {checkpoint.parent} is finished, and {error}") from error
 
 
 def interrupted_text(root: str, command: str, arguments: Sequence[str]) -> str:

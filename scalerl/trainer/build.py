@@ -21,6 +21,7 @@ from scalerl.config import (
     total_steps,
     trained_layout,
 )
+from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.config.schema import ResourcePoolConfig, RunConfig
 from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.controller.sampling.judge import JudgeServers
@@ -46,7 +47,6 @@ from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
 
-RESOLVED_CONFIG = "config.yaml"
 # Directory in trainer.default_local_dir for what trainer.val_only leaves.
 VAL_ONLY = "val_only"
 # Directory in trainer.default_local_dir for the logs of servers, and of Ray where a run fails.

@@ -15,8 +15,8 @@ from scalerl.checkpoint.store import (
     CheckpointWriteError,
     begin_save,
     check_checkpoint,
+    checkpoint_to_resume,
     commit,
-    find_latest_ckpt_path,
     read_trainer_state,
     rotate,
     write_trainer_state,
@@ -40,15 +40,19 @@ class Resumed:
         return int(self.state.get("step", 0))
 
 
-def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None) -> Resumed:
-    """Reads and checks all of the checkpoint. Raises ValueError when resume_from_path is not a whole one."""
+def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None, *, digests: bool = True) -> Resumed:
+    """Finds the checkpoint that a run goes on from, and checks it.
+
+    digests False: files and their sizes alone, without reading what is in them. Raises ValueError when resume_from_path
+    is not a whole checkpoint, and when there are checkpoints to go on from, all of them damaged.
+    """
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
     if resume_mode == "resume_path" and resume_from_path is not None:
-        check_checkpoint(resume_from_path, digests=True)
+        check_checkpoint(resume_from_path, digests=digests)
         directory = Path(resume_from_path)
     else:
-        latest = find_latest_ckpt_path(root, digests=True)
+        latest = checkpoint_to_resume(root, digests=digests)
         if latest is None:
             return Resumed(None, {})
         directory = Path(latest)
@@ -123,6 +127,16 @@ def _describe(model: SavedModel, huggingface: Path) -> None:
 def is_save_due(step: int, save_freq: int, total: int) -> bool:
     """The last step, and every save_freq-th one where that is above 0; none at all when it is 0."""
     return save_freq != 0 and (step == total or (save_freq > 0 and step % save_freq == 0))
+
+
+def dry_run_text(resumed: Resumed) -> str:
+    """What --dry-run says at its end. resumed: of a checkpoint whose digests it did not compare."""
+    if resumed.directory is None:
+        return "Everything checked; --dry-run starts nothing."
+    return (
+        f"Everything checked, of {resumed.directory} that its files are there and as large as they were saved: what is "
+        "in them is read when the run starts, or by `scalerl inspect --check`. --dry-run starts nothing."
+    )
 
 
 def announcement(trainer: RunConfig, total_steps: int) -> str:

@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     # A loop of the user's own may end where it likes.
     has_own_loop = cfg.trainer.custom_fit.path is not None
     if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg.trainer)):
-        assert cfg.trainer.total_training_steps is not None
-        print(finished_text(last, cfg.trainer.total_training_steps), flush=True)
+        model_path = cfg.actor_rollout_ref.model.path
+        print(finished_text(last, cfg.trainer, "actor_rollout_ref.model.path", model_path), flush=True)
         return 0
 
     # Imported here: --help and a configuration that cannot be read must not wait for torch.
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.preflight import check_ppo
 
     phases.begin("data")
-    inputs = check_ppo(cfg)
+    inputs = check_ppo(cfg, digests=not dry_run)
     phases.end()
     print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(batch_table(cfg, len(inputs.train)), flush=True)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
         print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)
     if dry_run:
-        print("Everything checked; --dry-run starts nothing.")
+        print(checkpoints.dry_run_text(inputs.resumed))
         return 0
     try:
         with ppo_run(cfg, inputs, processes, phases) as run:

@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if given.translations:
         print(translation_table(given.translations), flush=True)
     if not dry_run and (last := finished_at(cfg.trainer)):
-        assert cfg.trainer.total_training_steps is not None
-        print(finished_text(last, cfg.trainer.total_training_steps), flush=True)
+        print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
         return 0
 
     from scalerl.trainer import checkpoints
@@ -46,13 +45,13 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.sft import fit, sft_run
 
     phases.begin("data")
-    inputs = check_sft(cfg)
+    inputs = check_sft(cfg, digests=not dry_run)
     phases.end()
     num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
     print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
     if dry_run:
-        print("Everything checked; --dry-run starts nothing.")
+        print(checkpoints.dry_run_text(inputs.resumed))
         return 0
     try:
         with sft_run(cfg, inputs, processes, phases) as run:

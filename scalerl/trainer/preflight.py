@@ -75,10 +75,11 @@ class SFTInputs:
     resumed: checkpoints.Resumed
 
 
-def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
+def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
     """Raises ConfigError with every violation that was found.
 
-    device: cuda or cpu, of the machines that the run will be on; None: it is on this one.
+    device: cuda or cpu, of the machines that the run will be on; None: it is on this one. digests: read all of a
+    checkpoint to go on from; False: look at its files and their sizes.
     """
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
     from scalerl.data import create_rl_dataset
@@ -121,7 +122,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None) -> PPOInputs:
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
         _try_rewards(errors, rewards, cfg, datasets, tokenizer)
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
-    resumed = _check_resume(errors, cfg.trainer, cfg.data, trained, train)
+    resumed = _check_resume(errors, cfg.trainer, cfg.data, trained, train, digests=digests)
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
@@ -216,7 +217,7 @@ def _check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
             errors.attempt(lambda: require_chat_template(tokenizer))
 
 
-def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
+def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True) -> SFTInputs:
     """As `check_ppo`."""
     from scalerl.data import SFTDataset
 
@@ -241,7 +242,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None) -> SFTInputs:
             val = errors.attempt(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
     if train is not None and not broken:
         errors.violations.extend(too_few_conversations(cfg, len(train)))
-    resumed = _check_resume(errors, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train)
+    resumed = _check_resume(errors, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train, digests=digests)
     errors.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
     return SFTInputs(shape, train, val, device, resumed)
@@ -284,6 +285,8 @@ def _check_resume(
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],
     train: RLHFDataset | PromptTable | SFTDataset | None,
+    *,
+    digests: bool,
 ) -> checkpoints.Resumed | None:
     """The checkpoint that the run goes on from, if it is one of these models and prompts.
 
@@ -292,7 +295,9 @@ def _check_resume(
     from scalerl.data import PromptCursor
 
     resumed = errors.attempt(
-        lambda: checkpoints.find_resume_point(trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path)
+        lambda: checkpoints.find_resume_point(
+            trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, digests=digests
+        )
     )
     if resumed is None or resumed.directory is None:
         return resumed

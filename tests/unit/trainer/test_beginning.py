@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
 from scalerl.config.schema import TrainerConfig
-from scalerl.trainer.beginning import StartPhases, finished_at, interrupted_text
+from scalerl.errors import UserError
+from scalerl.trainer import checkpoints
+from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text
+from tests.tiny_models import make_tiny_model
 
 
 def saved(root: Path, step: int) -> Path:
@@ -31,6 +36,23 @@ def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
     # How many steps it has is not known from files, or it begins anew.
     assert finished_at(trainer(tmp_path, None)) is None
     assert finished_at(trainer(tmp_path, 4, resume_mode="disable")) is None
+
+
+def test_a_finished_run_that_is_asked_for_another_model_names_it(tmp_path: Path) -> None:
+    run, key = tmp_path / "run", "actor_rollout_ref.model.path"
+    trained, narrower = make_tiny_model(tmp_path / "trained"), make_tiny_model(tmp_path / "narrower", ffn_size=64)
+    models = {"actor": checkpoints.SavedModel(lambda directory: None, str(trained))}
+    last = checkpoints.save(str(run), 4, models, state={}, keep=None)
+    (run / "config.yaml").write_text(f"actor_rollout_ref:\n  model:\n    path: {trained}\n")
+
+    same = finished_text(last, trainer(run, 4), key, str(trained))
+    assert f"{last} is of step 4" in same and key not in same
+    # The same architecture elsewhere: another model, or this one, moved.
+    elsewhere = trained.rename(tmp_path / "elsewhere")
+    other = finished_text(last, trainer(run, 4), key, str(elsewhere))
+    assert f"It was started with {key}={trained}, not {elsewhere}" in other
+    with pytest.raises(UserError, match=f"{key}: the run in {run} is finished, .* ffn_hidden_size 128 there, 64 here"):
+        finished_text(last, trainer(run, 4), key, str(narrower))
 
 
 def test_what_an_interrupted_run_says(tmp_path: Path) -> None:

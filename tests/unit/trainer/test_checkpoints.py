@@ -176,15 +176,48 @@ def test_an_actor_that_fails_to_write_leaves_no_checkpoint(tmp_path: Path, model
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, model: Path) -> None:
     first, second = save(tmp_path, 1, model), save(tmp_path, 2, model)
-    file = second / "actor" / "huggingface" / "tokenizer.json"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    _flip_a_bit(second / "actor" / "huggingface" / "tokenizer.json")
     named = r"global_step_2.* file actor/huggingface/tokenizer\.json is not what was saved"
     with pytest.warns(UserWarning, match=named):
         assert find(tmp_path).directory == first
     with pytest.raises(ValueError, match=named):
         find(tmp_path, "resume_path", second)
+
+
+def _flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path, model: Path) -> None:
+    assert find(tmp_path).directory is None
+    first, second = save(tmp_path, 1, model), save(tmp_path, 2, model)
+    (first / "trainer_state.json").unlink()
+    _flip_a_bit(second / "actor" / "weights")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be loaded") as refused:
+        find(tmp_path)
+    text = str(refused.value)
+    assert f"{second}: file actor/weights is not what was saved" in text
+    assert f"{first}: file trainer_state.json is missing" in text
+    assert "move these directories away" in text and "trainer.resume_mode=disable" in text
+    assert find(tmp_path, "disable").directory is None
+    for directory in (first, second):
+        directory.rename(tmp_path / f"away_{directory.name}")
+    with pytest.warns(UserWarning, match="names step 2, whose directory is not there"):
+        assert find(tmp_path).directory is None
+
+
+def test_a_dry_run_looks_at_files_and_sizes(tmp_path: Path, model: Path) -> None:
+    whole, damaged = save(tmp_path, 1, model), save(tmp_path, 2, model)
+    _flip_a_bit(damaged / "actor" / "weights")
+    looked_at = checkpoints.find_resume_point(str(tmp_path), "auto", None, digests=False)
+    assert looked_at.directory == damaged
+    assert f"of {damaged} that its files are there and as large as" in checkpoints.dry_run_text(looked_at)
+    (damaged / "actor" / "weights").write_text("longer")
+    with pytest.warns(UserWarning, match="was saved with 1"):
+        assert checkpoints.find_resume_point(str(tmp_path), "auto", None, digests=False).directory == whole
+    assert "files" not in checkpoints.dry_run_text(checkpoints.Resumed(None, {}))
 
 
 def test_old_checkpoints_go(tmp_path: Path, model: Path) -> None:
