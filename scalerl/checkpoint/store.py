@@ -66,7 +66,7 @@ def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False)
         each = "; ".join(f"{directory}: {problem}" for directory, problem in problems.items())
         raise ValueError(
             f"no checkpoint in {root} can be loaded: {each}. To begin anew move these directories away or give "
-            "another trainer.default_local_dir; trainer.resume_mode=disable begins anew here, and replaces them step by step"
+            "another trainer.default_local_dir; trainer.resume_mode=disable begins anew here and replaces them"
         )
     for directory, problem in problems.items():
         warnings.warn(f"skipping checkpoint {directory}: {problem}", stacklevel=2)
