@@ -226,6 +226,28 @@ class MegatronEngine:
         A gradient that is not finite skips the update on all ranks: nothing changes, the learning rate's schedule
         included. Raises NonFiniteGradientError after max_consecutive_skipped_updates of them.
         """
+        return self._update(shard, micro_batches, objective, temperature)[0]
+
+    def logprobs_and_update(
+        self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float
+    ) -> tuple[dict[str, float], dict[str, Jagged]]:
+        """`update`, whose objective gets its own log-probs as the column old_logprobs; and what `logprobs` would have
+        returned before it, of the same forward passes. micro_batches: together each row once."""
+        names = ("logprobs", "entropy")
+        metrics, packed, kept = self._update(shard, micro_batches, partial(_with_old, objective), temperature, names)
+        if not self.groups.is_last_stage:
+            return metrics, {}
+        return metrics, {name: unpack(len(shard), packed, [one[name] for one in kept]) for name in names}
+
+    def _update(
+        self,
+        shard: DataProto,
+        micro_batches: Sequence[Rows],
+        objective: Objective,
+        temperature: float | None,
+        columns: Sequence[str] = (),
+    ) -> tuple[dict[str, float], list[MicroBatch], list[dict[str, Tensor]]]:
+        """columns: what of the objective's metrics is no sum, but a column [T] of each micro-batch, returned last."""
         self.require_on_device(*PARTS, work="an update")
         for chunk in self._forward_chunks:
             chunk.train()
@@ -235,11 +257,13 @@ class MegatronEngine:
         # megatron moves the biases of routers while it gathers the gradients, before anyone has looked at these.
         biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
         outputs = self._run(packed, self._reader(temperature), objective, forward_only=False)
+        kept = [{name: output.pop(name) for name in columns} for output in outputs]
         found = self._step()
         if found["skipped_updates"]:
             for bias, before in biases:
                 bias.copy_(before)
-        return found | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
+        metrics = found | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
+        return metrics, packed, kept
 
     @torch.no_grad()
     def _step(self) -> dict[str, float]:
@@ -354,6 +378,15 @@ def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -
     loss, kept = finish(*read(batch, output), batch.columns | {"cu_seqlens": batch.cu_seqlens})
     num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
     return loss, num_tokens, kept
+
+
+def _with_old(
+    objective: Objective, logprobs_T: Tensor, entropy_T: Tensor, columns: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """objective, with the log-probs that it gets for the old ones; it returns both columns among its metrics."""
+    made = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
+    loss, metrics = objective(logprobs_T, entropy_T, columns | {"old_logprobs": made["logprobs"]})
+    return loss, metrics | made
 
 
 def _keep_outputs(names: Sequence[str], *outputs: Tensor | dict) -> tuple[Tensor, dict]:

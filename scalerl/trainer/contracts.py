@@ -105,6 +105,11 @@ class Actor(Protocol):
         """One optimizer update per mini-batch and epoch. The batch has old_logprobs and advantages."""
         ...
 
+    def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        """`logprobs` and `update` in one forward pass, of a step of which `is_one_pass_enough` says so. The batch has
+        advantages."""
+        ...
+
     def save(self, directory: str) -> None:
         """Weights and optimizer, into an existing directory."""
         ...

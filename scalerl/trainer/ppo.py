@@ -21,6 +21,7 @@ from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages,
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step
+from scalerl.trainer.one_pass import is_one_pass_enough
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
@@ -106,9 +107,11 @@ def train_step(run: Run, step: int) -> StepOutcome:
     if run.reward_model is not None:
         with phase("reward_model"):
             batch = batch.with_samples(score=model_scores(run.reward_model, batch))
-    with phase("old_log_prob"):
-        batch, of_pass = run.actor.logprobs(batch)
-        metrics |= of_pass
+    one_pass = is_one_pass_enough(cfg, step)
+    if not one_pass:
+        with phase("old_log_prob"):
+            batch, of_pass = run.actor.logprobs(batch)
+            metrics |= of_pass
     if run.reference is not None:
         with phase("ref"):
             batch, of_pass = run.reference.logprobs(batch)
@@ -126,7 +129,11 @@ def train_step(run: Run, step: int) -> StepOutcome:
             metrics |= run.critic.update(batch)
     if step > cfg.trainer.critic_warmup:
         with phase("update_actor"):
-            metrics |= run.actor.update(batch)
+            if one_pass:
+                batch, of_pass = run.actor.evaluate_and_update(batch)
+            else:
+                of_pass = run.actor.update(batch)
+            metrics |= of_pass
     with phase("update_weights"):
         metrics |= run.rollout.sync_weights(policy_version=step)
 

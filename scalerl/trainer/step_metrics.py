@@ -85,7 +85,9 @@ def step_metrics(
             utilization = mfu(flops, timing_s[f"update_{role}"], mfu_basis.num_devices, mfu_basis.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
     actor = mfu_bases.get("actor")
-    if actor is not None and not config.algorithm.rollout_correction.bypass_mode:
+    # No pass of its own: the sampler's log-probs are the old ones, or the update's are.
+    has_pass = "old_log_prob" in timing_s and not config.algorithm.rollout_correction.bypass_mode
+    if actor is not None and has_pass:
         flops = actor.flops.forward(num_tokens_S.tolist())
         utilization = mfu(flops, timing_s["old_log_prob"], actor.num_devices, actor.peak)
         metrics |= {} if utilization is None else {"perf/mfu/actor_infer": utilization}

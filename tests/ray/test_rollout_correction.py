@@ -15,13 +15,14 @@ from scalerl.algorithms import correct, rollout_corr_metrics
 from scalerl.balance import Alignment, plan_step
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
-from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, RolloutCorrectionConfig
+from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig, RolloutCorrectionConfig
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import TOKENS, MegatronActor, Metrics
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import mismatch_metrics, to_floats, worst_samples
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged, cu_seqlens_of
+from tests.lanes import full
 from tests.tiny_models import make_tiny_model
 
 LAYOUTS = {"dp2": Layout(2), "pp2": Layout(2, 1, 2), "cp2": Layout(2, 1, 1, 2)}
@@ -244,3 +245,58 @@ def test_bypass_takes_the_samplers_log_probs_and_makes_no_pass(group: WorkerGrou
     differences = torch.cat([(rollout[row] - old[row])[mask_of(row)] for row in MINI_BATCHES[0]])
     assert found["actor/ppo_kl_first_update"].value == pytest.approx(float(differences.mean()), rel=1e-5)
     assert found["actor/num_updates"].value == 2 and "actor/rejected_updates" not in found
+
+
+# One update of each, from the weights that the one before left.
+ONE_PASS_UPDATES = [
+    ActorConfig(),
+    *(ActorConfig(policy_loss=PolicyLossConfig(name, dro_beta=0.5)) for name in ("gspo", "geo_mean", "dro", "gpg")),
+    ActorConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.01, use_kl_loss=True),
+]
+
+
+@pytest.mark.parametrize("of_tokens", [pytest.param(False, id="grpo"), full(True, id="gae")])
+def test_an_update_makes_the_old_log_probs_bit_for_bit(group: WorkerGroup, model: Path, of_tokens: bool) -> None:
+    """The same columns, metrics and weights as with a pass before the update, which the first half makes."""
+
+    def train(one_pass: bool) -> tuple[list[list[torch.Tensor]], list[dict[str, float]], list[torch.Tensor]]:
+        trainer = Trainer(group, model)
+        given = with_token_columns(trainer.batch(ROLLOUT, range(4)), of_tokens)
+        columns, metrics = [], []
+        for config in ONE_PASS_UPDATES:
+            actor = MegatronActor(group, config, 1.0)
+            if one_pass:
+                batch, found = actor.evaluate_and_update(given)
+            else:
+                batch, found = actor.logprobs(given)
+                found |= actor.update(batch)
+            columns.append(columns_of(batch, "old_logprobs")["old_logprobs"])
+            metrics.append(values(found))
+        return columns, metrics, trainer.logprobs()
+
+    columns, metrics, after = train(one_pass=False)
+    found = train(one_pass=True)
+    for mine, theirs in zip(found[0], columns, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    assert found[1] == metrics
+    assert {"actor/ppo_kl", "actor/entropy_loss", "rollout_corr/kl", "rollout_diff_partial/num"} <= metrics[0].keys()
+    assert all(one["actor/num_updates"] == 1 and one["actor/grad_norm"] > 0 for one in metrics)
+    assert all(map(torch.equal, found[2], after))
+    assert not any(map(torch.equal, columns[0], columns[-1])), "the updates changed nothing"
+
+
+ROLLOUT = [torch.linspace(-3.0, -1.0, length) for length in LENGTHS]
+
+
+def with_token_columns(batch: PlacedBatch, has_advantages: bool) -> PlacedBatch:
+    """With a reference's log-probs; has_advantages: and advantages of tokens."""
+    plan, columns = batch.plans["actor"], {"ref_logprobs": ROLLOUT}
+    if has_advantages:
+        columns["advantages"] = [torch.linspace(-1.0, 2.0, length) for length in LENGTHS]
+    for name, rows in columns.items():
+        shards = [
+            ray.put(DataProto({name: Jagged.from_list([rows[row] for row in plan.rows(rank)], torch.float32)}))
+            for rank in range(plan.dp_size)
+        ]
+        batch = batch.with_column(name, "actor", shards)
+    return batch

@@ -45,6 +45,16 @@ class RLWorker(MegatronWorker):
         """Column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
         rollout_is_weights, loss_mask and num_loss_tokens too. config: how the entropy is aggregated."""
         outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=temperature)
+        return self._compared(shard, outputs, correction, config)
+
+    def _compared(
+        self,
+        shard: DataProto,
+        outputs: Mapping[str, Jagged],
+        correction: RolloutCorrectionConfig,
+        config: ActorConfig,
+    ) -> Result:
+        """outputs: of `MegatronEngine.logprobs`, by the weights that the step began with."""
         if not outputs:
             return {}, None
         from scalerl.algorithms import aggregated
@@ -135,8 +145,7 @@ class RLWorker(MegatronWorker):
         from scalerl.algorithms import PolicyObjective, policy_loss_needs
         from scalerl.algorithms.losses import SELECTED
 
-        if "advantages" not in shard.tokens:
-            shard = shard.union(DataProto({"advantages": _per_token(shard, "advantages")}))
+        shard = _with_advantages(shard)
         if bypass_mode:
             shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
         corrected = "loss_mask" in shard.tokens
@@ -171,6 +180,34 @@ class RLWorker(MegatronWorker):
             num_rejected = (len(totals) - len(kept)) * config.ppo_epochs
             metrics["actor/rejected_updates"] = Metric(float(num_rejected), "max")
         return metrics, None
+
+    @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
+    @phase("update_actor")
+    def evaluate_and_update_actor(
+        self,
+        shard: DataProto,
+        micro_batches: MicroBatches,
+        *,
+        config: ActorConfig,
+        temperature: float,
+        totals: list[dict[str, int]],
+    ) -> Result:
+        """compute_log_prob and update_actor of a step of one update without a correction, in one forward pass: the old
+        log-probs are the update's own, bit for bit what a pass before it would give."""
+        import torch
+
+        from scalerl.algorithms import PolicyObjective
+        from scalerl.config.schema import RolloutCorrectionConfig
+
+        (mini_batch,), (total,) = micro_batches, totals
+        objective = PolicyObjective(config, total["num_loss_tokens"], total["num_sequences"])
+        updated, outputs = self.engines["actor"].logprobs_and_update(
+            _with_advantages(shard), mini_batch, objective, temperature=temperature
+        )
+        # As in `_update`.
+        torch.cuda.empty_cache()
+        metrics, columns = self._compared(shard, outputs, RolloutCorrectionConfig(), config)
+        return metrics | self.update_metrics([updated], "actor"), columns
 
     @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     @phase("update_critic", role="critic")
@@ -263,10 +300,12 @@ class RLWorker(MegatronWorker):
         return self.weight_sync.sync(policy_version, **options)
 
 
-def _per_token(shard: DataProto, name: str) -> Jagged:
-    """A per-sample value on every token of its sample."""
+def _with_advantages(shard: DataProto) -> DataProto:
+    """The shard with advantages of tokens: those of a sample on every token of it, unless tokens have their own."""
     import torch
 
+    if "advantages" in shard.tokens:
+        return shard
     ids = shard.tokens["input_ids"]
-    values = torch.as_tensor(shard.samples[name].astype(np.float32))
-    return Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)
+    values = torch.as_tensor(shard.samples["advantages"].astype(np.float32))
+    return shard.union(DataProto({"advantages": Jagged(values.repeat_interleave(ids.lengths), ids.cu_seqlens)}))

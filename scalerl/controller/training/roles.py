@@ -77,11 +77,28 @@ class MegatronActor:
             metrics = explained_variance_metrics(metrics)
         return batch.with_column("advantages", "actor", columns_made), metrics
 
+    def _made_before(self, batch: PlacedBatch) -> list[str]:
+        """Columns of the batch that an update reads beside its tokens and the old log-probs."""
+        used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
+        return [name for name in used if name in batch.columns]
+
+    def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
+        shards = batch.shards("actor", TOKENS, *self._made_before(batch))
+        metrics, _, columns = self.workers.call(
+            RLWorker.evaluate_and_update_actor,
+            shards,
+            config=self.config,
+            temperature=self.temperature,
+            totals=loss_totals(shards.plan, batch.samples["num_sampled_tokens"]),
+        )
+        return batch.with_column("old_logprobs", "actor", columns), metrics | self._kl_coef()
+
+    def _kl_coef(self) -> Metrics:
+        return {"actor/kl_coef": Metric(self.config.kl_loss_coef, "mean")} if self.config.use_kl_loss else {}
+
     def update(self, batch: PlacedBatch) -> Metrics:
         made = [] if self.correction.bypass_mode else ["old_logprobs"]
-        used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
-        optional = [name for name in used if name in batch.columns]
-        shards = batch.shards("actor", TOKENS, *made, *optional)
+        shards = batch.shards("actor", TOKENS, *made, *self._made_before(batch))
         counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "num_sampled_tokens"
         metrics = self.workers.call(
             RLWorker.update_actor,
@@ -91,9 +108,7 @@ class MegatronActor:
             totals=loss_totals(shards.plan, batch.samples[counts]),
             bypass_mode=self.correction.bypass_mode,
         ).metrics
-        if self.config.use_kl_loss:
-            metrics["actor/kl_coef"] = Metric(self.config.kl_loss_coef, "mean")
-        return metrics
+        return metrics | self._kl_coef()
 
     def save(self, directory: str) -> None:
         self.workers.call(MegatronWorker.save_checkpoint, "actor", directory)

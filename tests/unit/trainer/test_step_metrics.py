@@ -193,3 +193,11 @@ def test_memory_of_nodes_is_the_largest_of_drivers_and_ranks():
     assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] == 1e9
     found = dataclasses.replace(found, metrics=found.metrics | {"perf/cpu_memory_used_gb": Metric(1e-9, "max")})
     assert step_metrics(config(), found, {}, TIMING_S, step=1, epoch=0)["perf/cpu_memory_used_gb"] > 1e-3
+
+
+def test_a_step_of_one_pass_has_no_mfu_of_another() -> None:
+    timing_s = {name: seconds for name, seconds in TIMING_S.items() if name != "old_log_prob"}
+    found = step_metrics(config(), outcome(), {"actor": MfuBasis(SHAPE, PEAK, 2)}, timing_s, step=7, epoch=1)
+    assert found.keys() - {"perf/cpu_memory_used_gb"} == EXPECTED.keys() - {
+        "timing_s/old_log_prob", "timing_per_token_ms/old_log_prob", "perf/mfu/actor_infer",
+    }  # fmt: skip

@@ -1,0 +1,33 @@
+"""Whether the actor's update of a step makes the old log-probs too, without a pass of its own before it."""
+
+from __future__ import annotations
+
+from scalerl.algorithms import get_adv_estimator, policy_loss_needs
+from scalerl.algorithms.losses import SELECTED
+from scalerl.config import PPOConfig
+from scalerl.config.correction import corrects
+
+# Fields of `override_transformer_config` by which a model computes otherwise while it trains, where they are not 0.
+TRAINING_NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
+
+def is_one_pass_enough(config: PPOConfig, step: int) -> bool:
+    """Whether the step's old log-probs are those that its update computes anyway, and nothing asks for them before.
+
+    They are where the weights do not change before: one mini-batch, one epoch, and no noise in training. What asks for
+    them before: a correction of the sampler's, the KL in the rewards, an estimator, a loss that singles out tokens.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    correction, overrides = algorithm.rollout_correction, actor.megatron.override_transformer_config
+    is_updated = step > config.trainer.critic_warmup
+    is_one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    is_exact = not any(overrides.get(name) for name in TRAINING_NOISE) and (
+        overrides.get("moe_router_load_balancing_type") != "sinkhorn"
+    )
+    is_asked_for = (
+        corrects(correction)
+        or algorithm.use_kl_in_reward
+        or "old_logprobs" in get_adv_estimator(algorithm.adv_estimator).needs
+        or SELECTED in policy_loss_needs(actor.policy_loss.loss_mode)
+    )
+    return is_updated and is_one_update and is_exact and not is_asked_for and not correction.bypass_mode
