@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from scalerl.merge.command import main
 from scalerl.merge.convert import MergeSummary, merge
+from scalerl.merge.fsdp import merge_fsdp
 
-__all__ = ["MergeSummary", "main", "merge"]
+__all__ = ["MergeSummary", "main", "merge", "merge_fsdp"]

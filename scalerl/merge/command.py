@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
+from scalerl.merge.fsdp import merge_fsdp
 from scalerl.merge.upload import check_repo_name, upload
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -29,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     operations = parser.add_subparsers(dest="operation", required=True)
     command = operations.add_parser("merge", help="write Hugging Face safetensors")
-    command.add_argument("--backend", required=True, choices=["megatron"], help="what wrote the checkpoint")
+    command.add_argument("--backend", required=True, choices=["megatron", "fsdp"], help="what wrote the checkpoint")
     command.add_argument("--local_dir", required=True, help="global_step_N/actor (or global_step_N), or /critic")
     command.add_argument("--target_dir", required=True, help="directory for the model; must not exist or be empty")
     command.add_argument("--dtype", choices=list(DTYPES), default=None, help="of the weights (default: as stored)")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _merge(args: argparse.Namespace) -> int:
     if args.hf_upload_path is not None:
         check_repo_name(args.hf_upload_path)
-    summary = merge(
+    summary = (merge_fsdp if args.backend == "fsdp" else merge)(
         args.local_dir,
         args.target_dir,
         dtype=args.dtype,

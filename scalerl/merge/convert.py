@@ -56,7 +56,7 @@ def merge(
     """
     start = time.monotonic()
     actor_dir, target = _actor_dir(Path(local_dir)), Path(target_dir)
-    _check_target(target, actor_dir, overwrite)
+    check_target(target, actor_dir, overwrite)
     hf_dir = actor_dir / "huggingface"
     shape = ModelShape.from_hf(hf_dir)
     family = family_of(shape)
@@ -71,10 +71,10 @@ def merge(
         specs, num_files = _write_tensors(
             tmp, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
         )
-        _copy_beside(hf_dir, tmp, out_dtype)
+        copy_beside(hf_dir, tmp, out_dtype)
         with HFWeights(tmp) as written:
             written.check(family, ModelShape.from_hf(tmp))
-        _put_in_place(tmp, target)
+        put_in_place(tmp, target)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
         checkpoint.close()
@@ -83,7 +83,7 @@ def merge(
         num_tensors=len(specs),
         num_bytes=sum(s.num_bytes for s in specs.values()),
         num_files=num_files,
-        dtype=_dtype_name(out_dtype),
+        dtype=dtype_name(out_dtype),
         seconds=time.monotonic() - start,
     )
 
@@ -109,7 +109,8 @@ def _actor_dir(local_dir: Path) -> Path:
     )
 
 
-def _check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
+def check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
+    """Raises ValueError unless the model can be put there: an empty place outside the checkpoint, or one to replace."""
     inside, outside = target.resolve(), actor_dir.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise ValueError(f"--target_dir {target} overlaps the checkpoint {actor_dir}; give a directory outside it")
@@ -203,7 +204,8 @@ def _write_tensors(
     return all_specs, len(plan)
 
 
-def _copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
+def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
+    """Configuration, tokenizer and all else but weights. config.json gets the dtype."""
     for source in sorted(hf_dir.iterdir()):
         if source.is_dir():
             shutil.copytree(source, out_dir / source.name)
@@ -212,12 +214,13 @@ def _copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
     config = read_config(hf_dir)
     # transformers 5 writes dtype, 4 torch_dtype.
     keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]
-    if any(config.get(k) != _dtype_name(dtype) for k in keys):
-        config |= dict.fromkeys(keys, _dtype_name(dtype))
+    if any(config.get(k) != dtype_name(dtype) for k in keys):
+        config |= dict.fromkeys(keys, dtype_name(dtype))
         (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _put_in_place(tmp: Path, target: Path) -> None:
+def put_in_place(tmp: Path, target: Path) -> None:
+    """A whole model directory gets its name; one that had it is removed."""
     old = None
     if target.exists():
         old = target.with_name(f".{target.name}.old-{os.getpid()}-{token_hex(4)}")
@@ -227,5 +230,5 @@ def _put_in_place(tmp: Path, target: Path) -> None:
         shutil.rmtree(old)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

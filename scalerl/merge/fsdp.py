@@ -1,0 +1,273 @@
+"""From the files of an FSDP run to a Hugging Face model directory, whole or not at all: `merge --backend fsdp`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+
+from scalerl.families import Family, ModelShape, family_of, read_config, value_model_config
+from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside, dtype_name, put_in_place
+from scalerl.merge.copy import MAX_WORKERS
+from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, Shard, ShardedTensor
+from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
+
+# The head of a critic, and what transformers' token classification adds to it.
+_VALUE_WEIGHT, _VALUE_BIAS = "score.weight", "score.bias"
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Numbers [start, start + count) of a tensor of the state are the Hugging Face tensor `name`."""
+
+    name: str
+    start: int
+    count: int
+
+
+def merge_fsdp(
+    local_dir: str | Path,
+    target_dir: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    num_workers: int | None = None,
+) -> MergeSummary:
+    """Writes the model of an FSDP run's `model_world_size_W_rank_R.pt` as a Hugging Face directory.
+
+    local_dir: the directory of these files, with `huggingface/` (configuration, tokenizer) in it.  target_dir: as of
+    `merge`, or this `huggingface/` itself, which then gets the weights.  Nothing in the files is run: what is no tensor
+    is refused.  Raises ValueError as `merge` does.
+    """
+    start = time.monotonic()
+    directory, target = _model_dir(Path(local_dir)), Path(target_dir)
+    hf_dir = directory / "huggingface" if (directory / "huggingface").is_dir() else directory
+    if target.resolve() != hf_dir.resolve() or hf_dir == directory:
+        check_target(target, directory, overwrite)
+    elif any(target.glob("*.safetensors")) and not overwrite:
+        raise ValueError(f"--target_dir {target} has weights already; give another, or --overwrite to replace them")
+    with FsdpCheckpoint(directory) as checkpoint:
+        config = _config(hf_dir, checkpoint.tensors)
+        shape = ModelShape.from_config(config)
+        family = family_of(shape)
+        places, specs = _places(checkpoint, family, shape)
+        kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
+        to = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
+        specs = {n: TensorSpec(s.shape, s.dtype if n in kept else to) for n, s in specs.items()}
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+        tmp.mkdir()
+        try:
+            num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
+            copy_beside(hf_dir, tmp, to)
+            if config != read_config(hf_dir):
+                written = read_config(tmp)
+                (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
+            put_in_place(tmp, target)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+    return MergeSummary(
+        target_dir=target,
+        num_tensors=len(specs),
+        num_bytes=sum(s.num_bytes for s in specs.values()),
+        num_files=num_files,
+        dtype=dtype_name(to),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _model_dir(local_dir: Path) -> Path:
+    if not local_dir.is_dir():
+        raise ValueError(f"--local_dir {local_dir} is not a directory")
+    inner = local_dir / "actor"
+    has_files = any(FILE_NAME.fullmatch(path.name) for path in local_dir.iterdir())
+    return inner if inner.is_dir() and not has_files else local_dir
+
+
+# --- names ---
+
+
+def _config(hf_dir: Path, tensors: Mapping[str, ShardedTensor]) -> dict:
+    """config.json. A critic may have that of the language model it began as: then as transformers reads its head."""
+    config = read_config(hf_dir)
+    if _VALUE_WEIGHT not in tensors:
+        return config
+    config = value_model_config(config)
+    if _VALUE_BIAS in tensors:
+        names = config["architectures"]
+        config["architectures"] = [
+            name.replace("ForSequenceClassification", "ForTokenClassification") for name in names
+        ]
+    return config
+
+
+def _changes(config: Mapping) -> dict:
+    keys = ("architectures", "id2label", "label2id", "tie_word_embeddings")
+    return {key: config[key] for key in keys if key in config}
+
+
+def _places(
+    checkpoint: FsdpCheckpoint, family: Family, shape: ModelShape
+) -> tuple[dict[str, list[_Stretch]], dict[str, TensorSpec]]:
+    """Tensor of the state -> where its numbers go; Hugging Face name -> its spec, in the family's order.
+
+    Raises one ValueError with all that is missing, unexpected or of another shape.
+    """
+    tensors = checkpoint.tensors
+    wanted = family.hf_shapes(shape) | ({_VALUE_BIAS: (1,)} if _VALUE_BIAS in tensors else {})
+    places: dict[str, list[_Stretch]] = {}
+    problems = []
+    of_expert = _joined_experts(family, shape)
+    specs = {}
+    for name, size in wanted.items():
+        key, start, whole = name, 0, size
+        if name not in tensors:
+            key, start, whole = of_expert.get(name, (_in_module(name), 0, size))
+        if key not in tensors:
+            problems.append(f"missing {name}")
+            continue
+        if tensors[key].shape != whole:
+            problems.append(f"{key} has shape {tensors[key].shape}, config.json says {whole}")
+            continue
+        places.setdefault(key, []).append(_Stretch(name, start, prod(size)))
+        specs[name] = TensorSpec(size, tensors[key].dtype)
+    tied = set(family.head.hf) if shape.tie_word_embeddings else set()
+    extra = sorted(tensors.keys() - places.keys() - tied)
+    problems += [f"unexpected {name}" for name in extra]
+    if problems:
+        adapter = any(".lora_" in name for name in extra)
+        raise ValueError(
+            f"{checkpoint.dir} does not hold the {family.model_type} model of its config.json "
+            f"({len(problems)} problems{'; adapters are not merged' if adapter else ''}):\n  " + "\n  ".join(problems)
+        )
+    for name in tied & tensors.keys():
+        _check_tied(checkpoint, name)
+    return places, specs
+
+
+def _in_module(name: str) -> str:
+    """What transformers 5 calls it in a model: Mixtral's files have an older name."""
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Hugging Face name of an expert's tensor -> where transformers 5 has it in a model: name, first number, shape."""
+    found = {}
+    width, hidden, count = shape.moe_ffn_hidden_size, shape.hidden_size, shape.num_experts
+    for param in family.params(shape):
+        if param.expert is None:
+            continue
+        rows = width if len(param.hf) == 2 else hidden
+        name = "gate_up_proj" if len(param.hf) == 2 else "down_proj"
+        whole = (count, len(param.hf) * rows, width * hidden // rows)
+        for number, hf in enumerate(param.hf):
+            start = (param.expert * len(param.hf) + number) * width * hidden
+            found[hf] = (f"model.layers.{param.layer}.mlp.experts.{name}", start, whole)
+    return found
+
+
+def _check_tied(checkpoint: FsdpCheckpoint, head: str) -> None:
+    """Raises ValueError where a head that config.json ties to the embedding has other numbers: it would be lost."""
+    one, other = checkpoint.tensors[head], checkpoint.tensors["model.embed_tokens.weight"]
+    for (_, ours), (_, theirs) in zip(_numbers(checkpoint, one), _numbers(checkpoint, other), strict=True):
+        if not torch.equal(ours, theirs):
+            raise ValueError(
+                f"{checkpoint.dir}: {head} differs from the embedding, and config.json says tie_word_embeddings: set "
+                "it to false there if the run trained both"
+            )
+
+
+def _out_dtype(directory: Path, stored: set[torch.dtype], wanted: str | None) -> torch.dtype:
+    if wanted is not None:
+        return DTYPES[wanted]
+    if len(stored) != 1 or not stored <= set(DTYPE_NAMES):
+        names = ", ".join(sorted(map(str, stored)))
+        raise ValueError(f"{directory} stores the model as {names}; choose one of {', '.join(DTYPES)} with --dtype")
+    return stored.pop()
+
+
+# --- numbers ---
+
+
+def _write(
+    out_dir: Path,
+    checkpoint: FsdpCheckpoint,
+    places: Mapping[str, Sequence[_Stretch]],
+    specs: Mapping[str, TensorSpec],
+    max_shard_bytes: int,
+    num_workers: int | None,
+) -> int:
+    """Returns how many files."""
+    plan = [
+        [list(specs)[i] for i in members] for members in plan_files([{n: s} for n, s in specs.items()], max_shard_bytes)
+    ]
+    names = [file_name(index, len(plan)) for index in range(len(plan))]
+    with ExitStack() as stack, ThreadPoolExecutor(_num_workers(num_workers), thread_name_prefix="merge") as pool:
+        files = {}
+        for name, members in zip(names, plan, strict=True):
+            file = stack.enter_context(SafetensorsFile(out_dir / name, {n: specs[n] for n in members}))
+            files |= dict.fromkeys(members, file)
+        waiting = [
+            pool.submit(_copy, checkpoint, checkpoint.tensors[key], stretches, files, specs)
+            for key, stretches in places.items()
+        ]
+        done, others = wait(waiting, return_when=FIRST_EXCEPTION)
+        for future in others:
+            future.cancel()
+        for future in done:
+            future.result()
+    if len(plan) > 1:
+        write_index(out_dir, {n: name for name, members in zip(names, plan, strict=True) for n in members}, specs)
+    return len(plan)
+
+
+def _num_workers(wanted: int | None) -> int:
+    return wanted or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+def _copy(
+    checkpoint: FsdpCheckpoint,
+    tensor: ShardedTensor,
+    stretches: Sequence[_Stretch],
+    files: Mapping[str, SafetensorsFile],
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    for at, numbers in _numbers(checkpoint, tensor):
+        for stretch in stretches:
+            first, last = max(at, stretch.start), min(at + len(numbers), stretch.start + stretch.count)
+            if first < last:
+                part = numbers[first - at : last - at].to(specs[stretch.name].dtype)
+                files[stretch.name].write(stretch.name, first - stretch.start, part)
+
+
+def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first number, numbers) of the whole tensor in its order: a few megabytes at a time where rows are split, all
+    at once where columns are."""
+    if all(shard.tensor.shape[1:] == tensor.shape[1:] for shard in tensor.shards):
+        inner = prod(tensor.shape[1:])
+        for shard in sorted(tensor.shards, key=lambda shard: shard.offsets):
+            start = shard.offsets[0] * inner if tensor.shape else 0
+            for at, numbers in checkpoint.files[shard.rank].stretches(shard.tensor):
+                yield start + at, numbers
+        return
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for shard in tensor.shards:
+        _box(whole, shard).copy_(checkpoint.files[shard.rank].read(shard.tensor))
+    yield 0, whole.view(-1)
+
+
+def _box(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
