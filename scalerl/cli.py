@@ -115,7 +115,8 @@ def _translate(argv: list[str]) -> int | None:
 def _merge(argv: list[str]) -> int | None:
     from scalerl.merge.__main__ import main as program
 
-    return program(["merge", *argv])
+    is_other = argv and argv[0] in ("split", "test")
+    return program(argv if is_other else ["merge", *argv])
 
 
 def _inspect(argv: list[str]) -> int | None:

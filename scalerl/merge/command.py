@@ -11,9 +11,19 @@ from pathlib import Path
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
+from scalerl.merge.split import SplitSizes, split
 from scalerl.merge.upload import check_repo_name, upload
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Options of split, and what of a layout each is.
+_SIZES = {
+    "tp": "ranks that share each layer",
+    "pp": "pipeline stages",
+    "vpp": "model chunks of a stage",
+    "cp": "ranks that share each sequence",
+    "ep": "ranks that share the experts of a layer",
+    "etp": "ranks that share each expert (default: tp)",
+}
 
 
 def parse_bytes(text: str) -> int:
@@ -39,6 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--overwrite", action="store_true", help="replace the model that target_dir holds")
     command.add_argument("--hf_upload_path", default=None, help="repository of the Hugging Face Hub: user/name")
     command.add_argument("--private", action="store_true", help="make that repository private, where it is new")
+    command = operations.add_parser("split", help="the way back: the weights as the ranks of a layout save them")
+    command.add_argument("model", help="Hugging Face model directory")
+    command.add_argument("target", help="directory to make, for dist_ckpt/ and huggingface/")
+    for name, what in _SIZES.items():
+        command.add_argument(f"--{name}", type=int, default=None if name == "etp" else 1, help=what)
     command = operations.add_parser("test", help="compare a merged model with another; exit code 1 where they differ")
     command.add_argument("--local_dir", required=True, help="the merged model")
     command.add_argument("--test_hf_dir", required=True, help="the model that it should be")
@@ -50,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, or 1 with one message on standard error."""
     args = build_parser().parse_args(argv)
     try:
-        return _test(args) if args.operation == "test" else _merge(args)
+        return {"merge": _merge, "split": _split, "test": _test}[args.operation](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,6 +88,12 @@ def _merge(args: argparse.Namespace) -> int:
     )
     if args.hf_upload_path is not None:
         print(f"uploaded: {upload(summary.target_dir, args.hf_upload_path, private=args.private)}")
+    return 0
+
+
+def _split(args: argparse.Namespace) -> int:
+    num_ranks = split(args.model, args.target, SplitSizes(**{f"{name}_size": getattr(args, name) for name in _SIZES}))
+    print(f"split over {num_ranks} rank{'s' if num_ranks > 1 else ''}: {args.target}")
     return 0
 
 

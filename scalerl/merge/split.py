@@ -1,0 +1,194 @@
+"""The way back: a Hugging Face model as the ranks of a layout would save its weights, without any of these ranks.
+
+It is what a merge is tested with; what trains on needs an optimizer's state, which a Hugging Face model has not.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+
+from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
+from scalerl.families import (
+    CHECKPOINT_MODEL_PREFIX,
+    HFWeights,
+    ModelShape,
+    Param,
+    family_of,
+    files_beside_weights,
+    padded_vocab_size,
+)
+from scalerl.merge.convert import put_in_place
+
+
+@dataclass(frozen=True)
+class SplitSizes:
+    """Sizes of a layout: as the keys of a `megatron` section.  etp_size: None is tp_size."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    vpp_size: int = 1
+    cp_size: int = 1
+    ep_size: int = 1
+    etp_size: int | None = None
+
+    @property
+    def expert_tp_size(self) -> int:
+        return self.etp_size or self.tp_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage, as few as hold whole copies of the dense layers and of the experts."""
+        return math.lcm(self.tp_size * self.cp_size, self.expert_tp_size * self.ep_size)
+
+    @property
+    def world_size(self) -> int:
+        return self.stage_size * self.pp_size
+
+
+def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
+    """Writes target_dir/dist_ckpt, a file of each rank, and target_dir/huggingface. Returns how many ranks.
+
+    Raises ValueError: a size below 1, or one that the model cannot be divided by; a target that is there already.
+    """
+    source, target = Path(hf_dir), Path(target_dir)
+    shape = ModelShape.from_hf(source)
+    _check(shape, sizes)
+    if target.exists():
+        raise ValueError(f"{target} is there already; give a directory to make")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
+    try:
+        data = tmp / "dist_ckpt"
+        data.mkdir(parents=True)
+        with HFWeights(source) as weights:
+            weights.check(family_of(shape), shape)
+            files = [
+                write_file(data / f"__{rank}_0.distcp", pieces_of_rank(weights, shape, sizes, rank))
+                for rank in range(sizes.world_size)
+            ]
+        write_index(data, files, {"num_updates": 0, "layout": _layout(sizes)})
+        (tmp / "huggingface").mkdir()
+        for file in files_beside_weights(source):
+            shutil.copyfile(file, tmp / "huggingface" / file.name)
+        put_in_place(tmp, target)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    return sizes.world_size
+
+
+def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: SplitSizes, rank: int) -> Iterator[Piece]:
+    """What the rank saves: of each shard that it and other ranks hold, an equal stretch.
+
+    Ranks count as Megatron's: tensor parallel first, pipeline stages last.
+    """
+    stage, place = divmod(rank, sizes.stage_size)
+    for param in family_of(shape).params(shape):
+        if stage != _stage_of(param, shape, sizes):
+            continue
+        if param.expert is None:
+            size, (copy, at) = sizes.tp_size, divmod(place, sizes.tp_size)
+            num_copies = sizes.stage_size // size
+        else:
+            size = sizes.expert_tp_size
+            copy, at = divmod(place, size)
+            copy, of_experts = divmod(copy, sizes.ep_size)
+            num_copies = sizes.stage_size // (size * sizes.ep_size)
+            if of_experts != param.expert * sizes.ep_size // shape.num_experts:
+                continue
+        if param.kind == "replicated":
+            # One rank of those that share a layer saves what all of them hold.
+            if at:
+                continue
+            shard = param.shard(weights.read, shape, 0, 1)
+        else:
+            shard = param.shard(weights.read, shape, at, size)
+        yield from _pieces(param, shard, shape, at, size, copy, num_copies)
+
+
+def _pieces(
+    param: Param, shard: torch.Tensor, shape: ModelShape, at: int, size: int, copy: int, num_copies: int
+) -> Iterator[Piece]:
+    """The stretch of the shard that this copy saves, as boxes of the whole tensor."""
+    rows = padded_vocab_size(shape.vocab_size, size) if param.kind == "vocab" else None
+    whole = param.joined_shape(shape, rows)
+    flat = shard.contiguous().view(-1)
+    first, last = (flat.numel() * n // num_copies for n in (copy, copy + 1))
+    start = 0
+    for offsets, sizes in _places(param, tuple(shard.shape), whole, at, size):
+        count = prod(sizes)
+        for begin, inner, found in boxes(sizes, max(0, first - start), min(count, last - start)):
+            tensor = flat[start + begin : start + begin + prod(found)].view(found)
+            place = tuple(a + b for a, b in zip(offsets, inner, strict=True))
+            yield Piece(CHECKPOINT_MODEL_PREFIX + param.name, whole, place, tensor)
+        start += count
+
+
+def _places(
+    param: Param, local: tuple[int, ...], whole: tuple[int, ...], at: int, size: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes that follow each other in a shard's memory."""
+    rest = (0,) * (len(local) - 1)
+    if param.kind == "gate_up":
+        half = local[0] // 2
+        for part in range(2):
+            yield (part * whole[0] // 2 + at * half, *rest), (half, *local[1:])
+    elif param.kind == "row":
+        yield (0, at * local[1], *rest[1:]), local
+    else:
+        yield (0 if param.kind == "replicated" else at * local[0], *rest), local
+
+
+def _stage_of(param: Param, shape: ModelShape, sizes: SplitSizes) -> int:
+    if param.layer is None:
+        return 0 if param.stage_part == "first" else sizes.pp_size - 1
+    of_chunk = shape.num_layers // (sizes.pp_size * sizes.vpp_size)
+    return param.layer // of_chunk % sizes.pp_size
+
+
+def _check(shape: ModelShape, sizes: SplitSizes) -> None:
+    given = {
+        "--tp": sizes.tp_size,
+        "--pp": sizes.pp_size,
+        "--vpp": sizes.vpp_size,
+        "--cp": sizes.cp_size,
+        "--ep": sizes.ep_size,
+        "--etp": sizes.expert_tp_size,
+    }
+    problems = [f"{name} {size} must be at least 1" for name, size in given.items() if size < 1]
+    if problems:
+        raise ValueError("; ".join(problems))
+    if shape.num_layers % (sizes.pp_size * sizes.vpp_size):
+        problems.append(f"--pp {sizes.pp_size} x --vpp {sizes.vpp_size} must divide {shape.num_layers} layers")
+    if sizes.vpp_size > 1 and sizes.pp_size == 1:
+        problems.append(f"--vpp {sizes.vpp_size} needs --pp above 1")
+    if sizes.ep_size > 1 and (not shape.num_experts or shape.num_experts % sizes.ep_size):
+        problems.append(f"--ep {sizes.ep_size} must divide {shape.num_experts} experts")
+    for param in family_of(shape).params(shape):
+        try:
+            param.mcore_shape(shape, sizes.tp_size if param.expert is None else sizes.expert_tp_size)
+        except ValueError as error:
+            problems.append(str(error))
+            break
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _layout(sizes: SplitSizes) -> Mapping[str, int]:
+    return {
+        "world_size": sizes.world_size,
+        "tp_size": sizes.tp_size,
+        "pp_size": sizes.pp_size,
+        "vpp_size": sizes.vpp_size,
+        "cp_size": sizes.cp_size,
+        "ep_size": sizes.ep_size,
+        "etp_size": sizes.expert_tp_size,
+    }
