@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from scalerl.cluster.dispatch import registration_of
+from scalerl.cluster.heartbeat import heartbeat
 from scalerl.cluster.pools import Reusable
 from scalerl.metrics import Metric
 from scalerl.protocol import DataProto
@@ -46,17 +47,21 @@ class RankProcess(Reusable):
 
     def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
         """cls, **init: the worker's class, and what its constructor takes beside rank and layout."""
-        self.worker = cls(rank, layout, **init)
+        heartbeat().rank = rank
+        with heartbeat().phase("start"):
+            self.worker = cls(rank, layout, **init)
 
     def rendezvous(self) -> Any:
         return self.worker.rendezvous()
 
     def join(self, address: Any) -> None:
-        self.worker.join(address)
+        with heartbeat().phase("join"):
+            self.worker.join(address)
 
     def leave(self) -> None:
-        self.worker.leave()
-        super().leave()
+        with heartbeat().phase("leave"):
+            self.worker.leave()
+            super().leave()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """The value of a registered method; with its reading, as a pair, where the registration says so.
@@ -64,7 +69,8 @@ class RankProcess(Reusable):
         method: of the worker, or `module:function` of a file of the user's own that this process imported.
         """
         function = self._method(method)
-        value = function(*args, **kwargs)
+        with heartbeat().phase(method):
+            value = function(*args, **kwargs)
         return (value, self.worker.reading()) if _has_reading(function) else value
 
     # Return values of their own: the driver takes the first two, and of the last only the reference.
@@ -83,7 +89,8 @@ class RankProcess(Reusable):
             batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
         function = self._method(method)
         metrics: dict[str, Metric]
-        metrics, columns = function(batch, shard.micro_batches, **pickle.loads(kwargs))
+        with heartbeat().phase(method):
+            metrics, columns = function(batch, shard.micro_batches, **pickle.loads(kwargs))
         answer = (metrics, self.worker.reading()) if _has_reading(function) else metrics
         if columns is None:
             return answer, {}, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import ray
@@ -23,12 +24,13 @@ from scalerl.cluster.dispatch import (
     WorkerMethod,
     registration_of,
 )
+from scalerl.cluster.hang_report import report_of
 from scalerl.cluster.pools import ActorSpec, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
 from scalerl.cluster.worker_logs import last_words
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import merge_metrics
-from scalerl.parallel.layout import Layout
+from scalerl.parallel.layout import Coordinates, Layout
 from scalerl.user_code import called, is_users_own, place_of
 
 # In which ranks part: the last call to them was answered.
@@ -61,11 +63,15 @@ class WorkerGroup:
         *,
         timeout_s: float,
         limits: Mapping[str, Limit] | None = None,
+        log_dir: Path | None = None,
         **init: Any,
     ) -> None:
-        """timeout_s: of a call (trainer.timeout_s).  limits: by name, of methods that have another."""
+        """timeout_s: of a call (trainer.timeout_s).  limits: by name, of methods that have another.
+
+        log_dir: gets the stacks of all ranks when some do not answer.
+        """
         self.cls, self.layout, self.pool = cls, layout, pool
-        self.timeout_s, self.limits = timeout_s, limits or {}
+        self.timeout_s, self.limits, self.log_dir = timeout_s, limits or {}, log_dir
         # `Worker.reading` of every rank, of the last call; None where that call carried none.
         self.readings: list[Any] | None = None
         options = {"max_restarts": 0, "max_concurrency": 1}
@@ -207,14 +213,27 @@ class WorkerGroup:
                 late = set(pending)
                 missing = [rank for rank, ref in enumerate(refs) if ref in late]
                 raise WorkerError(
-                    f"{name}: ranks {missing} did not answer within {limit.key}={limit.seconds:.0f} s; of rank "
-                    f"{missing[0]}: {last_words(self.ranks[missing[0]])}"
+                    f"{name}: ranks {missing} did not answer within {limit.key}={limit.seconds:.0f} s; "
+                    f"{self._hang(name, missing[0])}"
                 )
             try:
                 values.update(zip(done, ray.get(done), strict=True))
             except (RayTaskError, RayActorError, GetTimeoutError):
                 self._raise_first(name, refs, done)
         return [values[ref] for ref in refs]
+
+    def _hang(self, name: str, late: int) -> str:
+        """Who is missing where, with stacks and last output; never raises.  late: a rank that did not answer."""
+        suspect = late
+        try:
+            report = report_of(self.ranks, [_short(self.layout.coordinates(rank)) for rank in range(self.world_size)])
+            suspect = late if report.suspect is None else report.suspect
+            said = report.message()
+            if self.log_dir is not None:
+                said += f"\nStacks of all ranks: {report.write(self.log_dir, name)}"
+        except Exception as error:
+            said = f"no report ({type(error).__name__}: {error})"
+        return f"{said}\nOf rank {suspect}: {last_words(self.ranks[suspect])}"
 
     def _raise_first(self, name: str, refs: list[Any], done: list[Any]) -> NoReturn:
         """What the first of the ranks that answered has to say of its failure."""
@@ -238,6 +257,11 @@ class WorkerGroup:
             return WorkerError(f"{failed}\n{remote_trace}\n{last_words(self.ranks[rank])}")
         died = f"{name}: the process of rank {rank} ({at}) died: {str(error).splitlines()[0]}"
         return WorkerError(f"{died}\n{last_words(self.ranks[rank])}")
+
+
+def _short(at: Coordinates) -> str:
+    """What is not 0."""
+    return ", ".join(f"{name}={number}" for name, number in vars(at).items() if number) or "first of all groups"
 
 
 def join(groups: Iterable[WorkerGroup]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TAIL_LINES = 20
 # Of a log, read from its end.
 TAIL_BYTES = 64 * 1024
@@ -25,32 +27,52 @@ def logs_are_kept_in(directory: Path | None) -> None:
     _kept_in = directory
 
 
+class ActorPlace(NamedTuple):
+    """node: Ray's number of it."""
+
+    node: str
+    address: str
+    pid: int
+
+
+def place_of_actor(actor: Any) -> ActorPlace:
+    """Where its process is, or was.  actor: its handle, or its number as Ray's errors have it."""
+    # Ray imports its private modules by itself, which its types do not say.
+    private: Any = ray._private
+    found = private.state.actors(actor if isinstance(actor, str) else actor._actor_id.hex())
+    return ActorPlace(found["Address"]["NodeID"], found["Address"]["IPAddress"], found["Pid"])
+
+
+def session_logs() -> Path:
+    """Of Ray's session; every node of a cluster has it at the same path."""
+    private: Any = ray._private
+    return Path(private.worker._global_node.get_logs_dir_path())
+
+
+def on_node(node: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What the function returns on that node: in this process on its own, elsewhere in a task."""
+    if node == ray.get_runtime_context().get_node_id():
+        return function(*args, **kwargs)
+    remote: Any = ray.remote(num_cpus=0)(function)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.get(remote.options(scheduling_strategy=strategy).remote(*args, **kwargs), timeout=FETCH_TIMEOUT_S)
+
+
 def last_words(actor: Any) -> str:
     """Text for the end of a message: the last lines of the actor's stderr, and the path of the whole. Never raises.
 
-    actor: its handle, or its number as Ray's errors have it.
+    actor: as `place_of_actor`.
     """
     try:
-        # Ray imports its private modules by itself, which its types do not say.
-        private: Any = ray._private
-        found = private.state.actors(actor if isinstance(actor, str) else actor._actor_id.hex())
-        node, pid = found["Address"]["NodeID"], found["Pid"]
-        logs = Path(private.worker._global_node.get_logs_dir_path())
-        is_here = node == ray.get_runtime_context().get_node_id()
-        if is_here:
-            path, lines = tail_of(str(logs), pid)
-        else:
-            # Every node of a cluster has its session at the same path.
-            fetch = ray.remote(num_cpus=0)(tail_of).options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            )
-            path, lines = ray.get(fetch.remote(str(logs), pid), timeout=FETCH_TIMEOUT_S)
+        place = place_of_actor(actor)
+        path, lines = on_node(place.node, tail_of, str(session_logs()), place.pid)
+        is_here = place.node == ray.get_runtime_context().get_node_id()
     except Exception as error:
         said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
         return f"Its stderr could not be read ({said})."
     if is_here and _kept_in is not None:
         path = str(_kept_in / Path(path).name)
-    where = path if is_here else f"{path} on node {found['Address']['IPAddress']}"
+    where = path if is_here else f"{path} on node {place.address}"
     return shown(lines, where)
 
 

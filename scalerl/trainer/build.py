@@ -306,8 +306,9 @@ def start_workers(
         layout,
         timeout_s=trainer.timeout_s,
         limits={method.__name__: save for method in (MegatronWorker.save_checkpoint, MegatronWorker.load_checkpoint)},
+        log_dir=Path(trainer.default_local_dir) / LOGS,
         device=device,
-        # The ranks wait for each other in a save too.
+        # Not shorter than the driver's limits, which end in a report; the ranks wait for each other in a save too.
         collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),
         seed=seed,
         user_files=absolute(user_files),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -13,6 +14,7 @@ from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, re
 from scalerl.cluster.rank import Worker
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.controller.training.rl_worker import RLWorker
+from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data.problems import DataError
 from scalerl.metrics import Metric
 from scalerl.parallel.layout import Layout
@@ -197,6 +199,30 @@ class PlainWorker(Worker):
             print("about to hang", file=sys.stderr)
             time.sleep(3600)
         return self.rank
+
+
+class MeetingWorker(MegatronWorker):
+    """A trainer rank without a model, whose ranks meet in collectives."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def process(self) -> int:
+        return os.getpid()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def meet(self, stopped: int | None, idle: int | None = None) -> float:
+        """Sum over the ranks.  stopped: a rank whose process stops before; idle: one that does something else."""
+        import torch
+        import torch.distributed as dist
+
+        number = torch.tensor([float(self.rank)])
+        if self.rank == stopped:
+            print("about to stop", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.rank == idle:
+            print("about to dawdle", file=sys.stderr)
+            time.sleep(3600)
+        dist.all_reduce(number)
+        return float(number)
 
 
 class SyncingWorker(RLWorker):

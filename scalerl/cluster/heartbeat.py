@@ -1,0 +1,109 @@
+"""What the process of a rank says of itself while it is busy: a beat, its phase, and on demand stacks and collectives.
+
+All of it is in files beside Ray's logs of that node, so that one that hangs can be asked, and one that is stopped can
+be told from one that works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INTERVAL_S = 1.0
+# Makes faulthandler write the stacks of all threads, also of a process that holds the interpreter's lock.
+STACKS_SIGNAL = signal.SIGRTMIN + 6
+IDLE = "no call"
+
+
+@dataclass(frozen=True)
+class BeatFiles:
+    """beat: rewritten every second.  stacks: grows at each STACKS_SIGNAL.  flight: the trace of the last collectives.
+    ask: made by who wants that, and removed when it is written."""
+
+    beat: Path
+    stacks: Path
+    ask: Path
+    flight: Path
+
+    @classmethod
+    def of(cls, logs: Path, pid: int) -> BeatFiles:
+        return cls(*(logs / f"rank-{pid}.{name}" for name in ("beat", "stacks", "ask", "flight.json")))
+
+
+class Heartbeat:
+    """The beat of this process, in a thread of its own."""
+
+    def __init__(self, logs: Path) -> None:
+        self.files = BeatFiles.of(logs, os.getpid())
+        self.rank = -1
+        self._phases: list[tuple[str, float]] = [(IDLE, time.time())]
+        self._writing = threading.Lock()
+        # Open as long as the process lives.
+        self._stacks = self.files.stacks.open("w", encoding="utf-8")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        threading.Thread(target=self._beat_for_ever, name="heartbeat", daemon=True).start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._phases.append((name, time.time()))
+        self.beat()
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self.beat()
+
+    def beat(self) -> None:
+        name, since = self._phases[-1]
+        text = json.dumps({"rank": self.rank, "phase": name, "since": since, "at": time.time()})
+        partial = self.files.beat.with_suffix(".tmp")
+        # A full or lost disk must not end a rank that works.
+        with contextlib.suppress(OSError), self._writing:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.files.beat)
+
+    def _beat_for_ever(self) -> None:
+        while True:
+            self.beat()
+            if self.files.ask.exists():
+                with contextlib.suppress(OSError):
+                    self.files.flight.write_text(flight_record(), encoding="utf-8")
+                    self.files.ask.unlink()
+            time.sleep(INTERVAL_S)
+
+
+def flight_record() -> str:
+    """What torch's flight recorders (of gloo, of NCCL) have of this process: JSON, {backend: their own trace}."""
+    found: dict[str, Any] = {}
+    # A process that has not imported torch is in no collective, and must not begin to import it here.
+    recorded = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    for backend, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+        if dump := getattr(recorded, name, None):
+            # A trace that torch cannot make must not end the beat.
+            with contextlib.suppress(Exception):
+                found[backend] = json.loads(dump(True, False))
+    return json.dumps(found)
+
+
+_own: Heartbeat | None = None
+
+
+def heartbeat() -> Heartbeat:
+    """Of this process, which is a worker of Ray's."""
+    global _own
+    if _own is None:
+        import ray
+
+        private: Any = ray._private
+        _own = Heartbeat(Path(private.worker._global_node.get_logs_dir_path()))
+    return _own

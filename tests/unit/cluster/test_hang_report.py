@@ -1,0 +1,80 @@
+"""Who is missing, from what ranks say of themselves; real ranks: tests/ray/test_hangs.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scalerl.cluster.hang_report import Collective, RankState, judged, process_state, seen_on_node, unfinished
+from scalerl.cluster.heartbeat import IDLE, BeatFiles
+
+REDUCE = Collective("gloo:all_reduce", "3 tp", 7)
+GATHER = Collective("gloo:all_gather", "0 dp", 2)
+
+
+def state(rank: int, *waits_in: Collective, process: str = "runs", phase: str = "update_actor", **more: object):
+    return RankState(rank, f"dp_rank={rank}", process, phase=phase, phase_s=5.0, waits_in=waits_in, **more)
+
+
+def test_a_stopped_rank_is_before_one_that_waits_elsewhere() -> None:
+    states = [state(0, REDUCE), state(1, GATHER), state(2, REDUCE), state(3, process="stopped")]
+    report = judged(states)
+    assert report.suspect == 3
+    assert report.verdict.startswith("missing in gloo:all_reduce of group 3 tp (its call 7), in which ranks [0, 2] ")
+    assert "wait: [3, 1]; first of them rank 3 (dp_rank=3): stopped; update_actor for 5 s" in report.verdict
+
+
+def test_ranks_of_other_groups_are_not_missed() -> None:
+    report = judged([state(0, REDUCE, members={"3 tp": (0, 1)}), state(1), state(2, process="stopped")])
+    assert report.suspect == 1
+    assert "wait: [1]; first of them rank 1" in report.verdict
+
+
+def test_all_are_there() -> None:
+    report = judged([state(0, REDUCE), state(1, REDUCE)])
+    assert report.suspect is None and "ranks [0, 1] are all in gloo:all_reduce" in report.verdict
+
+
+def test_without_a_collective() -> None:
+    report = judged([state(0, phase=IDLE), state(1)])
+    assert report.suspect == 1 and "rank 1 is in no collective and does not come back" in report.verdict
+    silent = judged([state(0), state(1, beat_s=60.0)])
+    assert silent.suspect == 1 and "no beat for 60 s" in silent.verdict
+
+
+def test_a_flight_record_is_read() -> None:
+    def entry(name: str, call: int, **more: object) -> dict[str, object]:
+        given = {"profiling_name": name, "collective_seq_id": call, "process_group": ["4", "dp"], "retired": False}
+        return given | {"state": "started"} | more
+
+    entries = [entry("nccl:all_reduce", 1, retired=True), entry("nccl:broadcast", 2, state="completed"),
+               entry("nccl:all_reduce", 3)]  # fmt: skip
+    flight = json.dumps(
+        {"nccl": {"entries": entries, "pg_config": {"4": {"name": "4", "desc": "dp", "ranks": "[0, 5]"}}}}
+    )
+    assert unfinished(flight) == ((Collective("nccl:all_reduce", "4 dp", 3),), {"4 dp": (0, 5)})
+    assert unfinished("") == ((), {})
+
+
+def test_processes_that_run_stop_and_go(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        assert process_state(child.pid) == "runs"
+        os.kill(child.pid, signal.SIGSTOP)
+        while process_state(child.pid) == "runs":
+            time.sleep(0.01)
+        files = BeatFiles.of(tmp_path, child.pid)
+        files.beat.write_text(json.dumps({"rank": 0, "phase": "meet", "since": time.time() - 9, "at": time.time() - 8}))
+        (seen,) = seen_on_node(str(tmp_path), [child.pid])
+        assert (seen["process"], seen["phase"]) == ("stopped", "meet")
+        assert 60 > seen["phase_s"] >= 9 and 60 > seen["beat_s"] >= 8
+    finally:
+        child.kill()
+        child.wait()
+    assert process_state(child.pid) == "gone"
