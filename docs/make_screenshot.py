@@ -1,10 +1,12 @@
-"""docs/images/mlflow.png: a finished run as the pages of MLflow show it, its curves above its table of generations.
+"""docs/images/mlflow.png: what somebody sees who opens the link that a run prints, in a browser that never was there.
 
     python docs/make_screenshot.py outputs/quickstart/grpo [--out docs/images/mlflow.png] [--browser PATH]
 
-RUN_DIR is `trainer.default_local_dir` of a run that logged to `mlflow` and, for the table, had
-`trainer.log_val_generations` above 0. Needs beside scalerl: `pip install playwright`, and a Chromium
-(Debian: `apt-get install chromium`), which --browser names when it is not on the PATH.
+It starts the server by the command that the run prints (on a free port), opens the link, closes the panel that MLflow
+opens on a first visit, and takes the top of the page as it is; below it the last table of generations, which is found
+under *Artifacts*. RUN_DIR is `trainer.default_local_dir` of a run that logged to `mlflow` and had
+`trainer.log_val_generations` above 0. Needs beside scalerl: `pip install playwright`, and a Chromium (Debian: `apt-get
+install chromium`), which --browser names when it is not on the PATH.
 """
 
 from __future__ import annotations
@@ -22,20 +24,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scalerl.tracking.mlflow_pages import charts_page
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from playwright.sync_api import Page
 
-WIDTH, CURVES_HEIGHT, TABLE_HEIGHT = 1500, 1960, 560
+WIDTH, CHARTS_HEIGHT, TABLE_HEIGHT = 1500, 2320, 560
 TIMEOUT_MS = 120_000
-# What a person looks at first, as the search of MLflow's page for metrics takes it.
-CURVES = "^critic/score/mean|^val-core/.*mean|^actor/(entropy|kl_loss|grad_norm)$|^perf/throughput$"
-# MLflow's pages as they are for training runs, without the panel that opens beside them on a first visit.
-SETTINGS = {
-    "mlflow.workflowType_v1": '"machine_learning"',
-    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
-    "mlflow.assistant.panelOpen_v1": "false",
-}
 
 
 def main() -> int:
@@ -52,9 +48,7 @@ def main() -> int:
     uri = f"sqlite:///{database}"
     experiment_id, run_id, table = last_run(uri)
     with mlflow_pages(uri) as address:
-        pictures = photograph(
-            arguments.browser, f"{address}/#/experiments/{experiment_id}/runs/{run_id}", f"artifacts/{table}"
-        )
+        pictures = photograph(arguments.browser, charts_page(address, experiment_id, run_id), table)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_bytes(joined(pictures))
     print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
@@ -107,24 +101,22 @@ def answers(url: str) -> bool:
         return False
 
 
-def photograph(browser: str, run: str, table: str) -> list[bytes]:
-    """PNGs of the run's curves and of its table. run: address of its pages; table: page of the table."""
+def photograph(browser: str, link: str, table: str) -> list[bytes]:
+    """PNGs of the page that the link opens, and of the run's table."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Chromium's own sandbox is not to be had for root.
         window = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = window.new_page(viewport={"width": WIDTH, "height": CURVES_HEIGHT})
+        page = window.new_page(viewport={"width": WIDTH, "height": CHARTS_HEIGHT})
         page.set_default_timeout(TIMEOUT_MS)
-        for name, value in SETTINGS.items():
-            page.add_init_script(f"localStorage.setItem({name!r}, {value!r})")
-        page.goto(f"{run}/model-metrics")
-        search = page.get_by_placeholder("Search metric charts")
-        search.fill(CURVES)
-        page.get_by_text("critic/score/mean").first.wait_for()
+        page.goto(link)
+        page.get_by_text("1 reward").first.wait_for()
+        # On a first visit a panel opens beside the page.
+        page.get_by_role("button", name="Close").last.click()
         pictures = [settled(page)]
         page.set_viewport_size({"width": WIDTH, "height": TABLE_HEIGHT})
-        page.goto(f"{run}/{table}")
+        page.goto(link.replace("/model-metrics?", f"/artifacts/{table}?"))
         page.get_by_role("columnheader", name="response").first.wait_for()
         # Where this run happened to be made is nobody's business.
         page.get_by_text("Path:").first.evaluate("element => { element.style.visibility = 'hidden' }")

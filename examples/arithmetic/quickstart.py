@@ -104,13 +104,21 @@ def read_validations(metrics: Path) -> list[float]:
 
 
 def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float, seconds: float) -> str:
+    from mlflow import MlflowClient
+
+    from scalerl.tracking.mlflow_pages import LOCAL_ADDRESS, charts_page
+
     out, algorithm = run_dir.parent, run_dir.name
     data, uri = out / "data", f"sqlite:///{run_dir / 'mlflow.db'}"
+    client = MlflowClient(uri)
+    (mlflow_run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    page = charts_page(LOCAL_ADDRESS, mlflow_run.info.experiment_id, mlflow_run.info.run_id)
     return f"""
 == Done in {seconds:.0f} s
 validation score     before SFT {before_sft:.3f}    after SFT {after_sft:.3f}    after RL {after_rl:.3f}
 merged model         {out / "merged"}
 open the run         {Path(sys.executable).parent / "mlflow"} ui --backend-store-uri {uri}
+  and in a browser   {page}
 the same on 8 GPUs   scalerl train --config-dir {HERE} --config-name {algorithm} \\
                        data.train_files={data / "rl_train.parquet"} data.val_files={data / "rl_val.parquet"} \\
                        custom_reward_function.path={HERE / "reward.py"} \\

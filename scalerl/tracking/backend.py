@@ -57,6 +57,11 @@ class RunInfo:
     mlflow_tracking_uri: str | None = None
     # Id of the MLflow run to continue.
     run_id: str | None = None
+    # What the run is, as Markdown, and in short for a list of runs.
+    description: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    # Files by what they are for: training, validation.
+    datasets: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Seconds that `finish` may take; a backend that takes longer is abandoned.
     finish_timeout_s: float = FINISH_TIMEOUT_S
 

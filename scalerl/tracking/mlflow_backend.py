@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from scalerl.tracking import plots
+from scalerl.tracking import mlflow_pages, plots
 from scalerl.tracking.backend import (
     RunInfo,
     TrackingStartError,
@@ -28,6 +28,7 @@ from scalerl.tracking.backend import (
     register_backend,
     safe_uri,
 )
+from scalerl.tracking.chart_sections import with_sections
 from scalerl.tracking.spool import Record, Spool
 from scalerl.tracking.system_metrics import SystemMetrics
 
@@ -44,6 +45,8 @@ _MAX_ATTEMPTS = 3
 # Statuses that are not due to the record: credentials that can be renewed, time-outs, rate limits.
 _RETRIED_STATUSES = (401, 403, 408, 429)
 SPOOL = "mlflow_spool"
+# MLflow's pages of the experiment are those for training.
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 @register_backend("mlflow")
@@ -68,6 +71,8 @@ class MlflowBackend:
         self._last_step = -1
         self._names = MetricNames()
         self._resume_pending = False
+        # None: the run's server has not answered yet.
+        self._experiment: str | None = None
         try:
             self._client = make_client(self.tracking_uri)
             self.run_id = run.run_id or self._create()
@@ -83,12 +88,19 @@ class MlflowBackend:
             ) from error
         _report_other_spools(run.run_dir, self.run_id)
 
+    @property
+    def how_to_open(self) -> str | None:
+        """What to open to see the run's charts; None while its server has not said where they are."""
+        if self._experiment is None:
+            return None
+        return mlflow_pages.how_to_open(self.tracking_uri, self._experiment, self.run_id)
+
     def log(self, data: Mapping[str, float], step: int, time_s: float) -> None:
         if step > self._last_step:
             self._last_step = step
             data = {**data, **self._system.drain()}
         timestamp_ms = int(time_s * 1000)
-        named = {self._names.of(key): value for key, value in data.items()}
+        named = {self._names.of(key): value for key, value in with_sections(data).items()}
         self._submit({"kind": "metrics", "data": named, "step": step, "timestamp_ms": timestamp_ms})
 
     def log_artifact(self, path: Path, folder: str | None = None) -> None:
@@ -237,9 +249,12 @@ class MlflowBackend:
 
     def _create(self) -> str:
         name = self._info.experiment_name
-        run = self._client.create_run(self._experiment_id(), tags=_origin_tags(), run_name=name)
+        self._experiment = self._experiment_id()
+        run = self._client.create_run(self._experiment, tags=_origin_tags(), run_name=name)
         self.run_id = run.info.run_id
         self._log_params({})
+        self._describe({})
+        self._log_datasets()
         return self.run_id
 
     def _experiment_id(self) -> str:
@@ -249,7 +264,8 @@ class MlflowBackend:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return client.create_experiment(name, artifact_location=self._artifact_location())
+                location = self._artifact_location()
+                return client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS)
             except MlflowException:
                 # Another run may have created it in the meantime.
                 experiment = client.get_experiment_by_name(name)
@@ -304,7 +320,38 @@ class MlflowBackend:
             )
         self._client.update_run(self.run_id, status="RUNNING")
         self._log_params(run.data.params)
+        self._describe(run.data.tags)
+        self._experiment = run.info.experiment_id
         self._resume_pending = False
+
+    def _describe(self, known: Mapping[str, str]) -> None:
+        """Sets the run's tags, and its description unless it has one, which somebody may have edited."""
+        from mlflow.entities import RunTag
+        from mlflow.utils.mlflow_tags import MLFLOW_RUN_NOTE
+        from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
+
+        tags = {metric_name(key): value for key, value in self._info.tags.items()}
+        if self._info.description and MLFLOW_RUN_NOTE not in known:
+            tags[MLFLOW_RUN_NOTE] = self._info.description
+        self._client.log_batch(
+            self.run_id, tags=[RunTag(key, safe_uri(value)[:MAX_TAG_VAL_LENGTH]) for key, value in tags.items()]
+        )
+
+    def _log_datasets(self) -> None:
+        """Names the run's files as its data sets, with a digest of their sizes and times."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+        inputs = [
+            DatasetInput(
+                Dataset(Path(path).name, _file_digest(path), "local", json.dumps({"uri": safe_uri(path)})),
+                [InputTag(MLFLOW_DATASET_CONTEXT, context)],
+            )
+            for context, paths in self._info.datasets.items()
+            for path in paths
+        ]
+        if inputs:
+            self._client.log_inputs(self.run_id, inputs)
 
     def _log_params(self, known: Mapping[str, str]) -> None:
         """Logs the parameters that MLflow does not have yet.
@@ -407,6 +454,8 @@ def make_client(tracking_uri: str) -> MlflowClient:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     # It logs the creation of tables, and a traceback for every failed write, which is reported here already.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    # It would print a link at a run's end, to the pages for GenAI applications.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # One line per retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if tracking_uri.startswith("sqlite:///"):
@@ -440,6 +489,16 @@ def _report_other_spools(run_dir: Path, run_id: str) -> None:
             run_dir / SPOOL,
             deliver_command(run_dir),
         )
+
+
+def _file_digest(path: str) -> str:
+    """Of a file's size and time of change, not its bytes, which may be many; of a URL, its text."""
+    try:
+        found = os.stat(path)
+        facts = f"{found.st_size} {found.st_mtime_ns}"
+    except OSError:
+        facts = ""
+    return hashlib.sha256(f"{path} {facts}".encode()).hexdigest()[:8]
 
 
 def _origin_tags() -> dict[str, str]:

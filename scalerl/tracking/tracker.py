@@ -32,6 +32,7 @@ class Tracking:
 
     default_backend: a registered name or names.  config: the run's configuration as nested mapping.
     run_dir: directory for the files of this run, created if missing.  mlflow_tracking_uri: None: sqlite in run_dir.
+    description, tags, datasets: what the run is, as `RunInfo` has them.
     run_id: id of the MLflow run to continue.  resumed_from: the step that this process resumes from (0: none).
     wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
     queue_size, start_timeout_s, stall_s: for each backend.  finish_timeout_s: for all of them together.
@@ -52,6 +53,9 @@ class Tracking:
         run_id: str | None = None,
         total_steps: int | None = None,
         resumed_from: int = 0,
+        description: str = "",
+        tags: Mapping[str, str] | None = None,
+        datasets: Mapping[str, Sequence[str]] | None = None,
         wait: bool = True,
         queue_size: int = QUEUE_SIZE,
         start_timeout_s: float = START_TIMEOUT_S,
@@ -71,6 +75,9 @@ class Tracking:
             total_steps=total_steps,
             mlflow_tracking_uri=mlflow_tracking_uri,
             run_id=run_id,
+            description=description,
+            tags=tags or {},
+            datasets=datasets or {},
             finish_timeout_s=finish_timeout_s,
         )
         self._finish_timeout_s = finish_timeout_s
@@ -128,6 +135,12 @@ class Tracking:
         """The URI where MLflow's runs are stored; None without mlflow."""
         mlflow = self._mlflow()
         return None if mlflow is None else mlflow.tracking_uri
+
+    @property
+    def how_to_open(self) -> str | None:
+        """What to open to see the run's charts in MLflow; None without mlflow, or if it is not known yet."""
+        mlflow = self._mlflow()
+        return None if mlflow is None else mlflow.how_to_open
 
     def log(self, data: Mapping[str, Metric | float], step: int, backend: str | Sequence[str] | None = None) -> None:
         """Logs the metrics of a step.  backend: names of the backends to log to; default: all.

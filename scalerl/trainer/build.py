@@ -43,6 +43,7 @@ from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
+from scalerl.trainer.run_description import describe
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
@@ -65,7 +66,7 @@ def ppo_run(
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
         stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
+        tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
         phases = start_phases(phases, tracker)
         log_dir = run_dir / LOGS
         lease = stack.enter_context(
@@ -136,6 +137,7 @@ def ppo_run(
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
+        say_how_to_open(tracker)
         load(run, resumed)
         collect_garbage()
         if resumed.directory is not None:
@@ -166,9 +168,11 @@ def _is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
     return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
 
 
-def open_tracker(cfg: PPOConfig | SFTConfig, run_dir: Path, resumed: checkpoints.Resumed, total_steps: int) -> Tracking:
+def open_tracker(
+    cfg: PPOConfig | SFTConfig, device: str, run_dir: Path, resumed: checkpoints.Resumed, total_steps: int
+) -> Tracking:
     """The trackers, with the resolved configuration saved beside the run and logged."""
-    trainer = cfg.trainer
+    trainer, description = cfg.trainer, describe(cfg, device)
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
         trainer.project_name,
@@ -180,10 +184,18 @@ def open_tracker(cfg: PPOConfig | SFTConfig, run_dir: Path, resumed: checkpoints
         run_id=None if _is_val_only(cfg) else resumed.state.get("mlflow_run_id"),
         total_steps=total_steps,
         resumed_from=resumed.step,
+        description=description.text,
+        tags=description.tags,
+        datasets=description.datasets,
         wait=False,
     )
     tracker.log_artifact(run_dir / RESOLVED_CONFIG)
     return tracker
+
+
+def say_how_to_open(tracker: Tracking) -> None:
+    if (how := tracker.how_to_open) is not None:
+        tracker.message(how)
 
 
 def start_pool(

@@ -63,8 +63,10 @@ class Rollout(Protocol):
         """Serve the actor's weights from now on, and stamp samples with this version."""
         ...
 
-    def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
-        """(prompt, response) of these rows."""
+    def texts(
+        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        """(prompt, response, ground truth) of these rows.  dataset: whose prompts they are, `train` or `val`."""
         ...
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:

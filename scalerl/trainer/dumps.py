@@ -1,8 +1,12 @@
-"""What a step leaves on disk of its samples: all of them as one parquet, the ones that stand out beside it."""
+"""What is left of a step's samples: a parquet of all, those that stand out beside it, and a table for trackers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import TrainerConfig
@@ -32,3 +36,20 @@ def dump_step(
     if config.rollout_data_outliers:
         outliers = worst_rows(batch.samples, actor.worst_tokens(batch), config.rollout_data_outliers)
         write_outliers(outliers, directory / f"outliers_{step}.jsonl")
+
+
+def generations_table(
+    samples: Mapping[str, np.ndarray], texts: Sequence[tuple[str, str, str]]
+) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the first samples.  texts: prompt, response, ground truth of each of them.
+
+    What the reward function returned beside the score has a column each, empty where a sample has none.
+    """
+    extras = samples["reward_extra"][: len(texts)].tolist()
+    names = list(dict.fromkeys(name for extra in extras for name in extra))
+    table = [
+        [*text, float(samples["score"][row]), samples["data_source"][row], *(extra.get(name, "") for name in names)]
+        for row, (text, extra) in enumerate(zip(texts, extras, strict=True))
+    ]
+    columns = ["prompt", "response", "ground_truth", "score", "data_source"]
+    return [*columns, *(f"extra/{name}" if name in columns else name for name in names)], table

@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         raise
     is_done = run.step >= run.total_steps
     print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    if (how := run.tracker.how_to_open) is not None:
+        print(how, flush=True)
     if not is_done:
         print(f"To go on:\n  {command_line('sft', arguments)}", flush=True)
     return 0 if is_done else EXIT_REQUEUE

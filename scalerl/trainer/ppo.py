@@ -20,7 +20,7 @@ from scalerl.trainer import checkpoints
 from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
-from scalerl.trainer.dumps import dump_step
+from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.one_pass import is_one_pass_enough
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
@@ -174,11 +174,11 @@ def validate(run: Run) -> dict[str, float]:
         placed = run.rollout.place(samples, {"reward_model": planner.plan(samples)})
         samples = samples.with_samples(score=model_scores(run.reward_model, placed))
     columns = samples.samples
-    num_rows = min(run.config.trainer.log_val_generations, len(samples))
-    if num_rows:
-        texts = run.rollout.texts(samples, range(num_rows))
-        table = [[prompt, response, float(columns["score"][row])] for row, (prompt, response) in enumerate(texts)]
-        run.tracker.log_table("val/generations", ["prompt", "response", "score"], table, step=run.step)
+    trainer = run.config.trainer
+    if num_rows := min(trainer.log_val_generations, len(samples)):
+        rows, with_special = range(num_rows), trainer.log_val_special_tokens
+        texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
+        run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
     return validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
 

@@ -28,6 +28,7 @@ from scalerl.trainer.build import (
     LOGS,
     flops_shape,
     open_tracker,
+    say_how_to_open,
     start_phases,
     start_pool,
     start_workers,
@@ -144,7 +145,7 @@ def sft_run(
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
         stack.enter_context(stop.listening())
         run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, run_dir, resumed, num_steps))
+        tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
         phases = start_phases(phases, tracker)
         lease = stack.enter_context(
             leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=run_dir / LOGS)
@@ -186,6 +187,7 @@ def sft_run(
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
+        say_how_to_open(tracker)
         if resumed.directory is not None:
             workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -57,7 +58,19 @@ def with_one(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("one")
     finished = kept.train(arguments(inputs, directory, 1, "algorithm.filter_groups.enable=true"))
     assert finished.code == 0, finished.tail()
+    assert_table(directory / "run", inputs)
     return directory / "run"
+
+
+def assert_table(run_dir: Path, inputs: Inputs) -> None:
+    """Of the validation before the first step, as a person reads it."""
+    table = json.loads((run_dir / "tables" / "val" / "generations" / "step_0.json").read_text())
+    assert table["columns"] == ["prompt", "response", "ground_truth", "score", "data_source", "acc"]
+    wanted = pq.read_table(inputs.val).to_pylist()[:7]
+    assert [row[2] for row in table["data"]] == [row["reward_model"]["ground_truth"] for row in wanted]
+    for row, of_file in zip(table["data"], wanted, strict=True):
+        assert of_file["prompt"][-1]["content"] in row[0] and row[4] == of_file["data_source"] and row[5] == 1.0
+    assert not any("<|" in text for row in table["data"] for text in row[:2])
 
 
 def numbers(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -83,6 +83,8 @@ class TrainerConfig(RunConfig):
     max_critic_ckpt_to_keep: int | None = key(same_as("trainer.max_actor_ckpt_to_keep"), or_null(at_least(1)))
     # Validation samples shown in the tracker's table.
     log_val_generations: int = key(0, at_least(0))
+    # Show the special tokens of these prompts and responses, too.
+    log_val_special_tokens: bool = False
     # null: no dump. Directory for one parquet of samples per step (with several rollout workers, a directory of parts).
     rollout_data_dir: str | None = key(None, or_null(TEXT))
     # Steps between dumps in rollout_data_dir, and at the end.

@@ -267,8 +267,10 @@ class HybridRollout:
                 calls.append(handle.dump.remote(str(file), part, of_part, own, rows, *fragments))
             values_of("rollout worker dump", calls, self.timeout_s)
 
-    def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
-        return self.workers.texts(samples, rows)
+    def texts(
+        self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        return self.workers.texts(samples, rows, dataset, with_special_tokens)
 
     def release_device(self) -> None:
         """After generation, as `PolicyServers.release_device`."""

@@ -135,11 +135,13 @@ class RolloutWorkers:
         for worker, batch_id in samples.held.batches:
             self.ask(worker, "drop", batch_id)
 
-    def texts(self, samples: BatchRef, rows: Sequence[int]) -> list[tuple[str, str]]:
-        """(prompt, response) of these rows."""
-        found: dict[int, tuple[str, str]] = {}
+    def texts(
+        self, samples: BatchRef, rows: Sequence[int], dataset: str, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        """As `RolloutWorker.texts`, of these rows."""
+        found: dict[int, tuple[str, str, str]] = {}
         for piece in samples.held.pieces(rows):
-            texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows)
+            texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows, dataset, with_special_tokens)
             found |= dict(zip(piece.places, texts, strict=True))
         return [found[place] for place in range(len(found))]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -349,16 +351,23 @@ class RolloutWorker(Reusable):
     def drop(self, batch_id: int) -> None:
         self.batches.pop(batch_id, None)
 
-    def texts(self, batch_id: int, rows: Sequence[int]) -> list[tuple[str, str]]:
-        """(prompt, response) as text, special tokens kept."""
+    def texts(
+        self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool
+    ) -> list[tuple[str, str, str]]:
+        """(prompt, response, ground truth) as text.  dataset: whose prompts they are, `train` or `val`."""
         batch = self.batches[batch_id].select(rows)
-        return self._texts(batch.tokens["input_ids"], batch.samples["prompt_length"])
+        texts = self._texts(batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
+        prompts = [self.datasets[dataset][uid] for uid in batch.samples["prompt_uid"].tolist()]
+        return [(*text, _as_text(prompt.ground_truth)) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def _texts(self, input_ids: Jagged, prompt_lengths: np.ndarray) -> list[tuple[str, str]]:
+    def _texts(
+        self, input_ids: Jagged, prompt_lengths: np.ndarray, with_special_tokens: bool = True
+    ) -> list[tuple[str, str]]:
+        decode = partial(self.tokenizer.decode, skip_special_tokens=not with_special_tokens)
         decoded = []
         for row, prompt_length in enumerate(prompt_lengths.tolist()):
             ids = input_ids[row].tolist()
-            decoded.append((self.tokenizer.decode(ids[:prompt_length]), self.tokenizer.decode(ids[prompt_length:])))
+            decoded.append((decode(ids[:prompt_length]), decode(ids[prompt_length:])))
         return decoded
 
     def tokens(self, batch_id: int, rows: Sequence[int]) -> DataProto:
@@ -406,6 +415,13 @@ def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> Sampli
             f"actor_rollout_ref.rollout.temperature={sampling.temperature}"
         )
     return sampling
+
+
+def _as_text(ground_truth: Any) -> str:
+    """Of any type that a file may have; nothing for none."""
+    if ground_truth is None or isinstance(ground_truth, str):
+        return ground_truth or ""
+    return json.dumps(ground_truth, ensure_ascii=False, default=str)
 
 
 def sample_seed(seed: int, step: int, position: int, sample: int) -> int:

@@ -55,7 +55,7 @@ class Worker:
     def drop(self, batch_id: int) -> None:
         del self.batches[batch_id]
 
-    def texts(self, batch_id: int, rows: list[int]) -> list[Any]:
+    def texts(self, batch_id: int, rows: list[int], dataset: str, with_special_tokens: bool) -> list[Any]:
         return [self.batches[batch_id][row] for row in rows]
 
 
@@ -102,13 +102,13 @@ def test_any_number_of_workers_gives_the_rows_of_one(
         for number, (groups, finished) in enumerate(rounds):
             generated, held = workers.generate(groups, finished, number)
             part = BatchRef(held, generated.samples)
-            assert workers.texts(part, range(len(part))) == generated.samples["name"].tolist()
+            assert workers.texts(part, range(len(part)), "train", True) == generated.samples["name"].tolist()
             assert len(part) == 0 or part.samples["uid"].dtype == np.int64
             seen.append((generated.samples["name"].tolist(), generated.unfinished))
             parts.append((part, [row for row in range(len(part)) if row % 3]))
         joined = workers.join(parts)
         names = joined.samples["name"].tolist()
-        assert workers.texts(joined, range(len(joined))) == names
+        assert workers.texts(joined, range(len(joined)), "train", True) == names
         assert sum(len(rows) for worker in workers.handles for rows in worker.batches.values()) == len(names)
         workers.drop(joined)
         assert all(worker.batches == {} for worker in workers.handles)

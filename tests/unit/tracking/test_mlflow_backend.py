@@ -18,6 +18,7 @@ from scalerl.metrics import Metric
 from scalerl.tracking import Tracking, plots
 from scalerl.tracking.backend import flat_config, safe_uri
 from scalerl.tracking.mlflow_backend import metric_name, param_text
+from scalerl.tracking.mlflow_pages import how_to_open
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +334,61 @@ def test_load_of_the_machine_is_recorded_once_per_step(run_dir):
     used = metrics["system/system_memory_usage_percentage"]
     assert 0 < used <= 100 and "system/cpu_utilization_percentage" in metrics
     assert len(history(run_dir, tracking.run_id, "system/system_memory_usage_percentage")) == 1
+
+
+def test_what_a_person_looks_at_first_comes_first_in_sections(run_dir):
+    step = {
+        "actor/entropy": 0.25,
+        "actor/grad_norm": 8.0,
+        "critic/score/mean": 0.5,
+        "reward_extra/acc": 1.0,
+        "perf/throughput": 900.0,
+        "response_length/mean": 3.0,
+        "val-core/a/b/reward/mean@4": 0.75,
+    }
+    with Tracking("p", "e", "mlflow", run_dir=run_dir) as tracking:
+        tracking.log(step, 1)
+    metrics = client(run_dir).get_run(tracking.run_id).data.metrics
+    # As MLflow's page makes and sorts them: all but the last part of a name is its section.
+    names = sorted(name for name in metrics if not name.startswith("system/"))
+    sections = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
+    assert sections[:5] == ["1 reward", "2 validation", "3 response length", "4 KL and entropy", "5 throughput"]
+    assert metrics["1 reward/score"] == 0.5 and metrics["1 reward/acc"] == 1.0
+    assert metrics["2 validation/a b reward mean_at_4"] == 0.75
+    assert metrics["5 throughput/tokens per s and device"] == 900.0
+    assert {metric_name(key) for key in step} <= set(names) and len(names) == 2 * len(step) - 1
+
+
+def test_the_run_list_and_the_run_say_what_it_is(run_dir, tmp_path):
+    data = tmp_path / "train.parquet"
+    data.write_text("rows")
+    what = {"description": "- **model**: `m`", "tags": {"algorithm": "grpo"}, "datasets": {"training": [str(data)]}}
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir, **what)
+    run_id = first.run_id
+    first.finish()
+    run = client(run_dir).get_run(run_id)
+    assert run.data.tags["mlflow.note.content"] == "- **model**: `m`" and run.data.tags["algorithm"] == "grpo"
+    (dataset,) = run.inputs.dataset_inputs
+    assert dataset.dataset.name == "train.parquet" and json.loads(dataset.dataset.source) == {"uri": str(data)}
+    assert [(tag.key, tag.value) for tag in dataset.tags] == [("mlflow.data.context", "training")]
+    experiment = client(run_dir).get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    # What somebody wrote there stays, also where the run goes on.
+    client(run_dir).set_tag(run_id, "mlflow.note.content", "the good one")
+    Tracking("p", "e", "mlflow", run_dir=run_dir, run_id=run_id, resumed_from=1, **what).finish()
+    assert client(run_dir).get_run(run_id).data.tags["mlflow.note.content"] == "the good one"
+
+
+def test_what_to_open_is_said(run_dir):
+    with Tracking("p", "e", ["mlflow"], run_dir=run_dir) as tracking:
+        how, run_id = tracking.how_to_open, tracking.run_id
+    experiment = client(run_dir).get_run(run_id).info.experiment_id
+    page = f"#/experiments/{experiment}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+    assert how is not None and f"http://127.0.0.1:5000/{page}" in how
+    assert f"ui --backend-store-uri sqlite:///{run_dir}/mlflow.db" in how
+    assert how_to_open("https://me:hidden@host/mlflow/", experiment, run_id) == f"charts: https://host/mlflow/{page}"
+    with Tracking("p", "e", "file", run_dir=run_dir) as tracking:
+        assert tracking.how_to_open is None
 
 
 def test_telemetry_is_off(run_dir):
