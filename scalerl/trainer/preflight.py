@@ -29,6 +29,7 @@ from scalerl.config.schema import (
     SFTDataConfig,
 )
 from scalerl.families import ModelShape
+from scalerl.probes.gpu import start_violations
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
@@ -87,7 +88,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     from scalerl.rollout.program import load_program
 
     errors = ErrorCollector()
-    device = device or errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    serves = cfg.actor_rollout_ref.rollout.name == "sglang"
+    device = device or _this_machine(errors, cfg.trainer.device, serves=serves)
     # First: which rules hold, and which models a run has, depends on what these files register.
     imported = _import_own(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
@@ -126,6 +128,13 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
+
+
+def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
+    """The device that trainer.device comes to here, with what would end a run on it at its start among the errors."""
+    device = errors.attempt(lambda: resolve_device(name)) or "cpu"
+    errors.violations.extend(start_violations(device, serves=serves))
+    return device
 
 
 def _policy_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
@@ -222,7 +231,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     from scalerl.data import SFTDataset
 
     errors = ErrorCollector()
-    device = device or errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    device = device or _this_machine(errors, cfg.trainer.device, serves=False)
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     errors.violations.extend(broken)

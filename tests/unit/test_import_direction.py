@@ -25,7 +25,7 @@ LAYERS = [
     # hybrid joins parallel and servers.
     {"hybrid", "rollout"},
     # The workers host engines, weight sync and checkpoints.
-    {"controller"},
+    {"controller", "probes"},
     {"inference", "trainer", "translate", "doctor", "init"},
     # It checks a run as the trainer does before it starts.
     {"launch"},
@@ -33,18 +33,17 @@ LAYERS = [
     {"cli", "compat"},
 ]
 LAYER = {module: number for number, modules in enumerate(LAYERS) for module in modules}
-# doctor reports on everything that is installed.
 ONLY_IN = {
-    "megatron": {"parallel", "doctor"},
-    "sglang": {"servers", "doctor"},
-    "mlflow": {"tracking", "doctor"},
+    "megatron": {"parallel"},
+    "sglang": {"servers", "probes"},
+    "mlflow": {"tracking"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "swanlab": {"tracking"},
     "reasoning_gym": {"data", "rewards"},
-    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference", "doctor"},
-    "hydra": {"config", "doctor"},
-    "omegaconf": {"config", "doctor"},
+    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference"},
+    "hydra": {"config"},
+    "omegaconf": {"config"},
 }
 # Modules that must work where a package is not installed, whatever they import on the way.
 WITHOUT = {

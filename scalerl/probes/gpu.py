@@ -1,0 +1,223 @@
+"""Probes of the GPUs of a machine: driver, links between them, kernels, collectives, memory handed over."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from scalerl import nvidia
+from scalerl.nvidia import NvidiaDevice
+from scalerl.probes.finding import Finding, side_by_side
+from scalerl.probes.host import (
+    check_compiler,
+    check_locked_memory,
+    check_ninja,
+    check_nvcc,
+    check_shared_memory,
+    toolkit_environment,
+)
+from scalerl.probes.interpreter import run_program, run_python
+
+GIB = 1 << 30
+# The first driver of Linux that runs programs of a major version of CUDA (CUDA's release notes, "minor version
+# compatibility").
+FIRST_DRIVERS = {"11": (450, 80, 2), "12": (525, 60, 13), "13": (580, 65, 6)}
+KERNEL_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What torch sees.
+
+    gpus: name and bytes of each.  apart: pairs that do not reach each other's memory.  error: torch does not import.
+    """
+
+    torch: str | None
+    cuda: str | None
+    gpus: tuple[tuple[str, int], ...]
+    apart: tuple[tuple[int, int], ...] = ()
+    error: str | None = None
+
+
+def find_devices() -> Devices:
+    """Asks torch, in a process of its own."""
+    out, error = run_program("devices")
+    if error is not None:
+        return Devices(None, None, (), error=error)
+    seen = json.loads(out.splitlines()[-1])
+    return Devices(
+        seen["torch"], seen["cuda"], tuple((name, size) for name, size in seen["gpus"]),
+        tuple((i, j) for i, j in seen["apart"]),
+    )  # fmt: skip
+
+
+def check_driver(devices: Devices, device: NvidiaDevice | None) -> Finding:
+    """Whether torch sees the machine's GPUs, and if not, whether its driver is too old.
+
+    device: what the file system shows; None where it shows none.
+    """
+    build = f"torch {devices.torch}, built {f'for CUDA {devices.cuda}' if devices.cuda else 'without CUDA'}"
+    driver = device.driver if device is not None and device.driver is not None else "unknown"
+    if devices.error is not None:
+        return Finding("driver and CUDA", False, f"torch does not import: {devices.error}", "nothing runs", True)
+    if devices.gpus:
+        names = ", ".join(sorted({name for name, _ in devices.gpus}))
+        value = f"driver {driver}, {build}, sees {len(devices.gpus)} GPU(s): {names}"
+        return Finding("driver and CUDA", True, value, "ranks and servers run on them", True)
+    value = f"driver {driver}, {build}, sees no GPU" if device is not None else f"no NVIDIA device; {build}"
+    return Finding("driver and CUDA", False, value, _why_no_gpu(devices, device), True)
+
+
+def _why_no_gpu(devices: Devices, device: NvidiaDevice | None) -> str:
+    if device is None:
+        return "runs are on the CPU; in a container, is the device passed on (docker run --gpus all)?"
+    if devices.cuda is None:
+        return "install a torch that is built for CUDA (docs/gpu.md)"
+    if nvidia.are_hidden():
+        return f"{nvidia.VISIBLE_DEVICES} hides the GPUs from this process: unset it"
+    first = FIRST_DRIVERS.get(devices.cuda.split(".")[0])
+    if first and device.driver and tuple(map(int, device.driver.split("."))) < first:
+        needed = "{}.{}.{:02}".format(*first)
+        return (
+            f"CUDA {devices.cuda} needs driver {needed} or newer: update the driver, or install NVIDIA's cuda-compat "
+            f"package for CUDA {devices.cuda} on a data center GPU"
+        )
+    return "has this user access to /dev/nvidia*, and are the driver's modules loaded (nvidia-smi)?"
+
+
+def check_links(devices: Devices) -> Finding:
+    """How the GPUs of this machine reach each other's memory."""
+    if len(devices.gpus) < 2:
+        return Finding("links between GPUs", True, f"{len(devices.gpus)} GPU(s)", "none needed")
+    if devices.apart:
+        pairs = ", ".join(f"{i}-{j}" for i, j in devices.apart[:4])
+        return Finding(
+            "links between GPUs", False, f"{len(devices.apart)} pairs without access ({pairs} ...)",
+            "tensor and expert parallelism go through the host's memory, several times slower: is NVIDIA's fabric "
+            "manager running, is PCIe access control (ACS) on, is the machine a virtual one?",
+        )  # fmt: skip
+    links = count_nvlinks()
+    if links == 0:
+        return Finding(
+            "links between GPUs", False, "all reach each other, by PCIe alone",
+            "tensor parallelism is slow without NVLink: prefer data and pipeline parallelism",
+        )  # fmt: skip
+    value = "all reach each other" + (f", {links} active NVLinks" if links else ", NVLink unknown (no nvidia-smi)")
+    return Finding("links between GPUs", True, value, "tensor and expert parallelism go over them")
+
+
+def count_nvlinks() -> int | None:
+    """Active NVLinks of all GPUs; None where nvidia-smi does not tell."""
+    try:
+        out = subprocess.run(
+            ["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sum("Link" in line and "GB/s" in line for line in out.stdout.splitlines())
+
+
+def check_kernel(devices: Devices) -> Finding:
+    """Compiles and runs a kernel of SGLang's, with an empty cache, in the environment of a server."""
+    name, meaning = "SGLang kernel", "every server compiles such kernels when it starts"
+    if not devices.gpus:
+        return Finding(name, False, "not tried: no GPU", meaning, True)
+    with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as cache:
+        env = toolkit_environment() | {"SGLANG_JIT_CACHE_DIR": cache}
+        out, error = run_program("sglang_kernel", timeout_s=KERNEL_TIMEOUT_S, env=env)
+    if error is not None:
+        return Finding(name, False, error, f"{meaning}, and it would not", True)
+    return Finding(name, True, f"compiled and right in {_last(out)['seconds']:.0f} s", meaning, True)
+
+
+def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
+    """Imports Transformer Engine where it is installed: without its compiled part megatron does not import either."""
+    name = "Transformer Engine"
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            name, True, "not installed",
+            "attention is torch's and context parallelism scalerl's own; megatron.cp_comm_type stays null",
+        )  # fmt: skip
+    _, error = run_python(["-c", "import transformer_engine.pytorch"], timeout_s)
+    if error is None:
+        return Finding(name, True, version, "megatron.cp_comm_type can be set; Adam is its fused one", True)
+    return Finding(
+        name, False, f"{version}: {error}",
+        "megatron imports it in every rank, and none starts: install its compiled parts too (docs/gpu.md), or "
+        "pip uninstall transformer-engine", True,
+    )  # fmt: skip
+
+
+def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
+    """One sum over processes, by NCCL on GPUs and by gloo on a CPU; its values are checked."""
+    backend = "NCCL" if device == "cuda" else "gloo"
+    name, meaning = f"{backend} collective", "gradients, weights and log-probs go between ranks so"
+    if num_ranks == 0:
+        return Finding(name, False, "not tried: no GPU", meaning, True)
+    out, error = run_program("collective", "--ranks", str(num_ranks), "--device", device)
+    if error is not None:
+        return Finding(name, False, error, f"{meaning}, and no run would start: NCCL_DEBUG=INFO says more", True)
+    sent = _last(out)
+    # What each rank sends and receives of a ring's sum.
+    rate = 2 * (num_ranks - 1) / num_ranks * sent["bytes"] / sent["seconds"] / 1e9
+    speed = "" if num_ranks == 1 else f", {rate:.1f} GB/s"
+    return Finding(name, True, f"right on {num_ranks} rank(s){speed}", meaning, True)
+
+
+def check_ipc(device: Literal["cuda", "cpu"], has_device: bool = True) -> Finding:
+    """Hands memory to another process, which changes it: CUDA's handles on a GPU, shared memory on a CPU."""
+    name = "memory handed over"
+    meaning = "weights go from the trainer to the servers of its devices so"
+    if not has_device:
+        return Finding(name, False, "not tried: no GPU", meaning, True)
+    out, error = run_program("ipc", "--device", device)
+    if error is not None:
+        return Finding(
+            name, False, error,
+            f"{meaning}: in a container give the processes one IPC namespace (--ipc=host), and do not set "
+            "backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF", True,
+        )  # fmt: skip
+    return Finding(name, True, f"{_last(out)['bytes'] >> 20} MiB, seen by both", meaning, True)
+
+
+def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
+    """Everything that a run on the GPUs of this machine needs, by trying it; some take a minute."""
+    devices = devices or find_devices()
+    num_gpus = len(devices.gpus)
+    yield check_driver(devices, nvidia.find_nvidia_device())
+    yield check_links(devices)
+    yield check_shared_memory()
+    yield check_locked_memory()
+    yield from side_by_side([check_compiler, check_ninja, partial(check_nvcc, devices.cuda)])
+    # One after the other: each wants the devices for itself.
+    yield check_transformer_engine()
+    yield check_kernel(devices)
+    yield check_collective("cuda", num_gpus)
+    yield check_ipc("cuda", num_gpus > 0)
+
+
+def start_violations(device: str, *, serves: bool) -> Iterator[str]:
+    """What would end a run on this machine at its start, found without a GPU's time.
+
+    device: cuda or cpu.  serves: the run starts SGLang servers.
+    """
+    probes: list[Callable[[], Finding]] = [check_transformer_engine]
+    if device == "cuda":
+        probes.append(check_compiler)
+        if serves:
+            probes += [check_ninja, partial(check_nvcc, None)]
+    for finding in side_by_side(probes):
+        if not finding.ok:
+            yield f"{finding.name}: {finding.value}; {finding.meaning}"
+
+
+def _last(out: str) -> dict[str, Any]:
+    return json.loads(out.splitlines()[-1])

@@ -1,0 +1,151 @@
+"""Probes of the machine beside its GPUs: space, shared and locked memory, what compiles kernels at run time."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from scalerl.probes.finding import Finding
+
+GIB = 1 << 30
+MIN_FREE_DISK_GIB = 5.0
+MIN_SHM_GIB = 1.0
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def check_disk(directory: Path) -> Finding:
+    """Free space where Ray, checkpoints and copies of data and models are written."""
+    free_gib = shutil.disk_usage(directory).free / GIB
+    value = f"{free_gib:.1f} GiB free"
+    if free_gib < MIN_FREE_DISK_GIB:
+        return Finding(
+            str(directory), False, value,
+            f"less than {MIN_FREE_DISK_GIB:g} GiB: checkpoints, Ray's spilling and copies of models may not fit",
+        )  # fmt: skip
+    return Finding(str(directory), True, value, "checkpoints, logs and copies of models go there")
+
+
+def check_disks() -> list[Finding]:
+    """Of the working directory and the directory of temporary files."""
+    directories = dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir())))
+    return [check_disk(directory) for directory in directories]
+
+
+def check_shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
+    """Free space for Ray's object store and for what ranks of a node hand to each other and to servers."""
+    if not directory.exists():
+        return Finding(str(directory), False, "does not exist", "Ray and NCCL need it: mount a tmpfs there", True)
+    free_gib = shutil.disk_usage(directory).free / GIB
+    value = f"{free_gib:.1f} GiB free"
+    if free_gib < MIN_SHM_GIB:
+        return Finding(
+            str(directory), False, value,
+            f"less than {MIN_SHM_GIB:g} GiB: Ray's object store goes to disk, and NCCL and weight updates fail; "
+            "enlarge it (docker run --shm-size=64g or --ipc=host)",
+        )  # fmt: skip
+    return Finding(str(directory), True, value, "Ray's object store, NCCL and weight updates share memory there")
+
+
+def check_locked_memory(infiniband: Path = INFINIBAND) -> Finding:
+    """The limit of memory that InfiniBand may register (`ulimit -l`)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else f"{soft / 2**20:.0f} MiB"
+    if unlimited:
+        return Finding("locked memory", True, value, "InfiniBand can register buffers, the host can pin them")
+    if infiniband.is_dir() and any(infiniband.iterdir()):
+        return Finding(
+            "locked memory", False, value,
+            "this machine has InfiniBand, where NCCL fails to register buffers over this limit (ibv_reg_mr: cannot "
+            "allocate memory): raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)",
+        )  # fmt: skip
+    return Finding("locked memory", True, value, "no InfiniBand here, so nothing asks for more")
+
+
+def check_compiler() -> Finding:
+    """Compiles, links and runs one C++20 program that includes Python.h, as Triton, Inductor and SGLang do."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    meaning = "on a GPU Triton, torch.compile and SGLang compile kernels at run time"
+    install = "install g++ 11 or newer and Python's headers (apt-get install g++ python3-dev)"
+    if compiler is None:
+        return Finding("C++ compiler", False, "none", f"{meaning}: {install}")
+    include = sysconfig.get_path("include")
+    source = "#include <Python.h>\n#include <concepts>\nstatic_assert(std::integral<int>);\nint main() { return 0; }\n"
+    with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as directory:
+        path = Path(directory) / "probe.cpp"
+        path.write_text(source)
+        built = subprocess.run(
+            [compiler, "-std=c++20", f"-I{include}", "-c", str(path), "-o", str(path.with_suffix(".o"))],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    if built.returncode == 0:
+        return Finding("C++ compiler", True, f"{compiler}, {include}/Python.h", meaning)
+    errors = [line for line in built.stderr.splitlines() if "error" in line]
+    return Finding("C++ compiler", False, f"{compiler}: {(errors or ['fails'])[0].strip()}", f"{meaning}: {install}")
+
+
+def find_ninja() -> str | None:
+    """The program that SGLang's and FlashInfer's compiling starts: of this environment, or of PATH."""
+    own = Path(sys.executable).parent / "ninja"
+    return str(own) if own.is_file() else shutil.which("ninja")
+
+
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit by which kernels are compiled, in the order in which SGLang looks; then the one from pip."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    if (nvcc := shutil.which("nvcc")) is not None:
+        return Path(nvcc).parent.parent
+    for home in (Path("/usr/local/cuda"), *sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[0-9]*"))):
+        if (home / "bin" / "nvcc").is_file():
+            return home
+    return None
+
+
+def toolkit_environment() -> dict[str, str]:
+    """Variables by which a server finds ninja and the CUDA toolkit, also those that pip installed."""
+    env = {}
+    if (ninja := find_ninja()) is not None:
+        env["PATH"] = os.pathsep.join((str(Path(ninja).parent), os.environ.get("PATH", os.defpath)))
+    if (home := find_cuda_home()) is not None:
+        env["CUDA_HOME"] = str(home)
+    return env
+
+
+def check_ninja() -> Finding:
+    ninja = find_ninja()
+    meaning = "SGLang and FlashInfer compile kernels with it when a server starts"
+    if ninja is None:
+        return Finding("ninja", False, "none", f"{meaning}, and no server starts: pip install ninja")
+    return Finding("ninja", True, ninja, meaning)
+
+
+def check_nvcc(torch_cuda: str | None) -> Finding:
+    """torch_cuda: version of CUDA that torch is built for; None where it is built without."""
+    meaning = "SGLang and FlashInfer compile kernels with it when a server starts"
+    home = find_cuda_home()
+    if home is None:
+        return Finding("nvcc", False, "none", f"{meaning}, and no server starts: pip install -r requirements/gpu.txt")
+    try:
+        out = subprocess.run(
+            [str(home / "bin" / "nvcc"), "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("nvcc", False, f"{home}/bin/nvcc: {error}", f"{meaning}: set CUDA_HOME to a CUDA toolkit")
+    release = re.search(r"release (\d+)\.(\d+)", out)
+    version = ".".join(release.groups()) if release else "of unknown version"
+    value = f"{version} in {home}"
+    if torch_cuda is not None and release and release[1] != torch_cuda.split(".")[0]:
+        return Finding(
+            "nvcc", False, value,
+            f"torch is built for CUDA {torch_cuda}: kernels of another major version do not load; set CUDA_HOME",
+        )  # fmt: skip
+    return Finding("nvcc", True, value, meaning)

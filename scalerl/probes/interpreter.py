@@ -1,0 +1,44 @@
+"""Programs in an interpreter of their own, so that a crash or a hang of what they import is a message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+TIMEOUT_S = 180.0
+PROGRAMS = "scalerl.probes.programs"
+
+
+def run_python(
+    arguments: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
+) -> tuple[str, str | None]:
+    """Runs Python with these arguments; returns its standard output and an error, also if it crashed or hung.
+
+    env: variables to add.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # With the processes that it started.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return "", f"takes more than {timeout_s:g} s"
+    if process.returncode == 0:
+        return out, None
+    lines = [line for line in errors.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else "no message"
+    return out, f"killed by signal {-process.returncode}: {last}" if process.returncode < 0 else last
+
+
+def run_program(
+    name: str, *arguments: str, timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
+) -> tuple[str, str | None]:
+    """Runs a program of `scalerl.probes.programs`; as `run_python`."""
+    return run_python(["-m", f"{PROGRAMS}.{name}", *arguments], timeout_s, env)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import resource
+import stat
+from pathlib import Path
+
+import pytest
+
+from scalerl.probes import host
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with no program, of which this environment's interpreter is at tmp_path/bin/python."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(host.sys, "executable", str(tmp_path / "bin" / "python"))
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_compiler_compiles_a_program_with_python_headers() -> None:
+    assert host.check_compiler().ok
+
+
+def test_compiler_that_fails_and_none_say_what_to_install(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = host.check_compiler()
+    assert not none.ok and "apt-get install g++ python3-dev" in none.meaning
+    text = "echo 'probe.cpp:1:10: fatal error: Python.h: No such file or directory' >&2; exit 1"
+    monkeypatch.setenv("CXX", str(write_program(empty_path / "c++", text)))
+    broken = host.check_compiler()
+    assert not broken.ok and "Python.h: No such file" in broken.value
+
+
+def test_ninja_of_the_environment_is_found_off_the_path(empty_path: Path) -> None:
+    assert not host.check_ninja().ok
+    ninja = write_program(empty_path / "bin" / "ninja", "")
+    assert host.check_ninja().value == str(ninja)
+    assert host.toolkit_environment()["PATH"].split(os.pathsep)[0] == str(empty_path / "bin")
+
+
+def test_nvcc_of_another_major_version_than_torch_is_refused(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(empty_path / "cuda"))
+    write_program(empty_path / "cuda" / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
+    assert host.check_nvcc("12.8").ok
+    found = host.check_nvcc("13.0")
+    assert not found.ok and "torch is built for CUDA 13.0" in found.meaning and found.value.startswith("12.4")
+    assert host.toolkit_environment()["CUDA_HOME"] == str(empty_path / "cuda")
+
+
+def test_toolkit_that_pip_installed_is_found(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = empty_path / "site-packages"
+    monkeypatch.setattr(host.sysconfig, "get_path", lambda name: str(site))
+    write_program(site / "nvidia" / "cu13" / "bin" / "nvcc", "")
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        assert host.find_cuda_home() == site / "nvidia" / "cu13"
+
+
+def test_low_limit_of_locked_memory_matters_beside_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_MEMLOCK: (64 << 20, 64 << 20)}
+    monkeypatch.setattr(host.resource, "getrlimit", limits.__getitem__)
+    assert host.check_locked_memory(tmp_path).ok
+    (tmp_path / "mlx5_0").mkdir()
+    found = host.check_locked_memory(tmp_path)
+    assert not found.ok and found.value == "64 MiB" and "ulimit -l unlimited" in found.meaning
+    limits[resource.RLIMIT_MEMLOCK] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert host.check_locked_memory(tmp_path).ok
+
+
+def test_little_shared_memory_and_none_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_shared_memory(tmp_path / "none").ends_a_run
+    monkeypatch.setattr(host, "MIN_SHM_GIB", 1e9)
+    assert "--shm-size" in host.check_shared_memory(tmp_path).meaning
