@@ -20,9 +20,9 @@ from scalerl.probes.host import (
     check_ninja,
     check_nvcc,
     check_shared_memory,
-    toolkit_environment,
 )
 from scalerl.probes.interpreter import run_program, run_python
+from scalerl.runtime.cuda_toolkit import toolkit_environment
 
 GIB = 1 << 30
 # The first driver of Linux that runs programs of a major version of CUDA (CUDA's release notes, "minor version

@@ -7,12 +7,12 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 
 from scalerl.probes.finding import Finding
+from scalerl.runtime.cuda_toolkit import find_cuda_home, find_ninja
 
 GIB = 1 << 30
 MIN_FREE_DISK_GIB = 5.0
@@ -91,41 +91,12 @@ def check_compiler() -> Finding:
     return Finding("C++ compiler", False, f"{compiler}: {(errors or ['fails'])[0].strip()}", f"{meaning}: {install}")
 
 
-def find_ninja() -> str | None:
-    """The program that SGLang's and FlashInfer's compiling starts: of this environment, or of PATH."""
-    own = Path(sys.executable).parent / "ninja"
-    return str(own) if own.is_file() else shutil.which("ninja")
-
-
-def find_cuda_home() -> Path | None:
-    """The CUDA toolkit by which kernels are compiled, in the order in which SGLang looks; then the one from pip."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if named:
-        return Path(named)
-    if (nvcc := shutil.which("nvcc")) is not None:
-        return Path(nvcc).parent.parent
-    for home in (Path("/usr/local/cuda"), *sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[0-9]*"))):
-        if (home / "bin" / "nvcc").is_file():
-            return home
-    return None
-
-
-def toolkit_environment() -> dict[str, str]:
-    """Variables by which a server finds ninja and the CUDA toolkit, also those that pip installed."""
-    env = {}
-    if (ninja := find_ninja()) is not None:
-        env["PATH"] = os.pathsep.join((str(Path(ninja).parent), os.environ.get("PATH", os.defpath)))
-    if (home := find_cuda_home()) is not None:
-        env["CUDA_HOME"] = str(home)
-    return env
-
-
 def check_ninja() -> Finding:
     ninja = find_ninja()
     meaning = "SGLang and FlashInfer compile kernels with it when a server starts"
     if ninja is None:
         return Finding("ninja", False, "none", f"{meaning}, and no server starts: pip install ninja")
-    return Finding("ninja", True, ninja, meaning)
+    return Finding("ninja", True, str(ninja), meaning)
 
 
 def check_nvcc(torch_cuda: str | None) -> Finding:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.config import server_violations
 from scalerl.config.suggestions import divisors_text
+from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.requests import GenerateRequest
@@ -80,6 +81,7 @@ class SGLangEngine(Engine):
             arguments |= _cpu_arguments(config, launch.max_model_len)
             env |= _cpu_environment(config.tensor_model_parallel_size)
         else:
+            env |= toolkit_environment()
             arguments["mem_fraction_static"] = config.gpu_memory_utilization
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.gpu_ids is not None:
