@@ -83,6 +83,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import require_chat_template
     from scalerl.data.files import resolve_files
+    from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
     from scalerl.inference.generation import check_new_columns, read_prompts
     from scalerl.inference.parts import fingerprint
@@ -93,6 +94,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
 
     errors = ErrorCollector()
     device = errors.attempt(partial(resolve_device, cfg.trainer.device)) or "cpu"
+    fetch_models(cfg, errors.attempt)
     max_model_len = cfg.rollout.prompt_length + cfg.rollout.response_length
     errors.attempt(
         partial(check_context_length, cfg.model.path, max_model_len, "rollout.prompt_length + rollout.response_length")

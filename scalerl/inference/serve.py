@@ -113,9 +113,10 @@ def _in_url(host: str) -> str:
 
 
 def _launch(arguments: argparse.Namespace) -> Launch:
+    from scalerl.data.model_source import model_directory
     from scalerl.runtime.device import resolve_device
 
-    model = Path(arguments.model).expanduser().resolve()
+    model = Path(model_directory(arguments.model, "MODEL")).expanduser().resolve()
     positions = _positions(model)
     device = resolve_device(arguments.device)
     context = arguments.context or min(positions, CONTEXT[device])

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalerl.data.model_source import model_directory
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--hf_upload_path", default=None, help="repository of the Hugging Face Hub: user/name")
     command.add_argument("--private", action="store_true", help="make that repository private, where it is new")
     command = operations.add_parser("split", help="the way back: the weights as the ranks of a layout save them")
-    command.add_argument("model", help="Hugging Face model directory")
+    command.add_argument("model", help="Hugging Face model directory, or a name on the hub")
     command.add_argument("target", help="directory to make, for dist_ckpt/ and huggingface/")
     for name, what in _SIZES.items():
         command.add_argument(f"--{name}", type=int, default=None if name == "etp" else 1, help=what)
@@ -92,7 +93,8 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _split(args: argparse.Namespace) -> int:
-    num_ranks = split(args.model, args.target, SplitSizes(**{f"{name}_size": getattr(args, name) for name in _SIZES}))
+    model = model_directory(args.model, "split MODEL")
+    num_ranks = split(model, args.target, SplitSizes(**{f"{name}_size": getattr(args, name) for name in _SIZES}))
     print(f"split over {num_ranks} rank{'s' if num_ranks > 1 else ''}: {args.target}")
     return 0
 

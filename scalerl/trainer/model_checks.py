@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from scalerl.config.batch_sizes import LONGEST_SAMPLE, longest_sample
 from scalerl.config.schema import JudgeConfig, MegatronConfig
 from scalerl.config.sections import ACTOR, JUDGE, ROLLOUT
 from scalerl.controller.sampling.judge import max_model_len
+from scalerl.data.model_source import model_directory
 from scalerl.families import HFWeights, ModelShape, family_of
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES
@@ -28,29 +28,10 @@ from scalerl.servers.engines import ENGINES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# ORGANISATION/NAME.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
-
-def require_model_directory(path: str, key: str) -> None:
-    """Raises ValueError where there is none, with the way to get a model whose name on a hub was given."""
-    if Path(path).is_dir():
-        return
-    if _HUB_NAME.fullmatch(path):
-        local = f"models/{path.rpartition('/')[2]}"
-        raise ValueError(
-            f"{key} = {path}: there is no such directory in {Path.cwd()}, and models are not downloaded; it looks like "
-            f"a name on the Hugging Face hub: run `hf download {path} --local-dir {local}` and set {key}={local}"
-        )
-    raise ValueError(
-        f"{key} = {path}: there is no such directory (working directory {Path.cwd()}); give one with config.json, "
-        "*.safetensors and tokenizer files"
-    )
-
 
 def read_model(path: str, key: str) -> ModelShape:
     """Raises ValueError for a model that is not there, of no known family, or that lacks weights. key: names it."""
-    require_model_directory(path, key)
+    path = model_directory(path, key)
     shape = ModelShape.from_hf(path)
     HFWeights(path).check(family_of(shape), shape)
     return shape

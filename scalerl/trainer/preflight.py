@@ -28,6 +28,7 @@ from scalerl.config.schema import (
     RunConfig,
     SFTDataConfig,
 )
+from scalerl.data.model_source import fetch_models, model_directory
 from scalerl.families import ModelShape
 from scalerl.probes.gpu import start_violations
 from scalerl.runtime.checks import ErrorCollector
@@ -41,7 +42,6 @@ from scalerl.trainer.model_checks import (
     model_layout_violations,
     read_model,
     read_role,
-    require_model_directory,
     role_violations,
     vocabulary_violations,
 )
@@ -90,6 +90,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     errors = ErrorCollector()
     serves = cfg.actor_rollout_ref.rollout.name == "sglang"
     device = device or _this_machine(errors, cfg.trainer.device, serves=serves)
+    fetch_models(cfg, errors.attempt)
     # First: which rules hold, and which models a run has, depends on what these files register.
     imported = _import_own(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
@@ -140,8 +141,7 @@ def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
 def _policy_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
     from scalerl.data import load_tokenizer
 
-    require_model_directory(model.path, key)
-    return load_tokenizer(model.path, model.trust_remote_code)
+    return load_tokenizer(model_directory(model.path, key), model.trust_remote_code)
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
@@ -232,6 +232,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
 
     errors = ErrorCollector()
     device = device or _this_machine(errors, cfg.trainer.device, serves=False)
+    fetch_models(cfg, errors.attempt)
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     errors.violations.extend(broken)

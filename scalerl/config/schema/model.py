@@ -34,7 +34,8 @@ class ModelCodeConfig:
 
 @dataclass
 class ModelConfig(ModelCodeConfig):
-    # Directory with config.json, *.safetensors and tokenizer files.
+    # Directory with config.json, *.safetensors and tokenizer files; or a name on the Hugging Face hub
+    # (ORGANISATION/NAME, ORGANISATION/NAME@REVISION), or a URL of such a directory.
     path: str = key(MISSING, TEXT)
 
 

@@ -1,0 +1,149 @@
+"""Model directories from what `model.path` may be: a directory, a name on the Hugging Face hub, or a URL."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from scalerl.data.local_copy import copy_to_local, is_remote
+from scalerl.errors import UserError
+
+# ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
+_HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
+# Of a page of the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
+_HUB_PAGE = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+))?/?")
+HUB = "https://huggingface.co"
+# What a model directory is read for. Other formats of the same weights stay there.
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# (path, key) -> what was wrong, for checks that meet the same model again.
+_failures: dict[tuple[str, str], ModelSourceError] = {}
+
+
+class ModelSourceError(UserError):
+    """Raised when a model is no directory and cannot be fetched."""
+
+
+def model_directory(path: str, key: str) -> str:
+    """The directory of a model; one that is not here is fetched.
+
+    path: a directory; ORGANISATION/NAME or hf://ORGANISATION/NAME, with @REVISION or without, or its page, of the
+        Hugging Face hub (HF_ENDPOINT: another); or a directory at a URL that `copy_to_local` knows.
+    key: the configuration's or the command's, for messages.
+    What was fetched from the hub is in its cache (HF_HOME), where processes wait for each other and what was cut off
+    goes on; large files have the SHA-256 that the hub says.
+    Raises ModelSourceError, or the DataError of a URL.
+    """
+    if Path(path).expanduser().is_dir():
+        return path
+    if (failure := _failures.get((path, key))) is not None:
+        raise failure
+    if (named := hub_name(path)) is not None:
+        try:
+            return _from_hub(*named, given=f"{key} = {path}")
+        except ModelSourceError as error:
+            _failures[path, key] = error
+            raise
+    if is_remote(path):
+        return copy_to_local(path, verbose=True)
+    raise ModelSourceError(
+        f"{key} = {path}: there is no such directory (working directory {Path.cwd()}); give one with config.json, "
+        "*.safetensors and tokenizer files, a name on the Hugging Face hub (ORGANISATION/NAME), or a URL"
+    )
+
+
+def hub_name(path: str) -> tuple[str, str | None] | None:
+    """(repository, revision or None) of a name on the hub or of its page; None for anything else."""
+    for hub in filter(None, (os.environ.get("HF_ENDPOINT"), HUB)):
+        if path.startswith(f"{hub.rstrip('/')}/"):
+            page = _HUB_PAGE.fullmatch(urlsplit(path).path)
+            return (page["repo"], page["revision"]) if page else None
+    named = _HUB_NAME.fullmatch(path)
+    return (named["repo"], named["revision"]) if named else None
+
+
+def fetch_models(cfg: Any, attempt: Callable[[Callable[[], str]], str | None]) -> None:
+    """Puts the directory of every model of a configuration in the place of its hub name or URL.
+
+    attempt: calls what may raise, and returns None where it did.
+    """
+    _failures.clear()
+    # Roles often begin as the same model.
+    fetched: dict[str, str | None] = {}
+    for section, name, key in model_keys(cfg):
+        path = getattr(section, name)
+        if path not in fetched:
+            fetched[path] = attempt(lambda path=path, key=key: model_directory(path, key))
+        if (directory := fetched[path]) is not None and directory != path:
+            print(f"{key}: {path} is in {directory}", flush=True)
+            setattr(section, name, directory)
+
+
+def model_keys(cfg: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
+    """(section, field, key) of every model that a configuration names."""
+    for field in fields(cfg):
+        value, key = getattr(cfg, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            yield from model_keys(value, f"{key}.")
+        elif isinstance(value, str) and (key.endswith("model.path") or field.name == "model_path"):
+            yield cfg, field.name, key
+
+
+def _from_hub(repo: str, revision: str | None, given: str) -> str:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    here = f"{given}: there is no such directory in {Path.cwd()}"
+    by_hand = f"fetch it elsewhere (hf download {repo} --local-dir DIR) and give DIR"
+    try:
+        directory = snapshot_download(repo, revision=revision, allow_patterns=FILES)
+    except GatedRepoError as error:
+        raise ModelSourceError(
+            f"{given}: its owner gives it to those who accepted its terms; accept them on {constants.ENDPOINT}/{repo}, "
+            "and log in (hf auth login, or HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelSourceError(f"{given}: {repo} has no branch, tag or commit {revision}") from error
+    except RepositoryNotFoundError as error:
+        raise ModelSourceError(
+            f"{here}, and {constants.ENDPOINT} has no model {repo}, or does not show it to this user; correct it, or "
+            "log in (hf auth login, or HF_TOKEN)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.HF_HUB_OFFLINE:
+            why = f"HF_HUB_OFFLINE is set, and it is not whole in {constants.HF_HUB_CACHE}"
+        else:
+            why = f"{constants.ENDPOINT} does not answer, and it is not whole in {constants.HF_HUB_CACHE}"
+        raise ModelSourceError(f"{here}, and {why}; {by_hand}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelSourceError(f"{given}: cannot be fetched ({error}); start again to go on, or {by_hand}") from error
+    _check_bytes(Path(directory), given)
+    return directory
+
+
+def _check_bytes(snapshot: Path, given: str) -> None:
+    """Compares large files with the hub's SHA-256, their name in its cache. Each once: a mark is left beside it."""
+    for path in sorted(snapshot.rglob("*.safetensors")):
+        blob = path.resolve()
+        mark = blob.with_name(f"{blob.name}.checked")
+        if not _SHA256.fullmatch(blob.name) or mark.exists():
+            continue
+        with open(blob, "rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != blob.name:
+            raise ModelSourceError(
+                f"{given}: {path.name} has the SHA-256 {found}, the hub says {blob.name}; remove {blob} and start again"
+            )
+        mark.touch()

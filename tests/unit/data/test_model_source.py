@@ -1,0 +1,205 @@
+"""model.path: a directory, a name on a hub, or a URL. The hub is a server here that speaks what its client asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from scalerl.config.schema import PPOConfig, SFTConfig
+from scalerl.data.model_source import ModelSourceError, fetch_models, hub_name, model_directory, model_keys
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "makers/model"
+# More than the piece of 10 MiB by which the client writes.
+WEIGHTS = bytes(range(256)) * (12 << 12)
+
+
+@dataclass
+class Hub:
+    """A mirror of one model.  cut: bytes of the weights after which their first transfer breaks off."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=lambda: {"config.json": b"{}", "model.safetensors": WEIGHTS,
+                                                            "pytorch_model.bin": b"the same again"})  # fmt: skip
+    cut: int | None = None
+    # (method, path, range) of each request.
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    says_sha256: str = hashlib.sha256(WEIGHTS).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def __init__(self, hub: Hub, *args) -> None:
+        self.hub = hub
+        super().__init__(*args)
+
+    def log_message(self, format: str, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        path, span = self.path.partition("?")[0], self.headers.get("Range")
+        self.hub.requests.append((self.command, path, span))
+        if path in (f"/api/models/{REPO}/revision/{revision}" for revision in ("main", "v1", COMMIT)):
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in self.hub.files.items()]
+            self.send(200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode(), {})
+        elif path.startswith(f"/api/models/{REPO}/tree/"):
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in self.hub.files.items()]  # fmt: skip
+            self.send(200, json.dumps(tree).encode(), {})
+        elif (name := path.rpartition("/")[2]) in self.hub.files and path.startswith(f"/{REPO}/resolve/"):
+            self.send_file(name, span, with_body)
+        else:
+            code = "RevisionNotFound" if path.startswith(f"/api/models/{REPO}/") else "RepoNotFound"
+            self.send(404, b"{}", {"X-Error-Code": code})
+
+    def send_file(self, name: str, span: str | None, with_body: bool) -> None:
+        data = self.hub.files[name]
+        etag = self.hub.says_sha256 if name == "model.safetensors" else hashlib.sha1(data).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        start = int(span.removeprefix("bytes=").partition("-")[0]) if span else 0
+        if span:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        body = data[start:]
+        if with_body and name == "model.safetensors" and self.hub.cut is not None:
+            cut, self.hub.cut = self.hub.cut, None
+            self.send(206 if span else 200, body[:cut], headers | {"Content-Length": str(len(body))})
+            self.close_connection = True
+            return
+        self.send(206 if span else 200, body if with_body else b"", headers | {"Content-Length": str(len(body))})
+
+    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    mirror = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, mirror))
+    mirror.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield mirror
+    server.shutdown()
+    server.server_close()
+
+
+def fetch(hub_url: str, home: Path, *paths: str, offline: bool = False) -> list[str]:
+    """What `model_directory` says of each path, in a process that may ask the hub."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {
+        "HF_ENDPOINT": hub_url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+    env |= {"HF_HUB_OFFLINE": "1"} if offline else {}
+    code = (
+        "import sys\n"
+        "from scalerl.data.model_source import model_directory\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: print(model_directory(path, 'model.path'))\n"
+        "    except ValueError as error: print(f'{type(error).__name__}: {error}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_model_comes_from_the_hub_once_and_is_found_offline(hub: Hub, tmp_path: Path) -> None:
+    page = f"{hub.url}/{REPO}/tree/v1"
+    by_name, by_revision, by_page, unknown, no_revision = fetch(
+        hub.url, tmp_path, REPO, f"hf://{REPO}@{COMMIT}", page, "makers/other", f"{REPO}@v2"
+    )
+    assert Path(by_name).name == COMMIT and by_name == by_revision == by_page
+    assert {path.name for path in Path(by_name).iterdir()} == {"config.json", "model.safetensors"}
+    assert (Path(by_name) / "model.safetensors").read_bytes() == WEIGHTS
+    assert sum(method == "GET" and path.endswith("model.safetensors") for method, path, _ in hub.requests) == 1
+    assert (
+        unknown.startswith("ModelSourceError: model.path = makers/other: ") and "has no model makers/other" in unknown
+    )
+    assert "has no branch, tag or commit v2" in no_revision
+    number = len(hub.requests)
+    offline, missing = fetch(hub.url, tmp_path, REPO, "makers/other", offline=True)
+    assert offline == by_name and len(hub.requests) == number
+    assert "HF_HUB_OFFLINE is set, and it is not whole in" in missing and "hf download makers/other" in missing
+
+
+def test_cut_transfer_goes_on_and_other_bytes_are_refused(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = 11 << 20
+    (directory,) = fetch(hub.url, tmp_path / "cut", REPO)
+    assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
+    spans = [span for method, path, span in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+    assert len(spans) == 2 and spans[1] == f"bytes={10 << 20}-"
+    hub.says_sha256 = "0" * 64
+    (text,) = fetch(hub.url, tmp_path / "other", REPO)
+    assert "model.safetensors has the SHA-256" in text and f"the hub says {'0' * 64}" in text
+
+
+def test_hub_that_does_not_answer_says_so(tmp_path: Path) -> None:
+    (text,) = fetch("http://127.0.0.1:9", tmp_path, REPO)
+    assert text.startswith("ModelSourceError") and "127.0.0.1:9" in text and "--local-dir" in text
+
+
+def test_names_of_the_hub_are_told_from_paths() -> None:
+    assert hub_name("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+    assert hub_name("hf://Qwen/Qwen3-0.6B@v1.0") == ("Qwen/Qwen3-0.6B", "v1.0")
+    assert hub_name("https://huggingface.co/Qwen/Qwen3-8B/tree/main") == ("Qwen/Qwen3-8B", "main")
+    for path in (
+        "/models/Qwen3",
+        "model",
+        "./org/name",
+        "a/b/c",
+        "s3://bucket/model",
+        "https://example.org/Qwen/Qwen3",
+    ):
+        assert hub_name(path) is None
+
+
+def test_directory_stays_and_one_at_a_url_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert model_directory(str(tmp_path / "model"), "model.path") == str(tmp_path / "model")
+    copied = Path(model_directory(f"file://{tmp_path / 'model'}", "model.path"))
+    assert copied != tmp_path / "model" and (copied / "config.json").read_text() == "{}"
+    with pytest.raises(ModelSourceError, match=r"model.path = /no/such: there is no such directory"):
+        model_directory("/no/such", "model.path")
+
+
+def test_every_model_of_a_configuration_is_fetched(tmp_path: Path) -> None:
+    cfg = PPOConfig()
+    cfg.actor_rollout_ref.model.path = cfg.reward_model.judge.model.path = f"file://{tmp_path}"
+    (tmp_path / "config.json").write_text("{}")
+    cfg.reward_model.model.path, cfg.critic.model.path = "/no/such", None
+    failed: list[str] = []
+
+    def attempt(fetch_one):
+        try:
+            return fetch_one()
+        except ValueError as error:
+            failed.append(str(error))
+
+    fetch_models(cfg, attempt)
+    assert cfg.actor_rollout_ref.model.path == cfg.reward_model.judge.model.path
+    assert (Path(cfg.actor_rollout_ref.model.path) / "config.json").exists()
+    assert len(failed) == 1 and failed[0].startswith("reward_model.model.path = /no/such")
+    assert [key for _, _, key in model_keys(SFTConfig())] == ["model.path"]
