@@ -25,9 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from scalerl.cluster.ray_session import own_token, session_directory, sigterm_kept
 from scalerl.cluster.worker_logs import logs_are_kept_in
 from scalerl.errors import RunError
-
-# Set in every worker process.
-WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+from scalerl.runtime.process_environment import worker_environment
 
 
 class ResourceError(RunError):
@@ -40,13 +38,11 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
 
     log_dir: of the run; its ray/ gets the logs of a local cluster when the block fails, else nothing of it is left.
     """
-    # On a CPU: one compute thread a process, and no GPU, also where there is one.
-    env = WORKER_ENV | ({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
     common: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.ERROR,
         "include_dashboard": False,
-        "runtime_env": {"env_vars": env},
+        "runtime_env": {"env_vars": worker_environment(device, os.environ)},
         "namespace": "scalerl",
     }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

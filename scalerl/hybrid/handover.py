@@ -7,7 +7,8 @@ weights come back and are overwritten -> the KV cache comes back. On a CPU serve
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,16 @@ Point = Literal[
     "after_resume_weights",
     "after_sync",
     "after_resume_kv",
+    "before_save",
+    "after_save",
 ]
+# Within which what a server has released is free for every rank of its devices, and between two looks.
+RELEASE_WAIT_S = 20.0
+RELEASE_LOOK_S = 0.1
+# A difference of free memory that says nothing: CUDA maps memory in pieces, and other processes have some.
+SETTLED_BYTES = 64 * 2**20
+# What a checkpoint is made of.
+SAVED_PARTS = ("params", "optimizer")
 # Of the memory that is free, what the buckets of a weight sync may take.
 BUCKET_FREE_FRAC = 0.5
 # Of a bucket on a device at once, at most: the joined tensors, their flat copy, and what joins the next one.
@@ -48,6 +58,12 @@ _ADVICE: dict[Point, str] = {
         f"{_UTILIZATION}, or set {_MEGATRON}.param_offload=true, {_MEGATRON}.grad_offload=true and "
         f"{_MEGATRON}.optimizer_offload=true"
     ),
+    "before_save": (
+        "split the model over more devices "
+        f"({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save and a load bring parameters "
+        "and optimizer to the device, where the server's weights stay"
+    ),
+    "after_save": f"{_UTILIZATION}, or set {_MEGATRON}.param_offload=true and {_MEGATRON}.optimizer_offload=true",
 }
 
 
@@ -71,6 +87,13 @@ class RankMemory:
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
+# After a release: what servers gave back, and where it was measured before.
+_RELEASES: dict[Point, tuple[str, Point]] = {
+    "after_release_kv": ("kv", "before_release"),
+    "after_release": ("weights", "after_release_kv"),
+}
+
+
 class Handover:
     """The driver's books of one hand-over after the other."""
 
@@ -80,6 +103,39 @@ class Handover:
         # Device -> bytes that its servers gave back last.
         self._released: dict[str, dict[str, int]] = {"kv": {}, "weights": {}}
 
+    def see_released(
+        self,
+        point: Point,
+        measure: Callable[[], Sequence[RankMemory]],
+        *,
+        wait_s: float = RELEASE_WAIT_S,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`see`, once what the servers released at that point is free: a server answers when its first rank is done.
+
+        Waits while a device has less than servers gave back there the last time or than what follows needs, and the
+        first time until it gains nothing more; at most wait_s.
+        """
+        ranks, waited_s = measure(), 0.0
+        gained = True
+        while waited_s < wait_s and self._expects_more(point, ranks, gained=gained):
+            pause(RELEASE_LOOK_S)
+            waited_s += RELEASE_LOOK_S
+            before = {one.rank: one.free_bytes for one in ranks}
+            ranks = measure()
+            gained = any(one.free_bytes > before[one.rank] + SETTLED_BYTES for one in ranks)
+        self.see(point, ranks)
+
+    def _expects_more(self, point: Point, ranks: Sequence[RankMemory], *, gained: bool) -> bool:
+        what, before = _RELEASES.get(point, ("", point))
+        last = self._released.get(what)
+        if before not in self._free or not last:
+            return gained
+        found = released_bytes(ranks, self._free[before])
+        if any(found.get(device, 0) < num_bytes - SETTLED_BYTES for device, num_bytes in last.items()):
+            return True
+        return bool(short_of(ranks, self._needed(point, ranks, ranks)))
+
     def see(self, point: Point, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None) -> None:
         """One measurement of every rank. Raises HandoverError where a device lacks room for what follows the point.
 
@@ -87,10 +143,8 @@ class Handover:
         """
         self._free[point] = {one.rank: one.free_bytes for one in ranks}
         self._used[point] = max(one.used_bytes for one in ranks)
-        before: dict[Point, Point] = {"after_release_kv": "before_release", "after_release": "after_release_kv"}
-        if point in before and before[point] in self._free:
-            what = "kv" if point == "after_release_kv" else "weights"
-            self._released[what] = released_bytes(ranks, self._free[before[point]])
+        if point in _RELEASES and (before := _RELEASES[point][1]) in self._free:
+            self._released[_RELEASES[point][0]] = released_bytes(ranks, self._free[before])
         needed = self._needed(point, [one for one in ranks if servers is None or one.rank in servers], ranks)
         if needed:
             check_room(point, ranks, needed)
@@ -103,12 +157,14 @@ class Handover:
         if point == "after_release":
             return trainer_needs(ranks)
         if point == "before_sync":
-            needed = trainer_needs(ranks, role="actor", part="params")
+            needed = trainer_needs(ranks, role="actor", parts=("params",))
             for device in devices:
                 if num_bytes := self._released["weights"].get(device, 0):
                     needed.setdefault(device, {})["the server's weights"] = num_bytes
             return needed
-        if point == "after_sync":
+        if point == "before_save":
+            return trainer_needs(ranks, parts=SAVED_PARTS)
+        if point in ("after_sync", "after_save"):
             return {
                 device: {"the server's KV cache": self._released["kv"][device]}
                 for device in devices
@@ -139,14 +195,14 @@ def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) 
 
 
 def trainer_needs(
-    ranks: Iterable[RankMemory], *, role: str | None = None, part: str | None = None
+    ranks: Iterable[RankMemory], *, role: str | None = None, parts: Collection[str] | None = None
 ) -> dict[str, dict[str, int]]:
     """Device -> role -> bytes that the ranks there bring back. Roles take turns: without `role` the largest alone."""
     needed: dict[str, dict[str, int]] = {}
     for one in ranks:
         sizes = {
-            f"the trainer's {name}": sum(size for key, size in parts.items() if part in (None, key))
-            for name, parts in one.returning.items()
+            f"the trainer's {name}": sum(size for key, size in away.items() if parts is None or key in parts)
+            for name, away in one.returning.items()
             if role in (None, name)
         }
         name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
@@ -156,13 +212,18 @@ def trainer_needs(
     return needed
 
 
-def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
-    """needed: device -> what comes there -> bytes. Raises HandoverError naming the rank that lacks the most."""
-    short = [
+def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> list[tuple[int, RankMemory]]:
+    """(bytes that are lacking, rank) of each rank whose device has less free than needed says (as `check_room`)."""
+    return [
         (total - one.free_bytes, one)
         for one in ranks
         if (total := sum(needed.get(one.device, {}).values())) > one.free_bytes
     ]
+
+
+def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
+    """needed: device -> what comes there -> bytes. Raises HandoverError naming the rank that lacks the most."""
+    short = short_of(ranks, needed)
     if not short:
         return
     _, worst = max(short, key=lambda pair: pair[0])

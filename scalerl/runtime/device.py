@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from scalerl import nvidia
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
+from scalerl.runtime.process_environment import gpu_environment_violations
 
 
 class DeviceError(UserError):
@@ -17,20 +19,23 @@ def resolve_device(name: str) -> str:
     """Resolves trainer.device (auto, cuda or cpu) to cuda or cpu.
 
     auto: cuda if torch sees a GPU, else cpu. cpu hides the GPUs of this machine from all processes of the run.
-    Raises DeviceError if torch should see a GPU and does not.
+    Raises DeviceError if torch should see a GPU and does not, or if the environment breaks every run on GPUs.
     """
     if name == "cpu":
         nvidia.hide()
         return name
     import torch
 
-    return device_of(
+    device = device_of(
         name,
         torch_sees_one=torch.cuda.is_available(),
         torch_build=f"torch {torch.__version__}, built "
         + (f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"),
         hidden=nvidia.are_hidden(),
     )
+    if device == "cuda" and (broken := list(gpu_environment_violations(os.environ))):
+        raise DeviceError("; ".join(broken))
+    return device
 
 
 def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:

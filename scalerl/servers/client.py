@@ -32,6 +32,8 @@ from scalerl.servers.wire import Slot, output_of, read_events, slots_of
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+# In which an engine without requests becomes idle.
+IDLE_WAIT_S = 30.0
 # In which a server that is well answers a health check, however busy it is; a request's own limit where that is less.
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
@@ -277,13 +279,18 @@ class RolloutClient:
         ranks = answer["ranks"]
         return [rank["checksums"] for rank in sorted(ranks, key=_tp_rank)]
 
-    def flush_cache(self) -> None:
-        self._post("/flush_cache", {})
+    def flush_cache(self, wait_s: float = 0.0) -> None:
+        """Forgets cached prefixes. wait_s: for the engine to be idle; RolloutError where it is not."""
+        self._post(f"/flush_cache?timeout={wait_s:g}" if wait_s else "/flush_cache", {})
 
     # --- state ---
 
     def release(self, tags: Sequence[str] | None = None) -> None:
-        """Give memory back (GPU). tags: of kv_cache, weights, cuda_graph; None: all. The server must be idle."""
+        """Give memory back (GPU). tags: of kv_cache, weights, cuda_graph; None: all. No request may be running."""
+        if tags is None or "kv_cache" in tags:
+            # With its overlapped schedule SGLang is busy for one more iteration after the last sample has come, and a
+            # release would end it then.
+            self.flush_cache(min(IDLE_WAIT_S, self.timeout_s / 2))
         self._post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
         self._released |= set(MEMORY_TAGS if tags is None else tags)
 

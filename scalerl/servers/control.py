@@ -11,6 +11,9 @@ from scalerl.servers.client import RolloutClient
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
 
+# What leaves and comes back with a part. A CUDA graph has memory of its own beside that of the weights which it reads.
+_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
+
 
 class ServerControl:
     """Asks the servers itself, whoever sends them prompts.
@@ -40,12 +43,12 @@ class ServerControl:
         skip: indices of servers that are not asked.
         """
         asked = [index for index in range(len(self.clients)) if index not in skip]
-        return self._ask_each(lambda client: client.release([tag]), asked)
+        return self._ask_each(lambda client: client.release(_TAGS[tag]), asked)
 
     def resume(self, tag: str) -> dict[int, str]:
         """Undoes `release` where it was. -> as `pause`."""
         released = [index for index, client in enumerate(self.clients) if tag in client.released]
-        return self._ask_each(lambda client: client.resume([tag]), released)
+        return self._ask_each(lambda client: client.resume(_TAGS[tag]), released)
 
     def are_well(self, indices: Iterable[int]) -> Mapping[int, bool]:
         """`RolloutClient.is_well` of each of these."""

@@ -20,14 +20,11 @@ from pathlib import Path
 import psutil
 
 from scalerl.errors import UserError
+from scalerl.runtime.process_environment import inherited_by_servers
 from scalerl.servers.access import KEY_VARIABLE, new_key
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.supervise import descendants
 
-# Variables that a server must not inherit, or it would join the process group of the rank that starts it.
-RENDEZVOUS_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
 LOG_TAIL_LINES = 30
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 45.0
@@ -109,8 +106,7 @@ class RolloutServer:
             raise RuntimeError(f"{self.purpose.who} {self.url} was started already; make a new RolloutServer")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        environment = {name: value for name, value in os.environ.items() if not _is_rendezvous(name)}
-        environment |= self.env | {KEY_VARIABLE: self.key}
+        environment = inherited_by_servers(os.environ) | self.env | {KEY_VARIABLE: self.key}
         # The supervisor must import this scalerl, even if it was found only by the working directory.
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), package_root]
@@ -246,7 +242,3 @@ def start_on_free_port(
             server.stop()
             raise
     raise AssertionError("unreachable")
-
-
-def _is_rendezvous(name: str) -> bool:
-    return name in RENDEZVOUS_VARIABLES or name.startswith("TORCHELASTIC_")

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Literal
 
 from scalerl.algorithms import KLController
 from scalerl.balance import SizeKeys
@@ -89,29 +90,9 @@ def ppo_run(
         lease.add(servers)
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         lease.add(rollout)
-        # Last: the ranks import what they need while the servers start.
-        join(unique(groups))
-        phases.begin("model")
-        model = cfg.actor_rollout_ref.model
-        workers.call(
-            MegatronWorker.build_engine,
-            "actor",
-            model.path,
-            actor_config.megatron,
-            actor_config.optim,
-            trust_remote_code=model.trust_remote_code,
-        )
-        for role in model_roles(cfg):
-            assert role.model_path is not None, "validated"
-            groups[role.name].call(
-                MegatronWorker.build_engine,
-                role.name,
-                role.model_path,
-                role.megatron,
-                cfg.critic.optim if role.name == "critic" else None,
-                head=role.head,
-                trust_remote_code=role.trust_remote_code,
-            )
+        starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases)}
+        for started in start_order(cfg, inputs.device):
+            starts[started]()
         phases.begin("servers")
         rollout.wait_ready(workers)
         phases.end()
@@ -138,11 +119,46 @@ def ppo_run(
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
         say_how_to_open(tracker)
-        load(run, resumed)
+        if resumed.directory is not None:
+            with rollout.lend_device():
+                load(run, resumed)
         collect_garbage()
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
         yield run
+
+
+def start_order(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:
+    """What starts first. On GPUs that ranks and servers share, the models, which need room while they are built and
+    leave then: a server measures what is free to size its KV cache. Else the servers: both start side by side."""
+    shares_gpus = device == "cuda" and cfg.actor_rollout_ref.hybrid_engine
+    return ("models", "servers") if shares_gpus else ("servers", "models")
+
+
+def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
+    """The ranks join and build the model of each role; what its offload keys name has left the device then."""
+    join(unique(groups))
+    phases.begin("model")
+    actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
+    groups["actor"].call(
+        MegatronWorker.build_engine,
+        "actor",
+        model.path,
+        actor.megatron,
+        actor.optim,
+        trust_remote_code=model.trust_remote_code,
+    )
+    for role in model_roles(cfg):
+        assert role.model_path is not None, "validated"
+        groups[role.name].call(
+            MegatronWorker.build_engine,
+            role.name,
+            role.model_path,
+            role.megatron,
+            cfg.critic.optim if role.name == "critic" else None,
+            head=role.head,
+            trust_remote_code=role.trust_remote_code,
+        )
 
 
 def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:

@@ -6,6 +6,7 @@ A method that makes a column returns the batch with it: batches are values, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -53,6 +54,10 @@ class Rollout(Protocol):
 
     def release_device(self) -> None:
         """After generation: the trainer has the device to itself."""
+        ...
+
+    def lend_device(self) -> AbstractContextManager[None]:
+        """Inside the block, between two generations, the trainer has room for what a save or a load brings there."""
         ...
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:

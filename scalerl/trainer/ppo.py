@@ -84,7 +84,7 @@ def fit(run: Run) -> dict[str, float]:
             with run.timers("testing"):
                 tested = validation = validate(run)
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
-            with run.timers("save_checkpoint"):
+            with run.timers("save_checkpoint"), run.rollout.lend_device():
                 save(run)
         log_step(run, outcome, epoch=epoch, more=tested)
     return validation
@@ -205,9 +205,8 @@ def save(run: Run) -> Path:
 
 
 def load(run: Run, resumed: checkpoints.Resumed) -> None:
-    """Puts the run where the checkpoint left it."""
-    if resumed.directory is None:
-        return
+    """Puts the run where the checkpoint left it; there is one."""
+    assert resumed.directory is not None
     run.actor.load(str(resumed.directory / "actor"))
     if run.critic is not None:
         run.critic.load(str(resumed.directory / "critic"))

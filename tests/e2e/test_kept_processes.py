@@ -7,12 +7,16 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.config import PPOConfig
 from scalerl.rewards.trial import TRIAL_RESPONSE
+from scalerl.trainer import build
+from scalerl.trainer.build import start_order
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Record, main_ppo, numbered, only, refused
 from tests.e2e.kept import Kept
@@ -101,6 +105,23 @@ def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
         train(kept, inputs, tmp_path / name)
     logs = [(tmp_path / name / "logs" / "rollout-0.log").resolve() for name in ("first", "second")]
     assert logs[0] == logs[1] and logs[0].is_file()
+
+
+@pytest.mark.full
+def test_models_may_be_built_before_the_servers_start(
+    inputs: Inputs, kept: Kept, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs that both share: the same numbers, resumed too."""
+    asked: list[str] = []
+
+    def as_on_gpus(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:
+        asked.append(device)
+        return start_order(cfg, "cuda")
+
+    monkeypatch.setattr(build, "start_order", as_on_gpus)
+    found = train(kept, inputs, tmp_path / "run", *CRITIC)
+    wanted = {step: reproducible(data) for step, data in Record.read(new).final.items()}
+    assert {step: reproducible(data) for step, data in found.items()} == wanted and asked == ["cpu"]
 
 
 def test_files_of_the_user_are_forgotten(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:

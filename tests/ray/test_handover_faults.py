@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,11 +79,13 @@ class HandingOver(PolicyServers):
     """Hands over as on a GPU: the servers hold no memory that would leave a CPU, but are bound to the same order."""
 
     _hands_over = True
+    # Of what other processes give back nothing follows.
+    _release_wait_s = 0.0
     # Where memory is measured -> what happens there, once.
     at: dict[Point, Callable[[], None]]
 
-    def _see(self, point: Point, *args: object) -> None:
-        super()._see(point, *args)
+    def _see(self, point: Point, *args: Any, **kwargs: Any) -> None:
+        super()._see(point, *args, **kwargs)
         if point in self.at:
             self.at.pop(point)()
 
@@ -100,6 +103,7 @@ class Run:
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
         self.servers.at = {}
+        self.servers.start()
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
         self.rollout.wait_ready(workers)
@@ -245,7 +249,8 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
         run.step()
     # Of two ranks: log-probs, the update, the sync, and one for each point at which servers took or gave back memory.
     assert calls.by_actor()["RankProcess"] == {"untimed": 2 * (3 + 5)}
-    assert len(refusals) == 2 and all("['kv_cache', 'weights'] is released" in refusal for refusal in refusals)
+    everything = "['cuda_graph', 'kv_cache', 'weights'] is released"
+    assert len(refusals) == 2 and all(everything in refusal for refusal in refusals)
     assert [order.taken for order in run.servers.orders.values()] == [HANDED_OVER, HANDED_OVER]
     assert_in_step(run, before)
     assert run.urls == urls
@@ -253,6 +258,36 @@ def test_servers_release_and_resume_in_order(run: Run) -> None:
         "rollout/num_restarts": 0.0,
         "rollout/num_resubmitted": 0.0,
     }
+
+
+def test_caches_leave_for_a_save_and_nothing_else_does(run: Run) -> None:
+    before, urls = run.checksums(), run.urls
+    for order in run.servers.orders.values():
+        order.taken.clear()
+    run.servers.at = {}
+    with run.rollout.lend_device():
+        assert [client.released for client in run.servers.control.clients] == [{"kv_cache"}] * 2
+        with pytest.raises(RolloutError, match=r"\['kv_cache'\] is released"):
+            generate_one(run.client(0))
+    assert [order.taken for order in run.servers.orders.values()] == [["release_kv", "resume_kv"]] * 2
+    assert run.checksums() == before and run.urls == urls
+    measured = run.servers.handover.metrics().keys()
+    assert {f"perf/handover/free_gb/{point}" for point in ("before_save", "after_save")} <= measured
+    samples = run.generate()
+    run.compare(samples)
+    run.rollout.drop(samples)
+
+
+@pytest.mark.full
+def test_a_server_that_is_lost_during_a_save_comes_back_with_the_weights(run: Run) -> None:
+    before, urls = run.checksums(), run.urls
+    with run.rollout.lend_device():
+        run.kill(1)
+    assert run.urls[0] == urls[0] and run.urls[1] != urls[1]
+    assert run.checksums() == before
+    run.step()
+    assert_in_step(run, before)
+    assert run.rollout.faults()["rollout/num_restarts"].value == 1.0
 
 
 def generate_one(client: RolloutClient) -> None:

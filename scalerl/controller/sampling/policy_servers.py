@@ -19,7 +19,7 @@ from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
-from scalerl.hybrid.handover import Handover, Point
+from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, Point, RankMemory
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.transports.disk import directory_of_run
 from scalerl.metrics import Metric, merge_metrics
@@ -59,7 +59,7 @@ class PolicyServers:
         single_node: bool,
         first_step: int = 0,
     ) -> None:
-        """Starts the servers; `wait_ready` returns when they answer.
+        """`start` starts the servers, `wait_ready` returns when they answer.
 
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
         single_node, first_step: as `ServerSet` has them.
@@ -78,23 +78,34 @@ class PolicyServers:
         self.handover = Handover()
         # Part of a phase -> seconds, until the next sync reports them.
         self.parts_s: dict[str, float] = {}
+        self.gpu_ids, self.log_dir = gpu_ids, log_dir
+        self.single_node, self.first_step = single_node, first_step
+        # From `start` on.
+        self._server_set: ServerSet | None = None
+
+    def start(self) -> None:
         clients = ClientSettings(
             POLICY, self.max_model_len, self.rollout.request_timeout_s, max_in_flight(self.rollout.max_num_seqs)
         )
-        self.server_set = ServerSet(
+        self._server_set = ServerSet(
             clients,
-            pool,
+            self.pool,
             self.model,
             self.rollout,
-            gpu_ids=gpu_ids,
-            log_dir=log_dir,
+            gpu_ids=self.gpu_ids,
+            log_dir=self.log_dir,
             timeout_s=self.timeout_s,
             owns_devices=self.owns_devices,
-            single_node=single_node,
+            single_node=self.single_node,
             synced=True,
             releases_memory=self.rollout.free_cache_engine,
-            first_step=first_step,
+            first_step=self.first_step,
         )
+
+    @property
+    def server_set(self) -> ServerSet:
+        assert self._server_set is not None, "the servers were not started"
+        return self._server_set
 
     def wait_ready(self, workers: WorkerGroup, rollout_workers: RolloutWorkers) -> None:
         """Blocks until every server answers, then connects them to who asks them, and to the ranks that feed them."""
@@ -144,7 +155,8 @@ class PolicyServers:
         self._remove_weights()
 
     def stop(self) -> None:
-        self.server_set.stop()
+        if self._server_set is not None:
+            self._server_set.stop()
         self._remove_weights()
 
     def _remove_weights(self) -> None:
@@ -202,24 +214,54 @@ class PolicyServers:
             self._take("release_kv", self.orders)
             with self._timed("gen/release_kv"):
                 failed |= self.control.release("kv_cache")
-            self._see("after_release_kv")
+            self._see("after_release_kv", wait_s=self._release_wait_s)
             self._take("release_weights", self.orders)
             with self._timed("gen/release_weights"):
                 failed |= self.control.release("weights", skip=failed)
             self._end_failed(failed)
-        self._see("after_release")
+        self._see("after_release", wait_s=self._release_wait_s if self._hands_over else 0.0)
 
-    def _see(self, point: Point, indices: Iterable[int] | None = None) -> None:
+    @contextlib.contextmanager
+    def lend_device(self) -> Iterator[None]:
+        """Inside the block, between two generations, the KV caches are off the trainer's devices: for a save or a load,
+        which brings parameters and optimizer there while the servers have their weights. Raises HandoverError.
+        """
+        if not self._hands_over:
+            yield
+            return
+        self._take("release_kv", self.orders)
+        failed = self.control.release("kv_cache")
+        self._see("before_save", wait_s=self._release_wait_s)
+        yield
+        self.workers.readings = None
+        self._see("after_save")
+        self._take("resume_kv", self.orders)
+        self._end_failed(failed | self.control.resume("kv_cache"))
+        if self.server_set.down and self.num_syncs:
+            self._serve(set())
+
+    # Seconds that what a server has released may take to be free on every rank.
+    _release_wait_s = RELEASE_WAIT_S
+
+    def _see(self, point: Point, indices: Iterable[int] | None = None, *, wait_s: float = 0.0) -> None:
         """Measures free memory on the trainer's devices, which servers of a pool of their own do not share.
 
         indices: of the replicas that take back next what they released; None: all.
+        wait_s: above 0 after a release: for what is released to be free.
         """
-        if self.config.actor_rollout_ref.hybrid_engine:
-            feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
-            servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
-            # The last call's readings hold as long as no server took or gave back memory since.
-            ranks = self.workers.readings or self.workers.call(MegatronWorker.device_memory)
-            self.handover.see(point, ranks, servers=servers)
+        if not self.config.actor_rollout_ref.hybrid_engine:
+            return
+
+        def measure() -> list[RankMemory]:
+            return self.workers.call(MegatronWorker.device_memory)
+
+        if wait_s:
+            self.handover.see_released(point, measure, wait_s=wait_s)
+            return
+        feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
+        servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
+        # The last call's readings hold as long as no server took or gave back memory since.
+        self.handover.see(point, self.workers.readings or measure(), servers=servers)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:

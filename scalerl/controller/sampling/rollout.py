@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -115,6 +116,9 @@ class HybridRollout:
         self.servers.wait_ready(workers, self.workers)
         if self.judge is not None:
             self.judge.connect(self.workers.handles)
+
+    def lend_device(self) -> AbstractContextManager[None]:
+        return self.servers.lend_device()
 
     def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
         """Starts n samples for each group of training prompts; `finish` waits for them.

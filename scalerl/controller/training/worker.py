@@ -141,12 +141,16 @@ class MegatronWorker(Worker):
         trust_remote_code: bool = False,
     ) -> None:
         """role: actor, ref, critic or reward_model. optim None: frozen."""
+        import torch
+
         from scalerl.parallel.engine import MegatronEngine
 
         self.engines[role] = MegatronEngine(
             model_path, megatron, self.groups, optim=optim, head=head, trust_remote_code=trust_remote_code
         )
         self.engines[role].leave_device()
+        # A server that starts next sizes its KV cache by what is free on the device.
+        torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def present(self, name: str, role: str, parts: Sequence[str]) -> Iterator[None]:

@@ -23,6 +23,9 @@ from scalerl.servers.update_group import (
 )
 from scalerl.servers.weights import NamedTensors
 
+# By which a group outlives the request that it serves: else NCCL's watchdog may end this rank in the moment in which
+# the request to a server that hangs is given up.
+NCCL_GRACE_S = 300.0
 _counter = itertools.count()
 
 
@@ -86,7 +89,7 @@ class BroadcastTransport:
             rank=SENDER,
             world_size=size,
             backend=self.backend,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s + (NCCL_GRACE_S if self.backend == "nccl" else 0.0),
         )
         server.result()
         # Where the server did not join, this rank's thread waits in vain, and ends by its own limit.

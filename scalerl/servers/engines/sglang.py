@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from scalerl.config import server_violations
 from scalerl.config.suggestions import divisors_text
 from scalerl.runtime.cuda_toolkit import toolkit_environment
+from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
 from scalerl.servers.requests import GenerateRequest
@@ -71,12 +72,7 @@ class SGLangEngine(Engine):
             # Answers are streams, so that each sample is sent when it is finished; only its first token is sent before.
             "stream_interval": 2**30,
         }
-        # /health must not generate a token, as a probe would then wait for a full batch.
-        env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-        # The model is a local directory.
-        env["HF_HUB_OFFLINE"] = "1"
-        # The slack may be beyond the model's positions, where no token ever is.
-        env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+        env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
         if on_cpu:
             arguments |= _cpu_arguments(config, launch.max_model_len)
             env |= _cpu_environment(config.tensor_model_parallel_size)

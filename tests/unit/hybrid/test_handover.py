@@ -85,7 +85,7 @@ def test_the_rank_that_lacks_most_is_named_and_the_others_are_counted() -> None:
 def test_models_take_turns_and_ranks_of_one_machine_do_not() -> None:
     ranks = [rank(number, 100, device="node cpu", returning={"actor": ACTOR, "ref": REF}) for number in (0, 1)]
     assert trainer_needs(ranks) == {"node cpu": {"the trainer's actor": 120 * GIB}}
-    assert trainer_needs(ranks, role="actor", part="params") == {"node cpu": {"the trainer's actor": 20 * GIB}}
+    assert trainer_needs(ranks, role="actor", parts=["params"]) == {"node cpu": {"the trainer's actor": 20 * GIB}}
     assert trainer_needs([rank(0, 1)]) == {}
     with pytest.raises(HandoverError, match=r"on node cpu has 100\.00 .*120\.00 GiB are needed"):
         Handover().see("after_release", ranks)
@@ -158,3 +158,66 @@ def test_a_control_group_limits_what_is_free(cgroup: Callable[..., Path], tmp_pa
     assert handover.host_free_bytes(cgroup("1000", current=1200, inactive_file=100)) == 0
     for unlimited in (cgroup("max"), tmp_path / "none"):
         assert handover.host_free_bytes(unlimited) > 100 * MIB
+
+
+class Device:
+    """Reports its free memory from a table: GiB at each look of each rank; the last line stays."""
+
+    def __init__(self, *looks: tuple[float, ...], returning: dict | None = None) -> None:
+        self.looks, self.returning, self.num_looks = looks, returning, 0
+
+    def __call__(self) -> list[RankMemory]:
+        free = self.looks[min(self.num_looks, len(self.looks) - 1)]
+        self.num_looks += 1
+        return [rank(number, gib, returning=self.returning) for number, gib in enumerate(free)]
+
+
+def release(books: Handover, kv: Device, weights: Device, *, wait_s: float = 1.0) -> None:
+    """Of a server on two devices, which had 10 GiB free."""
+    books.see("before_release", Device((10, 10))())
+    books.see_released("after_release_kv", kv, wait_s=wait_s, pause=lambda _: None)
+    books.see_released("after_release", weights, wait_s=wait_s, pause=lambda _: None)
+
+
+def released(books: Handover) -> dict[str, float]:
+    return {
+        key.removeprefix("perf/handover/"): metric.value
+        for key, metric in books.metrics().items()
+        if key.endswith(("kv_gb", "weights_gb"))
+    }
+
+
+def test_the_first_release_is_over_when_nothing_more_comes_free() -> None:
+    """The first rank answers before the second has given anything back."""
+    books = Handover()
+    kv, weights = Device((50, 10), (50, 30), (50, 50), (50, 50)), Device((60, 60), (60, 60))
+    release(books, kv, weights)
+    assert (kv.num_looks, weights.num_looks) == (4, 2)
+    assert released(books) == {"kv_gb": 40.0, "weights_gb": 10.0}
+    # From then on it is known how much comes, and one look is enough where all of it is there.
+    kv, weights = Device((50, 50)), Device((60, 10), (60, 10), (60, 60))
+    release(books, kv, weights)
+    assert (kv.num_looks, weights.num_looks) == (1, 3)
+
+
+def test_a_release_that_comes_late_is_no_error_and_one_that_does_not_come_is() -> None:
+    books = Handover()
+    release(books, Device((50, 50)), Device((60, 60)))
+    late = Device((60, 55), (60, 55), (60, 60), returning={"actor": ACTOR})
+    release(books, Device((50, 50)), late)
+    assert late.num_looks == 3
+    never = Device((60, 55), returning={"actor": ACTOR})
+    with pytest.raises(HandoverError, match=r"after_release: rank 1 on node GPU-1 has 55\.00"):
+        release(books, Device((50, 50)), never, wait_s=2.0)
+    assert never.num_looks == 1 + round(2.0 / handover.RELEASE_LOOK_S)
+
+
+def test_a_save_needs_parameters_and_optimizer_and_the_cache_comes_back_after_it() -> None:
+    books = Handover()
+    release(books, Device((50, 50)), Device((60, 60)))
+    books.see("before_save", Device((40, 40), returning={"actor": ACTOR, "ref": REF})())
+    with pytest.raises(HandoverError, match=r"before_save: rank 1 .* 39\.00 of .* 40\.00 GiB are needed.*actor 40\.00"):
+        books.see("before_save", Device((40, 39), returning={"actor": ACTOR, "ref": REF})())
+    books.see("after_save", Device((40, 40))())
+    with pytest.raises(HandoverError, match=r"after_save: rank 0 .*KV cache 40\.00.*gpu_memory_utilization"):
+        books.see("after_save", Device((39, 40))())

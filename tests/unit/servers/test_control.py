@@ -100,9 +100,12 @@ def test_what_was_released_comes_back(servers: list[Server], control: ServerCont
     assert control.release("weights", skip=[0]) == {}
     assert control.resume("weights") == {} == control.resume("kv_cache")
     kv, weights = (
-        [f"/{verb}_memory_occupation {tag}" for verb in ("release", "resume")] for tag in ("kv_cache", "weights")
+        [f"/{verb}_memory_occupation {tags}" for verb in ("release", "resume")]
+        for tags in ("kv_cache", "weights cuda_graph")
     )
-    both = [kv[0], *weights, kv[1]]
+    # A scheduler that is still busy with the last sample would die of the release.
+    kv.insert(0, "/flush_cache?timeout=10")
+    both = [*kv[:2], *weights, kv[2]]
     assert asked(servers) == [kv, both, both]
 
 

@@ -1,4 +1,4 @@
-"""The plans of a run's roles: an error of one names that role's own keys."""
+"""How a run is put together: its roles' plans, an error of which names that role's keys; and what starts first."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from scalerl.balance import Alignment
 from scalerl.cluster.batch import BatchRef
-from scalerl.config import compose
+from scalerl.config import PPOConfig, compose
 from scalerl.families import ModelShape
-from scalerl.trainer.build import planners
+from scalerl.trainer.build import planners, start_order
 from scalerl.trainer.checkpoints import Resumed
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.preflight import PPOInputs
@@ -44,6 +44,17 @@ def test_a_micro_batch_fills_the_devices_that_share_it(tmp_path: Path) -> None:
     assert {role: (rule.dp_size, rule.devices_per_sequence, rule.alignment) for role, rule in rules.items()} == {
         "actor": (1, 2, Alignment(4, 4)), "ref": (1, 2, Alignment(4, 4)), "critic": (2, 1, Alignment(1, 1)),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "hybrid", "first"),
+    [("cuda", True, "models"), ("cuda", False, "servers"), ("cpu", True, "servers"), ("cpu", False, "servers")],
+)
+def test_servers_measure_a_device_that_the_models_have_left(device: str, hybrid: bool, first: str) -> None:
+    config = PPOConfig()
+    config.actor_rollout_ref.hybrid_engine = hybrid
+    order = start_order(config, device)
+    assert order[0] == first and sorted(order) == ["models", "servers"]
 
 
 def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:

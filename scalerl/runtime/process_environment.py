@@ -1,0 +1,110 @@
+"""Environment variables of a run's processes: what workers and servers get beside the user's, each with its reason.
+
+A variable that the user has set stays as it is, unless it would break a process: then it is left out of that process,
+or the run is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from scalerl import nvidia
+
+# Settings of torch's allocator; the first is the older name.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+NO_DEVICES_SET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+
+# Set in every worker process.
+WORKERS = {
+    # A tokenizer's threads would be forked into the processes of the data loader.
+    "TOKENIZERS_PARALLELISM": "false",
+    # Ray would hide the GPUs from actors that ask for none, hosts of servers among them.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+WORKERS_ON_CPU = {
+    # One compute thread a process.
+    "OMP_NUM_THREADS": "1",
+    # The machine may have a GPU that is not to be used.
+    nvidia.VISIBLE_DEVICES: "",
+}
+# Where the user has not set them.
+WORKERS_ON_GPU = {
+    # SGLang sets it to 0, and both sides of a broadcast must agree: else NCCL fails with the first weights.
+    "NCCL_CUMEM_ENABLE": "0",
+    # Megatron overlaps the exchange between tensor-parallel ranks with matrix products by the order of launches, which
+    # one queue keeps (up to Hopper).
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # Otherwise each rank starts a compiler process per core, up to 32.
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+}
+# Set in every SGLang server.
+SGLANG = {
+    # /health must not generate a token, as a probe would then wait for a full batch.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # The model is a local directory.
+    "HF_HUB_OFFLINE": "1",
+    # The slack of a context may be beyond the model's positions, where no token ever is.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+SGLANG_ON_GPU = {
+    # It ends a server of several GPUs one of which has 10% less free than another: trainer ranks differ by more.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # It ends an idle server that believes to have lost a cache page, which happens after interrupted samples.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+}
+# Of servers that give their device to the trainer.
+SGLANG_RELEASING = {
+    # CUDA graphs hold 1 to 3 GB, and are released with the weights.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+}
+# Variables that a server must not inherit, or it would join the process group of the rank that starts it.
+RENDEZVOUS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*[^,]*")
+
+
+def worker_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What is set for the workers.  device: cuda or cpu.  given: the driver's environment."""
+    if device == "cpu":
+        return WORKERS | WORKERS_ON_CPU
+    return WORKERS | {name: value for name, value in WORKERS_ON_GPU.items() if name not in given}
+
+
+def sglang_environment(device: str, *, releases_memory: bool) -> dict[str, str]:
+    """What is set for an SGLang server, whatever its model."""
+    if device == "cpu":
+        return dict(SGLANG)
+    return SGLANG | SGLANG_ON_GPU | (SGLANG_RELEASING if releases_memory else {})
+
+
+def inherited_by_servers(given: Mapping[str, str]) -> dict[str, str]:
+    """What a server gets of the environment of the process that starts it.
+
+    Expandable segments, which suit trainer ranks, stay with those: a server that releases memory refuses to start with
+    them.
+    """
+    inherited = {
+        name: value for name, value in given.items() if name not in RENDEZVOUS and not name.startswith("TORCHELASTIC_")
+    }
+    for name in set(ALLOCATOR) & inherited.keys():
+        rest = _EXPANDABLE.sub("", inherited.pop(name)).strip(", ")
+        if rest:
+            inherited[name] = rest
+    return inherited
+
+
+def gpu_environment_violations(given: Mapping[str, str]) -> Iterator[str]:
+    """What a user has set that no run on GPUs can work with."""
+    for name in ALLOCATOR:
+        if re.search(r"backend\s*:\s*cudaMallocAsync", given.get(name, "")):
+            yield (
+                f"{name} = {given[name]}: weights reach the servers of a device as memory that both see, which this "
+                "allocator cannot share; leave backend:cudaMallocAsync out"
+            )
+    if given.get(NO_DEVICES_SET, "").lower() not in ("", "0", "false"):
+        yield (
+            f"{NO_DEVICES_SET} = {given[NO_DEVICES_SET]}: every rank would compute on the first GPU of its node; "
+            "unset it"
+        )

@@ -1,0 +1,91 @@
+"""What the processes of a run get of the user's environment, and what is refused before they start."""
+
+from __future__ import annotations
+
+import pytest
+
+from scalerl.runtime.device import DeviceError, resolve_device
+from scalerl.runtime.process_environment import (
+    WORKERS_ON_GPU,
+    gpu_environment_violations,
+    inherited_by_servers,
+    sglang_environment,
+    worker_environment,
+)
+
+
+def test_workers_on_a_cpu_have_one_thread_and_see_no_gpu() -> None:
+    found = worker_environment("cpu", {"OMP_NUM_THREADS": "8"})
+    assert (found["OMP_NUM_THREADS"], found["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert not found.keys() & WORKERS_ON_GPU.keys()
+
+
+def test_on_a_gpu_the_user_has_the_last_word() -> None:
+    found = worker_environment("cuda", {"NCCL_CUMEM_ENABLE": "1"})
+    assert WORKERS_ON_GPU.keys() - found.keys() == {"NCCL_CUMEM_ENABLE"}
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    # Threads and devices are those that Ray gives a rank.
+    assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & found.keys()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_users_code_may_download(device: str) -> None:
+    assert "HF_HUB_OFFLINE" not in worker_environment(device, {})
+
+
+def test_a_server_releases_its_graphs_where_it_releases_memory() -> None:
+    name = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    assert sglang_environment("cuda", releases_memory=True)[name] == "1"
+    assert name not in sglang_environment("cuda", releases_memory=False)
+    assert name not in sglang_environment("cpu", releases_memory=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "left"),
+    [
+        ("expandable_segments:True", None),
+        ("expandable_segments:False", None),
+        ("max_split_size_mb:128", "max_split_size_mb:128"),
+        ("max_split_size_mb:128, expandable_segments : True", "max_split_size_mb:128"),
+        (
+            "expandable_segments:True,roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
+            "roundup_power2_divisions:[256:1,512:2],garbage_collection_threshold:0.8",
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_stay_with_the_trainer(name: str, setting: str, left: str | None) -> None:
+    given = {name: setting, "PATH": "/bin"}
+    assert inherited_by_servers(given) == {"PATH": "/bin"} | ({} if left is None else {name: left})
+    assert worker_environment("cuda", given).get(name) is None, "a rank has the user's"
+
+
+def test_a_server_does_not_join_the_ranks() -> None:
+    given = {"RANK": "0", "MASTER_ADDR": "a", "TORCHELASTIC_RUN_ID": "b", "RANKS": "kept"}
+    assert inherited_by_servers(given) == {"RANKS": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "PYTORCH_CUDA_ALLOC_CONF = backend:cudaMallocAsync"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:1,backend : cudaMallocAsync"}, "leave backend:cudaMallocAsync out"),
+        ({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}, "on the first GPU of its node; unset it"),
+    ],
+)
+def test_what_breaks_every_run_on_gpus_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], words: str
+) -> None:
+    (violation,) = gpu_environment_violations(given)
+    assert words in violation
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match=next(iter(given))):
+        resolve_device("cuda")
+
+
+def test_the_rest_is_accepted() -> None:
+    given = {"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}
+    given["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "0"
+    assert not list(gpu_environment_violations(given))
