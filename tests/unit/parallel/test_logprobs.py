@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -248,3 +250,68 @@ def test_memory_is_a_tenth_of_the_naive_version(num_tokens: int) -> None:
     assert 2 * one_tensor < naive["forward"] <= naive["both"] < 8 * one_tensor, naive
     for phase, num_bytes in mine.items():
         assert num_bytes < 0.1 * naive[phase] * num_tokens / NAIVE_TOKENS, (phase, mine, naive)
+
+
+@pytest.fixture
+def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """torch's products of half-precision matrices in float32, which exist on GPUs, on the CPU; -> which were asked."""
+    asked: list[str] = []
+
+    def mm(left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+        asked.append("mm")
+        return out.copy_(left.to(dtype) @ right.to(dtype))
+
+    def addmm(
+        start: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1, out: Tensor
+    ) -> Tensor:
+        asked.append("addmm")
+        return out.copy_(beta * start + alpha * (left.to(dtype) @ right.to(dtype)))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype_out", mm, "CPU")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    monkeypatch.setattr(logprobs, "_multiplies_into_float32", lambda operand: True)
+    yield asked
+    library._destroy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_half_precision_as_on_a_gpu(products_in_float32: list[str], temperature: float) -> None:
+    """Logits that nothing rounds are those of float64; the gradient is added where it stays, without a temporary."""
+    generator = torch.Generator().manual_seed(11)
+    hidden = (2 * torch.randn(37, 16, generator=generator)).bfloat16().requires_grad_()
+    weight = torch.randn(WORDS, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, WORDS, (37,), generator=generator)
+    weight.main_grad = torch.ones(WORDS, 16)  # pyright: ignore[reportAttributeAccessIssue]
+    weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
+    found, _ = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, temperature=temperature, chunk_tokens=5)
+    logits = (hidden.double() @ weight.double().t()) / temperature
+    expected = logits.log_softmax(-1)[torch.arange(37), labels]
+    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=2e-6)
+    # What rounding logits to bfloat16 costs.
+    rounded = (hidden @ weight.t()).double() / temperature
+    assert (rounded.log_softmax(-1)[torch.arange(37), labels] - expected).abs().max() > 1e-3
+    found.sum().backward()
+    grad = torch.zeros(37, WORDS, dtype=torch.float64)
+    grad[torch.arange(37), labels] = 1.0
+    grad = ((grad - logits.detach().softmax(-1)) / temperature).bfloat16().double()
+    added = weight.main_grad.double() - 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    torch.testing.assert_close(added, grad.t() @ hidden.detach().double(), rtol=0, atol=2e-2)
+    assert products_in_float32 == ["mm"] * 8 + ["mm", "addmm"] * 8
+
+
+@pytest.mark.parametrize(
+    ("device", "num_words", "tokens"),
+    [("cpu", 152_000, 110), ("cuda", 152_000, 1766), ("cuda", 32_000, 4096), ("cuda", 0, 4096), ("cpu", 2**30, 1)],
+)
+def test_tokens_of_a_chunk(device: str, num_words: int, tokens: int) -> None:
+    assert logprobs.tokens_of_chunk(device, num_words) == tokens
+
+
+def test_a_chunk_of_a_gpu_computes_longer_than_it_waits_for_memory() -> None:
+    """At what an H100 reaches: 600 TFLOP/s, 3.35 TB/s."""
+    for num_words, hidden in [(152_000, 4096), (152_000, 1536), (128_000, 8192), (32_000, 4096)]:
+        cost = logprobs.chunk_cost(logprobs.tokens_of_chunk("cuda", num_words), num_words, hidden)
+        ratio = cost["flops"] / 600e12 / (cost["bytes"] / 3.35e12)
+        # The passes over the logits do not shrink with the hidden size.
+        assert ratio > (2.0 if hidden >= 4096 else 0.7), (num_words, hidden, ratio)
