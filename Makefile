@@ -28,10 +28,10 @@ MAIN := -m "not full"
 QUICK := --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help torch setup quickstart check test test-all lint types format clean
+.PHONY: help torch setup quickstart setup-gpu quickstart-gpu check test test-all lint types format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
 STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml Makefile | cksum) $(CURDIR)
@@ -71,6 +71,23 @@ setup: $(STAMP) ## make .venv with the pinned versions (again: nothing to do)
 quickstart: setup ## train the arithmetic example on the CPU and merge the model
 	$(ONE_THREAD) $(BIN)/python examples/arithmetic/quickstart.py
 
+# Another environment than .venv: it has the CUDA builds. GPU_PYTHON=python takes one that is there, as in an image.
+GPU_VENV := .venv-gpu
+GPU_PYTHON ?= $(GPU_VENV)/bin/python
+DEVICES ?= 1
+
+$(GPU_VENV)/.scalerl-installed: requirements/gpu.txt pyproject.toml
+	$(or $(PYTHON),python3) -m venv --clear $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install -q --no-deps -r requirements/gpu.txt
+	$(GPU_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup-gpu: $(GPU_VENV)/.scalerl-installed ## make .venv-gpu with requirements/gpu.txt: some gigabytes
+
+quickstart-gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),setup-gpu) ## doctor --gpu, then the quickstart on a GPU (DEVICES=8: on eight)
+	$(GPU_PYTHON) -m scalerl.cli doctor --gpu
+	$(GPU_PYTHON) examples/arithmetic/quickstart.py --gpus $(DEVICES) --out outputs/quickstart-gpu
+
 check: lint types ## lint, types and unit tests
 	$(PYTEST) $(MAIN) $(QUICK) $(PYTEST_ARGS) $(UNIT)
 
@@ -97,5 +114,5 @@ format: setup ## ruff: fix and format
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, caches and outputs/
-	rm -rf $(VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

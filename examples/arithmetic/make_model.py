@@ -37,8 +37,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(out: Path, seed: int) -> Path:
-    """0.3 million parameters: 2 layers, hidden size 128, grouped-query attention."""
+def make_model(out: Path, seed: int, head_dim: int = 32) -> Path:
+    """0.3 million parameters: 2 layers, hidden size 128, grouped-query attention.
+
+    head_dim: SGLang's attention kernels of a GPU want 64 or more.
+    """
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -47,7 +50,7 @@ def make_model(out: Path, seed: int) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=128,
         tie_word_embeddings=False,
         pad_token_id=0,

@@ -36,3 +36,16 @@ def test_what_the_algorithms_differ_in() -> None:
     assert dapo.reward_model.reward_manager == "dapo" and not dapo.actor_rollout_ref.actor.use_kl_loss
     # The task's sizes, not the recipe's.
     assert dapo.data.max_response_length == grpo.data.max_response_length == 8
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_quickstart_on_gpus_has_no_mistake_that_needs_none_to_see(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ARITHMETIC)
+    from quickstart import on_gpus
+
+    sections = {"ppo": ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"), "sft": ("megatron",)}
+    for name, kind in (("grpo", "ppo"), ("ppo", "ppo"), ("dapo", "ppo"), ("sft", "sft")):
+        given = ["--config-dir", str(ARITHMETIC), "--config-name", name, *NEEDED[kind]]
+        cfg = compose(kind, [*given, *on_gpus(gpus, *sections[kind])])
+        assert (cfg.trainer.device, cfg.trainer.n_gpus_per_node) == ("cuda", gpus)
+    assert on_gpus(0, "megatron") == []

@@ -1,0 +1,67 @@
+"""The container's files name what is there; how far they were built is in docs/gpu.md."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+DEFINITION = (ROOT / "docker" / "scalerl.def").read_text(encoding="utf-8")
+INSTALL = (ROOT / "docker" / "install.sh").read_text(encoding="utf-8")
+
+
+def copied_by_docker() -> dict[str, str]:
+    """What is copied -> its directory in the image."""
+    copied, directory = {}, ""
+    for line in DOCKERFILE.splitlines():
+        if line.startswith("WORKDIR"):
+            directory = line.split()[1]
+        elif line.startswith("COPY"):
+            *sources, _ = line.split()[1:]
+            copied |= dict.fromkeys(sources, directory)
+    return copied
+
+
+def copied_by_apptainer() -> dict[str, str]:
+    section = DEFINITION.partition("%files")[2].partition("\n%")[0]
+    pairs = [line.split() for line in section.splitlines() if line.strip()]
+    return {source: "/" + target.split("/")[1] for source, target in pairs}
+
+
+def test_what_is_copied_is_there_and_the_same_in_both() -> None:
+    assert copied_by_docker() == copied_by_apptainer()
+    for source in copied_by_docker():
+        assert (ROOT / source).exists(), source
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line in copied_by_docker()]
+    assert ignored == []
+
+
+def test_both_begin_with_the_same_image_of_the_lock_s_cuda() -> None:
+    base = re.search(r"ARG BASE=(\S+)", DOCKERFILE)
+    assert base is not None and f"From: {base[1]}\n" in DEFINITION
+    cuda = re.search(r"^nvidia-cuda-runtime==(\d+\.\d+)", (ROOT / "requirements" / "gpu.txt").read_text(), re.M)
+    assert cuda is not None and f"cuda:{cuda[1]}." in base[1]
+
+
+def test_install_is_a_program_that_names_files_which_are_copied() -> None:
+    subprocess.run(["bash", "-n", ROOT / "docker" / "install.sh"], check=True)
+    assert (ROOT / "docker" / "install.sh").stat().st_mode & 0o111
+    for name in re.findall(r"-[rc] (\S+)", INSTALL):
+        assert (ROOT / name).exists() and name.split("/")[0] in copied_by_docker()
+    # What setuptools reads.
+    assert {"README.md", "LICENSE", "pyproject.toml", "scalerl"} <= copied_by_docker().keys()
+
+
+@pytest.mark.parametrize(("variables", "gpus"), [([], "1"), (["DEVICES=8"], "8")])
+def test_make_quickstart_gpu_probes_first(variables: list[str], gpus: str) -> None:
+    command = ["make", "-n", "quickstart-gpu", "GPU_PYTHON=python", *variables]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    commands = [line for line in out if line.startswith("python ")]
+    assert commands == [
+        "python -m scalerl.cli doctor --gpu",
+        f"python examples/arithmetic/quickstart.py --gpus {gpus} --out outputs/quickstart-gpu",
+    ]
