@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,33 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> None:
+    """Gives the tokenizer the chat template of a file; null: it keeps its own.
+
+    Raises DataError for a file that cannot be read or holds none.
+    """
+    if path is None:
+        return
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError([f"data.chat_template_path = {path}: cannot be read ({error}); give a Jinja file"]) from error
+    if not text.strip():
+        raise DataError([f"data.chat_template_path = {path}: is empty; give a Jinja file"])
+    tokenizer.chat_template = text
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of messages.  options: data.chat_template_kwargs, variables of the template."""
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(options or {})
+    )
     assert isinstance(text, str)
     return text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,11 +31,15 @@ class PromptTokenizer:
     """Tokenizes prompts chunk by chunk.
 
     workers: number of processes that tokenize from the second chunk on; 1: this process does it all.
+    options: data.chat_template_kwargs.
     Use as a context manager: the processes end with the block.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, workers: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, workers: int, options: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options = options
         self._workers = workers
         self._pool: ProcessPoolExecutor | None = None
 
@@ -50,16 +54,16 @@ class PromptTokenizer:
         """Yields (rows, tokens) for each (rows, messages), in order.  Raises DataError when a process is lost."""
         if self._workers == 1:
             for rows, messages in chunks:
-                yield rows, tokenize(self._tokenizer, messages)
+                yield rows, tokenize(self._tokenizer, messages, self._options)
             return
         waiting: deque[tuple[Rows, Future[list[Tokens]]]] = deque()
         try:
             for number, (rows, messages) in enumerate(chunks):
                 if number == 0:
                     # Most files have one chunk, which is done before a process would have started.
-                    yield rows, tokenize(self._tokenizer, messages)
+                    yield rows, tokenize(self._tokenizer, messages, self._options)
                     continue
-                waiting.append((rows, self._start().submit(_tokenize_in_worker, messages)))
+                waiting.append((rows, self._start().submit(_tokenize_in_worker, messages, self._options)))
                 if len(waiting) >= self._workers * _CHUNKS_PER_WORKER:
                     yield _done(waiting)
             while waiting:
@@ -84,13 +88,18 @@ class PromptTokenizer:
         return self._pool
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages]) -> list[Tokens]:
-    """The tokens of each prompt with the generation prompt, or the chat template's error as a text."""
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages], options: Mapping[str, Any] | None = None
+) -> list[Tokens]:
+    """The tokens of each prompt with the generation prompt, or the chat template's error as a text.
+
+    options: data.chat_template_kwargs.
+    """
     results: list[Tokens] = []
     texts = []
     for prompt in messages:
         try:
-            texts.append(render(tokenizer, prompt, add_generation_prompt=True))
+            texts.append(render(tokenizer, prompt, add_generation_prompt=True, options=options))
             results.append("")
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
             results.append(f"{type(error).__name__}: {error}")
@@ -114,6 +123,6 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     _worker_tokenizer = tokenizer
 
 
-def _tokenize_in_worker(messages: Sequence[Messages]) -> list[Tokens]:
+def _tokenize_in_worker(messages: Sequence[Messages], options: Mapping[str, Any] | None) -> list[Tokens]:
     assert _worker_tokenizer is not None
-    return tokenize(_worker_tokenizer, messages)
+    return tokenize(_worker_tokenizer, messages, options)

@@ -93,7 +93,9 @@ class RLHFDataset:
         self.num_filtered = 0
         columns = PromptColumns(config.reward_fn_key, config.prompt_key, config.image_key, processor is not None)
         rows: list[_KeptRow] = []
-        with PromptTokenizer(tokenizer, config.filter_overlong_prompts_workers) as prompt_tokenizer:
+        with PromptTokenizer(
+            tokenizer, config.filter_overlong_prompts_workers, config.chat_template_kwargs
+        ) as prompt_tokenizer:
             for file in files:
                 room = None if max_samples == -1 else max_samples - len(rows)
                 if room == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def _read_file(
             messages = check_messages(values[column], row, column, problems)
             if messages is None or not _check_turns(messages, row, column, problems):
                 continue
-            masked = _tokenize(messages, row, tokenizer, column, problems)
+            masked = _tokenize(messages, row, tokenizer, config, problems)
             if masked is None:
                 continue
             tokens, mask = masked
@@ -126,15 +127,21 @@ def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems
 
 
 def _tokenize(
-    messages: list[dict[str, Any]], row: int, tokenizer: PreTrainedTokenizerBase, column: str, problems: FileProblems
+    messages: list[dict[str, Any]],
+    row: int,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTDataConfig,
+    problems: FileProblems,
 ) -> tuple[list[int], list[int]] | None:
     """Tokens and loss mask of a conversation, or None with the reason added to `problems`."""
+    column = config.messages_key
+    rendered = partial(render, tokenizer, options=config.chat_template_kwargs)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        texts = [render(tokenizer, messages, add_generation_prompt=False)]
+        texts = [rendered(messages, add_generation_prompt=False)]
         for turn in turns:
-            texts.append(render(tokenizer, messages[:turn], add_generation_prompt=True))
-            texts.append(render(tokenizer, messages[: turn + 1], add_generation_prompt=False))
+            texts.append(rendered(messages[:turn], add_generation_prompt=True))
+            texts.append(rendered(messages[: turn + 1], add_generation_prompt=False))
     except Exception as error:  # a chat template is a program of the model's author: it raises anything
         problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
         problems.add(problem, "correct the messages, or use another template", row=row, column=column)
@@ -144,7 +151,7 @@ def _tokenize(
     for turn, before, through in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
         start = len(before)
         if whole[: len(through)] == through and whole[: len(before)] != before:
-            start = _start_of_turn(messages[:turn], whole, before, tokenizer)
+            start = _start_of_turn(rendered(messages[:turn], add_generation_prompt=False), whole, before, tokenizer)
         if start is None or whole[: len(through)] != through:
             what = "before" if start is None else "through"
             problem = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
@@ -159,12 +166,10 @@ def _tokenize(
     return whole, mask
 
 
-def _start_of_turn(
-    history: list[dict[str, Any]], whole: list[int], before: list[int], tokenizer: PreTrainedTokenizerBase
-) -> int | None:
+def _start_of_turn(history: str, whole: list[int], before: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Start of a turn that does not show all of its generation prompt, as one that ends in an opening <think>: behind
     what it does show. None where that is nothing, or where the turns before it change."""
-    (without_prompt,) = encode(tokenizer, [render(tokenizer, history, add_generation_prompt=False)])
+    (without_prompt,) = encode(tokenizer, [history])
     start = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
     unchanged = whole[: len(without_prompt)] == without_prompt
     return start if unchanged and start > len(without_prompt) else None

@@ -63,7 +63,9 @@ def read_prompts(
             if problems:
                 # Once there is a problem, rows are only checked.
                 continue
-            for (row, values), tokens in zip(chunk, tokenize(tokenizer, messages), strict=True):
+            for (row, values), tokens in zip(
+                chunk, tokenize(tokenizer, messages, cfg.data.chat_template_kwargs), strict=True
+            ):
                 input_ids = _input_ids(tokens, row, cfg, problems)
                 sampling = _sampling(values.get("extra_info"), row, cfg, problems)
                 if input_ids is not None and sampling is not None:

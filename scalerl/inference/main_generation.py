@@ -81,7 +81,7 @@ class GenerationInputs:
 def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     """Checks everything, and returns the inputs.  Raises ConfigError with every violation that was found."""
     from scalerl.data import load_tokenizer
-    from scalerl.data.chat import require_chat_template
+    from scalerl.data.chat import require_chat_template, use_chat_template
     from scalerl.data.files import resolve_files
     from scalerl.data.model_source import fetch_models
     from scalerl.data.tables import joined, output_problems, read_tables
@@ -105,6 +105,7 @@ def check_generation(cfg: GenerationConfig) -> GenerationInputs:
     )
     tokenizer = errors.attempt(lambda: load_tokenizer(cfg.model.path, cfg.model.trust_remote_code))
     if tokenizer is not None:
+        errors.attempt(lambda: use_chat_template(tokenizer, cfg.data.chat_template_path))
         errors.attempt(lambda: require_chat_template(tokenizer))
     files = errors.attempt(lambda: resolve_files(cfg.data.path, cfg.data.cache_dir))
     tables = table = prompts = None

@@ -105,7 +105,9 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     errors.violations.extend(broken)
     _check_overrides(errors, _sections_of_megatron(cfg))
     model = cfg.actor_rollout_ref.model
-    tokenizer = errors.attempt(lambda: _policy_tokenizer(model, "actor_rollout_ref.model.path"))
+    tokenizer = errors.attempt(
+        lambda: _policy_tokenizer(model, "actor_rollout_ref.model.path", cfg.data.chat_template_path)
+    )
     # Of sizes that do not fit each other nothing can be said against a model or the data.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
     _check_judge(errors, cfg.reward_model.judge)
@@ -138,10 +140,14 @@ def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
     return device
 
 
-def _policy_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
+def _policy_tokenizer(model: ModelConfig, key: str, template_path: str | None) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer with the chat template of data.chat_template_path."""
     from scalerl.data import load_tokenizer
+    from scalerl.data.chat import use_chat_template
 
-    return load_tokenizer(model_directory(model.path, key), model.trust_remote_code)
+    tokenizer = load_tokenizer(model_directory(model.path, key), model.trust_remote_code)
+    use_chat_template(tokenizer, template_path)
+    return tokenizer
 
 
 def _scorers_without_prompts(cfg: PPOConfig, *datasets: RLHFDataset | PromptTable) -> Iterator[str]:
@@ -242,7 +248,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
-    tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path"))
+    tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
     if shape is not None and tokenizer is not None:
         errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
     train = val = None

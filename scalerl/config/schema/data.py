@@ -20,7 +20,18 @@ class FilesConfig:
 
 
 @dataclass
-class TrainingDataConfig(FilesConfig):
+class ChatConfig(FilesConfig):
+    """How messages become text."""
+
+    # Variables of the chat template, for every row: chat_template_kwargs.enable_thinking=false; tools is a list of
+    # function schemas.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Jinja file with a chat template; null: the one in the model's directory. Merged models keep their directory's.
+    chat_template_path: str | None = key(None, or_null(TEXT))
+
+
+@dataclass
+class TrainingDataConfig(ChatConfig):
     """What training on prompts and training on conversations have in common."""
 
     # One path or URL, or a list of them (parquet, json, jsonl).
@@ -104,7 +115,7 @@ class ResponseFilesConfig(FilesConfig):
 
 
 @dataclass
-class GenerationDataConfig(ResponseFilesConfig):
+class GenerationDataConfig(ResponseFilesConfig, ChatConfig):
     """`data` of `scalerl generate`."""
 
     # Prompts whose responses are written at a time: what a run that was killed has to do again, at most.

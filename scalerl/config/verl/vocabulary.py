@@ -139,14 +139,7 @@ _DATA = [
     renamed("data.seed", "data.seed", only=(None,), convert=lambda _: 42, why="the default"),
     renamed("data.gen_batch_size", "data.gen_batch_size", only=(None,), convert=lambda _: "${data.train_batch_size}"),
     same("data.(video_key|audio_key|image_patch_size)", why="prompts are text; one with images is refused by its row"),
-    absent(
-        "data.apply_chat_template_kwargs", {}, None, why="chat templates are applied without arguments of one's own"
-    ),
-    absent(
-        "data.apply_chat_template_kwargs.**",
-        why="chat templates are applied without arguments of one's own",
-        instead="leave it out, or write its effect into the prompts",
-    ),
+    renamed("data.apply_chat_template_kwargs(.**|)", r"data.chat_template_kwargs\1"),
     absent("data.mm_processor_kwargs", {}, None, why="prompts are text"),
     absent("data.mm_processor_kwargs.**", why="prompts are text"),
     absent(

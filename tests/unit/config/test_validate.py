@@ -86,6 +86,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([-1], [0]),
     "path": ([""], ["m"]),
     "model_path": ([""], [None]),
+    "chat_template_path": ([""], [None, "own.jinja"]),
     "lr": ([-1e-9, float("nan"), float("inf")], [0.0, 1.0]),
     "lr_warmup_steps": ([-1], [0]),
     "lr_decay_style": (["step"], ["constant"]),
@@ -239,7 +240,7 @@ def has_domain(leaf: Any) -> bool:
 
 @pytest.mark.parametrize(("kind", "leaf"), LEAVES, ids=[f"{kind}:{leaf.key}" for kind, leaf in LEAVES])
 def test_every_key_has_a_domain_unless_any_value_of_its_type_will_do(kind, leaf):
-    free = leaf.annotation is bool or leaf.name in ("reward_kwargs", *OVERRIDES)
+    free = leaf.annotation is bool or leaf.name in ("reward_kwargs", "chat_template_kwargs", *OVERRIDES)
     assert has_domain(leaf) != free
 
 

@@ -54,7 +54,7 @@ words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_siz
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
 def test_learned_text_is_the_assistants_text(tokenizer, turns):
     messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]
-    tokens, mask = _tokenize(messages, 0, tokenizer, "messages", FileProblems("f"))
+    tokens, mask = _tokenize(messages, 0, tokenizer, SFTDataConfig(), FileProblems("f"))
     said = [m["content"] for m in messages if m["role"] == "assistant"]
     picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]
     assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)

@@ -1,0 +1,94 @@
+"""data.chat_template_kwargs and data.chat_template_path: the same in training, fine-tuning and generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scalerl.config import compose
+from scalerl.config.schema import DataConfig, SFTDataConfig
+from scalerl.data import DataError, RLHFDataset, SFTDataset, prompt_tokens
+from scalerl.data.chat import use_chat_template
+
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }} {% endif %}"
+    "{% for m in messages %}{% if m.reasoning_content %}({{ m.reasoning_content }}) {% endif %}"
+    "{{ m.role }} {{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}short {% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    path = tmp_path / "own.jinja"
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
+def test_prompts_take_template_and_variables_in_every_process(write, make_tokenizer, make_row, template) -> None:
+    tokenizer = make_tokenizer(None)
+    use_chat_template(tokenizer, template)
+    path = write([make_row("1 + 1")])
+    plain = RLHFDataset(path, tokenizer, DataConfig())[0]
+    assert tokenizer.decode(plain.input_ids) == "user 1 + 1<|end|>assistant "
+    config = DataConfig(chat_template_kwargs={"enable_thinking": False, "tools": TOOLS})
+    assert (
+        tokenizer.decode(RLHFDataset(path, tokenizer, config)[0].input_ids) == "add user 1 + 1<|end|>assistant short "
+    )
+    # A process that tokenizes is given them too.
+    messages = [{"role": "user", "content": "1 + 1"}]
+    prompt_tokens._start_worker(tokenizer)
+    (tokens,) = prompt_tokens._tokenize_in_worker([messages], config.chat_template_kwargs)
+    assert tokenizer.decode(tokens) == "add user 1 + 1<|end|>assistant short "
+
+
+def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, template) -> None:
+    tokenizer = make_tokenizer(None)
+    use_chat_template(tokenizer, template)
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    config = SFTDataConfig(train_files=None, chat_template_kwargs={"tools": TOOLS})
+    row = SFTDataset(write([{"messages": turns}]), tokenizer, config)[0]
+    assert tokenizer.decode(row.input_ids) == "add user 1 + 1<|end|>assistant 2<|end|>"
+    learned = [token for token, mask in zip(row.input_ids, row.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "2<|end|>"
+    # Keys of messages beside role and content reach the template.
+    thoughts = [{"role": "user", "content": "1 + 1", "reasoning_content": "hm"}, turns[1]]
+    row = SFTDataset(write([{"messages": thoughts}], "thoughts.parquet"), tokenizer, config)[0]
+    assert tokenizer.decode(row.input_ids).startswith("add (hm) user")
+
+
+def test_template_that_is_not_there_or_empty_names_the_key(tmp_path: Path, make_tokenizer) -> None:
+    tokenizer = make_tokenizer("kept")
+    use_chat_template(tokenizer, None)
+    assert tokenizer.chat_template == "kept"
+    with pytest.raises(DataError, match=r"data.chat_template_path = .*/no.jinja: cannot be read"):
+        use_chat_template(tokenizer, str(tmp_path / "no.jinja"))
+    (tmp_path / "empty.jinja").touch()
+    with pytest.raises(DataError, match="is empty"):
+        use_chat_template(tokenizer, str(tmp_path / "empty.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (
+            "ppo",
+            [
+                "data.train_files=t",
+                "data.val_files=v",
+                "actor_rollout_ref.model.path=m",
+                "actor_rollout_ref.rollout.n=2",
+            ],
+        ),
+        ("sft", ["data.train_files=t", "model.path=m"]),
+        ("generation", ["data.path=t", "model.path=m", "data.output_path=o.parquet"]),
+    ],
+)
+def test_command_lines_take_single_variables(kind: str, given: list[str]) -> None:
+    cfg = compose(kind, [*given, "data.chat_template_kwargs.enable_thinking=false"])
+    assert cfg.data.chat_template_kwargs == {"enable_thinking": False}
+    if kind == "ppo":
+        same = compose(kind, [*given, "+data.apply_chat_template_kwargs.enable_thinking=False"])
+        assert same.data.chat_template_kwargs == {"enable_thinking": False}
