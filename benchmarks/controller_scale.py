@@ -57,6 +57,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
     from remote_calls import RemoteCalls
 
     from scalerl.cluster.processes import Processes
+    from scalerl.runtime.garbage import collect_garbage
     from scalerl.trainer.ppo import train_step
 
     with Processes.start(num_workers=options.processes + 2, device="cpu") as processes:
@@ -66,6 +67,8 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         try:
             calls = RemoteCalls()
             run = scale_parts.make_run(options, dp_size, pool, on_phase=calls.enter)
+            # As `trainer.build.ppo_run` does before the first step.
+            collect_garbage()
             scale_parts.count_bytes(True)
             with calls.counted():
                 outcome = train_step(run, 1)

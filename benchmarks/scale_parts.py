@@ -105,6 +105,9 @@ class InstantRolloutWorker:
     async def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
         return DataProto()
 
+    async def shards(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> tuple[DataProto, ...]:
+        return tuple(DataProto() for _ in cuts)
+
     async def drop(self, batch_id: int) -> None:
         pass
 

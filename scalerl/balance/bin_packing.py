@@ -76,14 +76,22 @@ def _fit_decreasing(sizes: np.ndarray, cap: int, order: Callable[[int, int], Any
 
 def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: float) -> Bins | None:
     """Packs items by decreasing workload, each into the least loaded bin with room (LPT); None if an item fits none."""
+    return least_loaded_in_order(
+        np.argsort(-workload, kind="stable").tolist(), sizes.tolist(), workload.tolist(), num_bins, cap
+    )
+
+
+def least_loaded_in_order(
+    items: Sequence[int], sizes: Sequence[int], workload: Sequence[float], num_bins: int, cap: float
+) -> Bins | None:
+    """`least_loaded` of these items, in this order; sizes and workload are of all items."""
     bins: Bins = [[] for _ in range(num_bins)]
     room = [cap] * num_bins
     heap = [(0.0, index) for index in range(num_bins)]
     # Bins too full for an item wait here, roomiest first, until an item may fit.
     parked: list[tuple[float, float, int]] = []
-    size_of, work_of = sizes.tolist(), workload.tolist()
-    for item in np.argsort(-workload, kind="stable").tolist():
-        size = size_of[item]
+    for item in items:
+        size = sizes[item]
         while parked and -parked[0][0] >= size:
             _, load, index = heapq.heappop(parked)
             heapq.heappush(heap, (load, index))
@@ -93,7 +101,7 @@ def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: fl
         if not heap:
             return None
         load, index = heap[0]
-        heapq.heapreplace(heap, (load + work_of[item], index))
+        heapq.heapreplace(heap, (load + workload[item], index))
         bins[index].append(item)
         room[index] -= size
     return bins

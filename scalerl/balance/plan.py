@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from scalerl.balance.bin_packing import (
     fewest_bins,
     group_evenly,
     least_loaded,
+    least_loaded_in_order,
     lower_bound,
     pack,
     round_up,
@@ -30,6 +32,12 @@ MicroBatch = tuple[int, ...]
 NO_ALIGNMENT = Alignment()
 # From this many samples of a mini-batch on, one attempt at packing takes a tenth of a second.
 _MANY = 65536
+
+
+class SampleNames(Protocol):
+    """What errors call a row; a list will do."""
+
+    def __getitem__(self, row: int, /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -84,13 +92,27 @@ class StepPlan:
         chained = itertools.chain.from_iterable
         return tuple(tuple(chained(chained(minis))) for minis in self.micro_batches)
 
+    @cached_property
+    def rows_by_rank(self) -> np.ndarray:
+        """[S] the rows of all ranks, one rank's after the other's."""
+        return np.fromiter(itertools.chain.from_iterable(self._rows), np.int64)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """[dp_size + 1] where the rows of each rank begin in rows_by_rank, and their end."""
+        return [0, *itertools.accumulate(map(len, self._rows))]
+
     def local_micro_batches(self, dp_rank: int) -> tuple[tuple[MicroBatch, ...], ...]:
         """[mini_batch][micro_batch] = positions in rows(dp_rank), for a shard that holds only the rank's rows."""
-        positions = iter(range(len(self.rows(dp_rank))))
-        return tuple(
-            tuple(tuple(itertools.islice(positions, len(micro))) for micro in mini)
-            for mini in self.micro_batches[dp_rank]
-        )
+        return self._local_micro_batches[dp_rank]
+
+    @cached_property
+    def _local_micro_batches(self) -> tuple[tuple[tuple[MicroBatch, ...], ...], ...]:
+        def positions_of(minis: Sequence[Sequence[MicroBatch]]) -> tuple[tuple[MicroBatch, ...], ...]:
+            positions = iter(range(sum(len(micro) for mini in minis for micro in mini)))
+            return tuple(tuple(tuple(itertools.islice(positions, len(micro))) for micro in mini) for mini in minis)
+
+        return tuple(positions_of(minis) for minis in self.micro_batches)
 
 
 def plan_step(
@@ -100,7 +122,7 @@ def plan_step(
     mini_batches: Sequence[Sequence[int]],
     max_tokens_per_micro_batch: int,
     workload_S: Sequence[float] | np.ndarray | None = None,
-    sample_names: Sequence[str] | None = None,
+    sample_names: SampleNames | None = None,
     micro_batch_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
     devices_per_sequence: int = 1,
@@ -138,9 +160,9 @@ def plan_step(
         sizes = sizes_S[rows]
         ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number, keys)
         numbers = rows.tolist()
-        plans.append([_ordered(bins, numbers, workload_S) for bins in ranks])
+        plans.append(_ordered(ranks, numbers, workload_S))
         lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
-        num_computed += sum(int(alignment.of_micro_batch(bin_sums(bins, sizes)).sum()) for bins in ranks)
+        num_computed += int(alignment.of_micro_batch(bin_sums([bin_ for bins in ranks for bin_ in bins], sizes)).sum())
     return StepPlan(
         tuple(tuple(plan[rank] for plan in plans) for rank in range(dp_size)),
         tuple(lower_bounds),
@@ -187,13 +209,18 @@ def _pack_each_rank(
 ) -> list[Bins] | None:
     """Packs each rank's items by themselves: the best balance, but a rank's items may not fit (None)."""
     ranks = []
+    size_of, work_of = sizes.tolist(), workload.tolist()
     for items in by_rank:
-        if len(items) < num_bins or sizes[items].sum() > num_bins * cap:
+        if len(items) < num_bins or sum([size_of[item] for item in items]) > num_bins * cap:
             return None
-        bins = pack(sizes[items], workload[items], num_bins, cap)
-        if bins is None:
-            return None
-        ranks.append([[items[i] for i in bin_] for bin_ in bins])
+        # They were dealt to the rank by decreasing workload.
+        bins = least_loaded_in_order(items, size_of, work_of, num_bins, cap)
+        if bins is None or not all(bins):
+            bins = pack(sizes[items], workload[items], num_bins, cap)
+            if bins is None:
+                return None
+            bins = [[items[i] for i in bin_] for bin_ in bins]
+        ranks.append(bins)
     return ranks
 
 
@@ -204,11 +231,15 @@ def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bi
     return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
 
 
-def _ordered(bins: Bins, rows: Sequence[int], workload_S: np.ndarray) -> tuple[MicroBatch, ...]:
-    """Sorts micro-batches with light ones first and last, so that a pipeline fills and drains quickly."""
-    micros = sorted(tuple(sorted([rows[item] for item in items])) for items in bins)
-    order = np.argsort(bin_sums(micros, workload_S), kind="stable").tolist()
-    return tuple(micros[index] for index in order[0::2] + order[1::2][::-1])
+def _ordered(ranks: Sequence[Bins], rows: Sequence[int], workload_S: np.ndarray) -> list[tuple[MicroBatch, ...]]:
+    """Each rank's micro-batches, equally many, with light ones first and last: a pipeline fills and drains quickly."""
+    micros = [sorted(tuple(sorted([rows[item] for item in items])) for items in bins) for bins in ranks]
+    work = bin_sums(list(itertools.chain.from_iterable(micros)), workload_S).reshape(len(ranks), -1)
+    orders = np.argsort(work, axis=1, kind="stable").tolist()
+    return [
+        tuple([of_rank[index] for index in order[0::2] + order[1::2][::-1]])
+        for of_rank, order in zip(micros, orders, strict=True)
+    ]
 
 
 def seqlen_metrics(
@@ -250,7 +281,7 @@ def packing_metrics(num_tokens_S: Sequence[int] | np.ndarray, plan: StepPlan) ->
 
 @dataclass(frozen=True)
 class _Names:
-    names: Sequence[str] | None
+    names: SampleNames | None
 
     def __getitem__(self, row: int) -> str:
         return f"sample {row}" if self.names is None else f"sample {row} ({self.names[row]})"

@@ -21,7 +21,9 @@ def even_out(ranks: list[list[list[int]]], sizes: np.ndarray, workload: np.ndarr
 
     ranks[rank][bin] = items. Keeps the number of bins, leaves none empty, keeps every bin within cap.
     """
-    loads = np.array([bin_sums(bins, workload).sum() for bins in ranks])
+    sums = bin_sums([bin_ for bins in ranks for bin_ in bins], workload)
+    starts = np.cumsum([len(bins) for bins in ranks[:-1]])
+    loads = np.array([of_rank.sum() for of_rank in np.split(sums, starts)])
     for _ in range(_MAX_EXCHANGES):
         heavy = int(loads.argmax())
         if loads[heavy] <= loads.mean() * (1 + _TARGET_IMBALANCE):

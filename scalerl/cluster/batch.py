@@ -132,14 +132,18 @@ class ShardedBatch:
     columns: tuple[Column, ...] = ()
 
     def shard_samples(self, dp_rank: int) -> dict[str, np.ndarray]:
-        rows = list(self.plan.rows(dp_rank))
-        return {name: column[rows] for name, column in self.samples.items()}
+        start, end = self.plan.starts[dp_rank : dp_rank + 2]
+        return {name: column[start:end] for name, column in self._samples_by_rank.items()}
+
+    @cached_property
+    def _samples_by_rank(self) -> dict[str, np.ndarray]:
+        return {name: column[self.plan.rows_by_rank] for name, column in self.samples.items()}
 
     def joined_samples(self, shards: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Column -> [S] in the batch's order. shards[dp_rank]: columns of the rows of plan.rows(dp_rank)."""
         if not shards[0]:
             return {}
-        order = np.argsort([row for dp_rank in range(self.plan.dp_size) for row in self.plan.rows(dp_rank)])
+        order = np.argsort(self.plan.rows_by_rank)
         return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
 
     def parts(self, dp_rank: int) -> list[Part]:

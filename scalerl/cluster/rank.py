@@ -6,7 +6,7 @@ import functools
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import ray
@@ -42,6 +42,17 @@ class Worker(Reusable):
         return None
 
 
+class Answer(NamedTuple):
+    """What the driver takes of a rank's DP_COMPUTE_PROTO call; token columns stay where they are.
+
+    samples: sample columns, of an output rank.  reading: where the registration says with_reading.
+    """
+
+    metrics: dict[str, Metric]
+    samples: dict[str, np.ndarray]
+    reading: Any = None
+
+
 class RankProcess(Reusable):
     """The process of one rank. Runs with workers of different classes may have it one after another."""
 
@@ -73,16 +84,15 @@ class RankProcess(Reusable):
             value = function(*args, **kwargs)
         return (value, self.worker.reading()) if _has_reading(function) else value
 
-    # Return values of their own: the driver takes the first two, and of the last only the reference.
-    @ray.method(num_returns=3)
-    def run_on_shard(
-        self, method: str, shard: Shard, kwargs: bytes, *fragments: DataProto
-    ) -> tuple[Any, dict[str, np.ndarray], DataProto | None]:
+    # Return values of their own: the driver takes the first, and of the second only the reference.
+    @ray.method(num_returns=2)
+    def run_on_shard(self, call: bytes, shard: Shard, *fragments: DataProto) -> tuple[Answer, DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
-        kwargs: pickled.  fragments: of all parts of the shard, in order.
-        Returns metrics (with the reading, as a pair, where the registration says so), sample columns, token columns.
+        call: the method's name and its keyword arguments, pickled.  fragments: of all parts of the shard, in order.
+        Returns the answer and the token columns; columns of an output rank alone, whose results the group collects.
         """
+        method, kwargs = pickle.loads(call)
         batch, given = DataProto(samples=shard.samples), iter(fragments)
         for count, order in shard.parts:
             held = [DataProto(tokens=next(given).tokens) for _ in range(count)]
@@ -90,11 +100,11 @@ class RankProcess(Reusable):
         function = self._method(method)
         metrics: dict[str, Metric]
         with heartbeat().phase(method):
-            metrics, columns = function(batch, shard.micro_batches, **pickle.loads(kwargs))
-        answer = (metrics, self.worker.reading()) if _has_reading(function) else metrics
-        if columns is None:
-            return answer, {}, None
-        return answer, columns.samples, DataProto(columns.tokens) if columns.tokens else None
+            metrics, columns = function(batch, shard.micro_batches, **kwargs)
+        reading = self.worker.reading() if _has_reading(function) else None
+        if columns is None or not self.worker.layout.is_output_rank(self.worker.rank):
+            return Answer(metrics, {}, reading), None
+        return Answer(metrics, columns.samples, reading), DataProto(columns.tokens) if columns.tokens else None
 
     def _method(self, name: str) -> Callable[..., Any]:
         module, _, function = name.rpartition(":")

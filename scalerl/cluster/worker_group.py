@@ -26,7 +26,7 @@ from scalerl.cluster.dispatch import (
 )
 from scalerl.cluster.hang_report import report_of
 from scalerl.cluster.pools import ActorSpec, ResourcePool
-from scalerl.cluster.rank import RankProcess, Worker
+from scalerl.cluster.rank import Answer, RankProcess, Worker
 from scalerl.cluster.worker_logs import last_words
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import merge_metrics
@@ -169,19 +169,22 @@ class WorkerGroup:
         # Once for each data-parallel rank; its tp, pp and cp ranks get references.
         shards = [self._shard(batch, dp_rank) for dp_rank in range(self.layout.dp_size)]
         # Once for all ranks: they are configurations, which cost more to pickle than to send.
-        packed = cloudpickle.dumps(kwargs)
-        metrics, samples, columns = [], [], []
+        packed = cloudpickle.dumps((name, kwargs))
+        refs, columns = [], []
         for rank, actor in enumerate(self.ranks):
-            of_rank, fragments = shards[self.layout.coordinates(rank).dp_rank]
+            shard, fragments = shards[self.layout.coordinates(rank).dp_rank]
             # Ray resolves references among the arguments themselves, not inside of them.
-            call = actor.run_on_shard.remote(name, of_rank, packed, *fragments)
-            for slot, ref in zip((metrics, samples, columns), call, strict=True):
-                slot.append(ref)
+            answer, of_rank = actor.run_on_shard.remote(packed, shard, *fragments)
+            refs.append(answer)
+            columns.append(of_rank)
         outputs = self.layout.output_ranks()
 
         def collected() -> Collected:
-            merged = merge_metrics(self._without_readings(registration, self._wait(name, metrics)))
-            joined = batch.joined_samples(ray.get([samples[rank] for rank in outputs]))
+            answers: list[Answer] = self._wait(name, refs)
+            if registration.with_reading:
+                self.readings = [answer.reading for answer in answers]
+            merged = merge_metrics(answer.metrics for answer in answers)
+            joined = batch.joined_samples([answers[rank].samples for rank in outputs])
             return Collected(merged, joined, [columns[rank] for rank in outputs])
 
         return Future(collected)

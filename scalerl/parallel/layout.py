@@ -64,10 +64,13 @@ class Layout(LayoutSizes):
         """The rank that holds the results of each dp rank: tp and cp rank 0 of the last pipeline stage."""
         rank_of_dp_rank = {}
         for rank in range(self.world_size):
-            at = self.coordinates(rank)
-            if at.tp_rank == 0 and at.cp_rank == 0 and at.pp_rank == self.pp_size - 1:
-                rank_of_dp_rank[at.dp_rank] = rank
+            if self.is_output_rank(rank):
+                rank_of_dp_rank[self.coordinates(rank).dp_rank] = rank
         return [rank_of_dp_rank[dp_rank] for dp_rank in range(self.dp_size)]
+
+    def is_output_rank(self, rank: int) -> bool:
+        at = self.coordinates(rank)
+        return at.tp_rank == 0 and at.cp_rank == 0 and at.pp_rank == self.pp_size - 1
 
     def layers(self, num_layers: int, pp_rank: int) -> list[range]:
         """Global indices of the layers of each model chunk of that stage.

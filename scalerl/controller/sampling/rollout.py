@@ -230,16 +230,16 @@ class HybridRollout:
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cut by the first plan; ranks of the others put their rows together from these pieces."""
         role, plan = next(iter(plans.items()))
-        fragments, rows = [], []
+        pieces, rows = [], []
         for dp_rank in range(plan.dp_size):
             of_rank = plan.rows(dp_rank)
             for piece in samples.held.pieces(of_rank):
-                fragments.append(self.workers.handles[piece.worker].shard.remote(piece.batch_id, piece.rows))
+                pieces.append(piece)
                 rows.append(tuple(of_rank[place] for place in piece.places))
         # With one worker each rank's rows are one fragment, which nothing has to be joined to.
         as_planned = rows == [tuple(plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
         batch = PlacedBatch(samples.samples, plans)
-        return batch.with_column(TOKENS, role, fragments, None if as_planned else rows)
+        return batch.with_column(TOKENS, role, self.workers.shards(pieces), None if as_planned else rows)
 
     def drop(self, samples: BatchRef) -> None:
         self.workers.drop(samples)

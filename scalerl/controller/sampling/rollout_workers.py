@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from scalerl.cluster.ask import answer_of, values_of
-from scalerl.cluster.batch import BatchRef, HeldRows
+from scalerl.cluster.batch import BatchRef, HeldRows, Piece
 from scalerl.cluster.pools import PooledActor
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # Servers of one worker, where rollout.num_workers does not say.
 SERVERS_PER_WORKER = 8
+# The tokens of so many data-parallel ranks are in a worker's memory twice while it hands them out.
+SHARDS_PER_CALL = 16
 
 
 def default_num_workers(num_servers: int) -> int:
@@ -131,6 +133,21 @@ class RolloutWorkers:
         }
         return BatchRef(HeldRows(batches, batch_S, np.concatenate(rows)), columns)
 
+    def shards(self, pieces: Sequence[Piece]) -> list[ray.ObjectRef]:
+        """References to the token columns of each piece. One call to a worker makes SHARDS_PER_CALL of them."""
+        found: dict[int, ray.ObjectRef] = {}
+        for worker, of_worker in sorted(_by_worker(pieces).items()):
+            handle = self.handles[worker]
+            for start in range(0, len(of_worker), SHARDS_PER_CALL):
+                places = of_worker[start : start + SHARDS_PER_CALL]
+                cuts = [(pieces[at].batch_id, pieces[at].rows) for at in places]
+                if len(cuts) == 1:
+                    refs = [handle.shard.remote(*cuts[0])]
+                else:
+                    refs = handle.shards.options(num_returns=len(cuts)).remote(cuts)
+                found |= zip(places, refs, strict=True)
+        return [found[at] for at in range(len(pieces))]
+
     def drop(self, samples: BatchRef) -> None:
         for worker, batch_id in samples.held.batches:
             self.ask(worker, "drop", batch_id)
@@ -156,6 +173,14 @@ class RolloutWorkers:
     def stop(self) -> None:
         for handle in self.handles:
             ray.kill(handle)
+
+
+def _by_worker(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+    """Worker -> which of the pieces it holds."""
+    found: dict[int, list[int]] = {}
+    for at, piece in enumerate(pieces):
+        found.setdefault(piece.worker, []).append(at)
+    return found
 
 
 def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:

@@ -339,6 +339,10 @@ class RolloutWorker(Reusable):
         picked = self.batches[batch_id].select(rows).tokens
         return DataProto({name: picked[name] for name in TRAINED_COLUMNS})
 
+    def shards(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> tuple[DataProto, ...]:
+        """As `shard`, of each (batch, rows of it): each a return value of its own."""
+        return tuple(self.shard(batch_id, rows) for batch_id, rows in cuts)
+
     def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
         """(batch, rows of it) in order, as one batch; those batches are dropped. -> its id."""
         joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,7 +165,7 @@ def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str,
     """Per mini-batch, over all ranks: tokens that count in the loss, and sequences with at least one."""
     totals = []
     for mini_batch in range(plan.num_mini_batches):
-        rows = [row for rank in plan.micro_batches for micro_batch in rank[mini_batch] for row in micro_batch]
-        counts = num_loss_tokens_S[rows]
+        micro_batches = itertools.chain.from_iterable(rank[mini_batch] for rank in plan.micro_batches)
+        counts = num_loss_tokens_S[np.fromiter(itertools.chain.from_iterable(micro_batches), np.int64)]
         totals.append({"num_loss_tokens": int(counts.sum()), "num_sequences": int(np.count_nonzero(counts))})
     return totals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.balance import plan_step
-from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch
+from scalerl.cluster.batch import BatchRef, HeldRows, Piece, PlacedBatch
 from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.rollout_workers import (
+    SHARDS_PER_CALL,
     RolloutWorkers,
     default_num_workers,
     merged,
@@ -133,6 +135,30 @@ def test_a_ranks_rows_come_from_whoever_holds_them() -> None:
         together = [row for fragment in part.fragments for row in fragment]
         assert part.order is not None and [together[place] for place in part.order] == list(plan.rows(dp_rank))
         assert len(part.fragments) == len({held.batch_S[row] for row in plan.rows(dp_rank)})
+
+
+class Cutter:
+    """Of a worker: each call of `shards` or `shard` is kept, and answered by what it asked for."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls = number, 0
+        self.shard = SimpleNamespace(remote=lambda batch_id, rows: self.cut([(batch_id, rows)])[0])
+        self.shards = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self.cut))
+
+    def cut(self, cuts: list[tuple[int, list[int]]]) -> list[tuple[int, int, list[int]]]:
+        self.calls += 1
+        return [(self.number, *cut) for cut in cuts]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, SHARDS_PER_CALL, 3 * SHARDS_PER_CALL + 1])
+def test_pieces_come_in_order_by_few_calls(num_pieces: int) -> None:
+    workers = Here(3, 3)
+    workers.handles = [Cutter(number) for number in range(3)]
+    # Of the third worker alone the last.
+    pieces = [Piece(at % 2 if at + 1 < num_pieces else 2, at, [at, at + 1], [0, 1]) for at in range(num_pieces)]
+    assert workers.shards(pieces) == [(piece.worker, piece.batch_id, piece.rows) for piece in pieces]
+    of_worker = Counter(piece.worker for piece in pieces)
+    assert [handle.calls for handle in workers.handles] == [-(-of_worker[at] // SHARDS_PER_CALL) for at in range(3)]
 
 
 def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> None:
