@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -84,6 +85,28 @@ def on_forget(definition: Any, undo: Callable[[], object]) -> None:
     """Registers a call that undoes a registration when files are forgotten, if `definition` is from one of them."""
     if is_users_own(definition):
         _undo.append(undo)
+
+
+def load_function(
+    path: str, name: str, key: str, arguments: Sequence[str], *, is_kind: Callable[[object], bool], kind: str
+) -> Any:
+    """The function of that name in a file of the user's own, which takes these arguments.
+
+    key: of the section with the path and the name.  is_kind: which functions will do.  kind: what they are, for errors.
+    Raises UserCodeError when the file does not exist or import, or does not define such a function, ValueError when it
+    cannot be called with the arguments.
+    """
+    module = import_file(path, f"{key}.path")
+    function: Any = getattr(module, name, None)
+    if not is_kind(function):
+        own = [other for other, value in defined_in(module).items() if is_kind(value)]
+        near = difflib.get_close_matches(name, own, n=1)
+        raise UserCodeError(
+            f"{key}.path={path} does not define the {kind} {name!r} (its {kind}s: {', '.join(own) or 'none'}); set "
+            f"{key}.name{f'={near[0]}' if near else f' to one of its {kind}s'}"
+        )
+    check_arguments(function, list(arguments), [], key)
+    return function
 
 
 def forget_files() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.order import Step, SyncOrder
+from scalerl.parallel.export import Needed
 from scalerl.servers.client import RolloutClient, RolloutError
 from scalerl.servers.weights import ExpectedChecksums, NamedTensors
 
-# Most bytes of a bucket -> the model under its Hugging Face names, bucket by bucket. Collective: every rank gets every
-# bucket, and must consume all.
-Export = Callable[[int], Iterator[NamedTensors]]
+# (most bytes of a bucket, which ranks need it) -> the model under its Hugging Face names, bucket by bucket. Collective:
+# every rank must consume all buckets; those that it does not need are empty.
+Export = Callable[[int, Needed], Iterator[NamedTensors]]
 
 
 class Delivery:
@@ -31,9 +32,13 @@ class Delivery:
         rank: int,
         policy_version: int,
         bucket_bytes: int,
+        verify: bool,
     ) -> None:
-        """clients: URL -> client.  expected: replica index -> its server's checksums; empty: unchecked."""
-        self.feeds, self.rank, self.policy_version = feeds, rank, policy_version
+        """clients: URL -> client.  verify: the same on every rank.
+
+        expected: index of a replica that this rank leads -> its server's checksums; empty where they are not compared.
+        """
+        self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify
         self.bucket_bytes = bucket_bytes
         self.led = [feed for feed in feeds if feed.lead == rank]
         self.expected = expected
@@ -50,7 +55,7 @@ class Delivery:
         server is asked.
         """
         if step is not None:
-            self._orders[feed.index].take(step)
+            self._orders[feed.index].advance(step)
         if feed.index in self.failed:
             return None
         try:

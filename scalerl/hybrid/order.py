@@ -50,17 +50,17 @@ class SyncOrder:
             return ("bucket",)
         if self._session == "filled":
             return ("bucket", "end")
-        found: list[Step] = []
+        steps: list[Step] = []
         if self._kv:
-            found.append("release_kv")
+            steps.append("release_kv")
         elif self._weights:
-            found.append("release_weights")
-        found.append("begin" if self._weights else "resume_weights")
+            steps.append("release_weights")
+        steps.append("begin" if self._weights else "resume_weights")
         if self._session == "ended":
-            found.append("check")
+            steps.append("check")
         if self._weights and self._defined:
-            found.append("continue" if self._kv else "resume_kv")
-        return tuple(found)
+            steps.append("continue" if self._kv else "resume_kv")
+        return tuple(steps)
 
     @property
     def state(self) -> str:
@@ -71,7 +71,7 @@ class SyncOrder:
         session = {"none": "none", "open": "open, no bucket yet", "filled": "open", "ended": "ended"}[self._session]
         return f"drained, KV cache {kv}, weights {weights}, update session {session}"
 
-    def take(self, step: Step) -> None:
+    def advance(self, step: Step) -> None:
         """Raises WrongOrderError, and stays where it is, unless `step` is allowed now."""
         if step not in self.allowed:
             raise WrongOrderError(

@@ -93,7 +93,8 @@ class WeightSync:
         only: indices of the replicas that take part; None: all.
         raise_errors: False hands back the servers that failed as "failed": {replica's index: error}.
 
-        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed"}. Raises WeightSyncError
+        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed"}, num_bytes as
+        `Transport.send` has them. Raises WeightSyncError
         naming tensors that differ (verify=True), RolloutError for a server that failed (the others have the weights
         then), HandoverError where the largest tensor has no room.
         """
@@ -149,6 +150,7 @@ class WeightSync:
             rank=self.rank,
             policy_version=policy_version,
             bucket_bytes=bucket_bytes,
+            verify=verify,
         )
 
     def _begin(self, client: RolloutClient) -> None:

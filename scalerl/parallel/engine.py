@@ -17,7 +17,7 @@ from scalerl.balance import Alignment
 from scalerl.families import Head, ModelShape, family_of
 from scalerl.parallel import platform
 from scalerl.parallel.experts import named_gradients, router_biases
-from scalerl.parallel.export import export_buckets
+from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
 from scalerl.parallel.logprobs import linear_logprobs
@@ -355,10 +355,15 @@ class MegatronEngine:
         logprobs_P, entropy_P = gathered_P2.unbind(-1)
         return batch.about_token(logprobs_P), batch.about_token(entropy_P)
 
-    def export_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full HF tensors in the family table's order, the same on every rank; all ranks must consume all buckets."""
+    def export_buckets(self, bucket_bytes: int, needed: Needed | None = None) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full HF tensors in the family table's order; all ranks must consume all buckets.
+
+        needed: which ranks need a bucket, the others get it empty; None: every rank gets all of them.
+        """
         self.require_on_device(PARAMS, work="export_buckets")
-        return export_buckets(self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes)
+        return export_buckets(
+            self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed
+        )
 
 
 def _shape_with_head(model_path: str, head: Head, *, trainable: bool) -> ModelShape:

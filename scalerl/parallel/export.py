@@ -1,14 +1,14 @@
 """This layout's parameters -> full HF tensors in a static order, bucket by bucket.
 
-`export_buckets` joins them on every rank, by a few collectives for each bucket. `BucketWriter` has each rank copy what
-it holds into memory that all ranks see, so that every byte is copied once whatever the layout.
+`export_buckets` joins them on the ranks that need them, by a few collectives for each bucket. `BucketWriter` has each
+rank copy what it holds into memory that all ranks see, so that every byte is copied once whatever the layout.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from scalerl.parallel.experts import named_tensors
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import local_params
 
+# Number of a bucket -> the ranks that need its tensors; the same on every rank.
+Needed = Callable[[int], Collection[int]]
 # Of a bucket, what one gather of shards holds at most.
 GATHER_FRAC = 0.25
 # Bytes; of every dtype a multiple.
@@ -51,18 +53,29 @@ def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:
 
 @torch.no_grad()
 def export_buckets(
-    chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups, *, bucket_bytes: int
+    chunks: Sequence[torch.nn.Module],
+    family: Family,
+    shape: ModelShape,
+    groups: Groups,
+    *,
+    bucket_bytes: int,
+    needed: Needed | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor).
 
+    needed: None: every rank needs every bucket. A rank that does not need one gets an empty list; it hands over its
+    shards, and takes part in broadcasts, only where those that need it depend on that.
     Beside a bucket it takes a part of one, GATHER_FRAC; of a tensor that is larger, once more that tensor.
     """
+    rank, layout = dist.get_rank(), groups.layout
     held = _held(chunks, family, shape, groups)
     example = next(chunks[0].parameters())
     own = {"dtype": example.dtype, "device": example.device, "gather_bytes": int(bucket_bytes * GATHER_FRAC)}
-    for bucket in plan_buckets(family, shape, example.element_size(), bucket_bytes):
-        joined = _Joining(bucket, held, shape, groups, **own).joined
-        yield [named for param in bucket for named in param.to_hf(joined.pop(param.name), shape).items()]
+    for number, bucket in enumerate(plan_buckets(family, shape, example.element_size(), bucket_bytes)):
+        ranks = range(layout.world_size) if needed is None else needed(number)
+        joined = _Joining(bucket, held, shape, groups, {other % layout.stage_size for other in ranks}, **own).joined
+        mine = bucket if rank in ranks else ()
+        yield [named for param in mine for named in param.to_hf(joined.pop(param.name), shape).items()]
 
 
 class BucketWriter:
@@ -130,11 +143,14 @@ def _held(chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, 
 
 
 class _Joining:
-    """The parameters of one bucket on their way from the ranks that hold them to every rank.
+    """The parameters of one bucket on their way from the ranks that hold them to those that need them.
 
     First the ranks of an owner (a pipeline stage; of an expert the expert rank there) join the shards that they split.
     Then each owner sends all of its tensors, end to end, to the other expert ranks of its stage, and each stage to the
     other stages. So the number of collectives depends on the layout, not on the number of tensors.
+
+    All stages number their ranks alike, and ranks of one number (place) send to each other. So a rank receives what its
+    place needs and, of the experts of its stage, what a place of its expert group needs; else it hands over its shards.
     """
 
     def __init__(
@@ -143,28 +159,39 @@ class _Joining:
         held: Mapping[str, Tensor],
         shape: ModelShape,
         groups: Groups,
+        places: Collection[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
         gather_bytes: int,
     ) -> None:
-        """gather_bytes: of joined tensors that one gather may hold beside the bucket; a larger tensor goes alone."""
+        """places: in a stage, of the ranks that need the bucket.
+
+        gather_bytes: of joined tensors that one gather may hold beside the bucket; a larger tensor goes alone."""
         self._held, self._shape, self._groups, self._gather_bytes = held, shape, groups, gather_bytes
         layout, at = groups.layout, groups.at
         owners = {param.name: _Owner.of(param, shape, groups) for param in bucket}
         mine = [param for param in bucket if owners[param.name].is_here(groups)]
         # Name -> the whole tensor: of those that travel a view of `flat`.
         self.joined: dict[str, Tensor] = {}
-        travelling = [param for param in bucket if owners[param.name].sends(groups)]
+        here = dist.get_rank() % layout.stage_size
+        # Places whose ranks receive the experts of their stage, since they or others of their expert group need them.
+        of_experts = {other for place in places for other in _expert_group(place, groups)}
+
+        def is_wanted(owner: _Owner) -> bool:
+            return here in places or (owner.has_expert and owner.stage == at.pp_rank and here in of_experts)
+
+        owned = [(param, owners[param.name]) for param in bucket]
+        travelling = [param for param, owner in owned if owner.sends(groups) and is_wanted(owner)]
         # Owner -> the bytes of its tensors.
         self._ranges: dict[_Owner, slice] = {}
         self.flat = self._lay_out(sorted(travelling, key=lambda param: owners[param.name]), owners, dtype, device)
-        self._join([param for param in mine if param.expert is None], groups.tp, layout.tp_size)
-        self._join([param for param in mine if param.expert is not None], groups.etp, layout.etp_size)
+        self._join([param for param in mine if param.expert is None], groups.tp, places)
+        self._join([param for param in mine if param.expert is not None], groups.etp, of_experts)
         for owner, part in self._ranges.items():
             if owner.has_expert and owner.stage == at.pp_rank and layout.ep_size > 1:
                 self._send(part, owner.ep_rank, groups.ep)
-        for stage in sorted({owner.stage for owner in self._ranges}) if layout.pp_size > 1 else ():
+        for stage in sorted({owner.stage for owner in self._ranges}) if layout.pp_size > 1 and here in places else ():
             parts = [part for owner, part in self._ranges.items() if owner.stage == stage]
             self._send(slice(parts[0].start, parts[-1].stop), stage, groups.pp)
 
@@ -187,10 +214,15 @@ class _Joining:
             self.joined[name] = flat[place].view(stored).view(size)
         return flat
 
-    def _join(self, params: Sequence[Param], group: dist.ProcessGroup, size: int) -> None:
-        """Collective over the group, whose ranks hold the shards of these."""
+    def _join(self, params: Sequence[Param], group: dist.ProcessGroup, places: Collection[int]) -> None:
+        """Collective over the group, whose ranks hold the shards of these. places: of the ranks that receive them."""
+        ranks = dist.get_process_group_ranks(group)
+        size, receivers = len(ranks), [rank for rank in ranks if rank % self._groups.layout.stage_size in places]
+        if not receivers:
+            return
+        receives = dist.get_rank() in receivers
         for param in params:
-            if size == 1 or param.kind == "replicated":
+            if receives and (size == 1 or param.kind == "replicated"):
                 self._put(param, [self._held[param.name]] * size)
         split = [param for param in params if size > 1 and param.kind != "replicated"]
         for piece in _pieces(split, [size * self._held[param.name].nbytes for param in split], self._gather_bytes):
@@ -199,10 +231,20 @@ class _Joining:
             local = shards[0].new_empty(starts[-1], dtype=torch.uint8)
             for shard, start in zip(shards, starts, strict=False):
                 _view(local, start, shard).copy_(shard)
-            ranks = [torch.empty_like(local) for _ in range(size)]
-            dist.all_gather(ranks, local, group=group)
-            for param, shard, start in zip(piece, shards, starts, strict=False):
-                self._put(param, [_view(rank, start, shard) for rank in ranks])
+            gathered = self._gathered(local, receivers, group)
+            for param, shard, start in zip(piece, shards, starts, strict=False) if receives else ():
+                self._put(param, [_view(of_rank, start, shard) for of_rank in gathered])
+
+    def _gathered(self, local: Tensor, receivers: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+        """What each rank of the group gives, on the receivers; on the others it may be nothing."""
+        size = dist.get_world_size(group)
+        if len(receivers) > 1:
+            gathered = [torch.empty_like(local) for _ in range(size)]
+            dist.all_gather(gathered, local, group=group)
+            return gathered
+        gathered = [torch.empty_like(local) for _ in range(size)] if dist.get_rank() in receivers else []
+        dist.gather(local, gathered or None, dst=receivers[0], group=group)
+        return gathered
 
     def _put(self, param: Param, shards: Sequence[Tensor]) -> None:
         joined = param.join(shards, self._shape)
@@ -261,6 +303,14 @@ def _aligned(num_bytes: int) -> int:
 
 def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _expert_group(place: int, groups: Groups) -> range:
+    """Places of the ranks of a stage that have the experts of a layer between them, as the one at this place has its
+    shard of each."""
+    layout = groups.layout
+    first = place // layout.experts_size * layout.experts_size + place % layout.etp_size
+    return range(first, first + layout.experts_size, layout.etp_size)
 
 
 def _owner_ep(param: Param, shape: ModelShape, groups: Groups) -> int:

@@ -174,7 +174,7 @@ class Dispatcher:
         while self.pending:
             request = self.pending[0]
             owed = _tokens_to_come(request)
-            server = self.router.take(request.home or tuple(request.input_ids), request.n, sum(owed.values()))
+            server = self.router.assign(request.home or tuple(request.input_ids), request.n, sum(owed.values()))
             if server is None:
                 break
             self.pending.popleft()

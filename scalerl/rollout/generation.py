@@ -41,7 +41,7 @@ async def generate_samples(
     finished: dict[int | str, list[GenerateOutput]] = {}
     complete: dict[int | str, list[GenerateOutput]] = {}
 
-    def take(output: GenerateOutput) -> None:
+    def keep(output: GenerateOutput) -> None:
         outputs[output.key] = output
         if output.finished:
             group = finished.setdefault(output.request_id, [])
@@ -53,7 +53,7 @@ async def generate_samples(
 
     dispatcher = Dispatcher(
         clients,
-        take,
+        keep,
         stop_when=None if stop_when is None else lambda: stop_when(complete),
         continue_aborted=continue_aborted,
         recovery=recovery,

@@ -7,7 +7,6 @@ asks the servers as often as it likes and puts tokens of its own between the ans
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -21,11 +20,9 @@ from scalerl.servers.requests import ABORTED, NO_VERSION, GenerateOutput, Sampli
 from scalerl.user_code import (
     UserCodeError,
     cause_of,
-    check_arguments,
-    defined_in,
     file_of,
-    import_file,
     is_users_own,
+    load_function,
     place_of,
 )
 
@@ -255,17 +252,8 @@ def load_program(config: ProgramConfig) -> Program:
     """
     if config.path is None:
         return single_turn
-    module = import_file(config.path, f"{KEY}.path")
-    program = getattr(module, config.name, None)
-    if not inspect.iscoroutinefunction(program):
-        own = [name for name, value in defined_in(module).items() if inspect.iscoroutinefunction(value)]
-        near = difflib.get_close_matches(config.name, own, n=1)
-        raise UserCodeError(
-            f"{KEY}.path={config.path} does not define the async function {config.name!r} (its async functions: "
-            f"{', '.join(own) or 'none'}); set {KEY}.name{f'={near[0]}' if near else ' to one of it'}"
-        )
-    check_arguments(program, ARGUMENTS, [], KEY)
-    return program
+    is_kind = inspect.iscoroutinefunction
+    return load_function(config.path, config.name, KEY, ARGUMENTS, is_kind=is_kind, kind="async function")
 
 
 async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:

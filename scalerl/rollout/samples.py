@@ -61,7 +61,7 @@ async def make_samples(
     raises, as `run_program`, and what `Dispatcher.run` raises; nothing is left running then.
     """
     turns = _Turns()
-    dispatcher = Dispatcher(clients, turns.take, stop_when=stop_when, continue_aborted=True, recovery=recovery)
+    dispatcher = Dispatcher(clients, turns.accept, stop_when=stop_when, continue_aborted=True, recovery=recovery)
     turns.dispatcher = dispatcher
     samples = [
         Servers(
@@ -156,7 +156,7 @@ class _Turns:
     def waiting_samples(self) -> set[Servers]:
         return {waiting.sample for waiting in (*self.asked, *self.sent.values())}
 
-    def take(self, output: GenerateOutput) -> None:
+    def accept(self, output: GenerateOutput) -> None:
         """`Dispatcher.on_output`. A turn that a stop interrupted is kept for the next generation; its program goes no
         further in this one."""
         waiting = self.sent[output.key]

@@ -41,7 +41,7 @@ class Router:
     def __post_init__(self) -> None:
         self._servers = [_Server(limit) for limit in self.max_samples]
 
-    def take(self, prompt: Hashable, num_samples: int, num_tokens: int) -> int | None:
+    def assign(self, prompt: Hashable, num_samples: int, num_tokens: int) -> int | None:
         """-> the server, which now owes them; None when none has room.
 
         prompt: requests of equal prompts go to one server while it has room for them.

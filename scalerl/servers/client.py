@@ -41,7 +41,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class RolloutClient:
-    """One server.
+    """Asks one rollout server for samples, and updates its weights; every error names the server.
 
     engine: the name of what runs there (`engines.ENGINES`).
     key: the server's (`RolloutServer.key`).
@@ -78,7 +78,7 @@ class RolloutClient:
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep connections open across several calls of one event loop; calls that overlap share them."""
+        """Keeps connections open across several calls of one event loop; calls that overlap share them."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=self.timeout_s)
             connector = aiohttp.TCPConnector(limit=0)
@@ -141,8 +141,8 @@ class RolloutClient:
             await self._call("POST", "/abort_request", {"abort_all": True}, "abort")
 
     async def _generate_one(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """One HTTP request for the samples that have room, each as soon as it is finished; the others are as long as
-        they may be."""
+        """Asks by one HTTP request for the samples that have room, and yields each as soon as it is finished; the
+        others are as long as they may be."""
         who = f"request {request.request_id!r}"
         slots = slots_of(request, self.max_model_len)
         for output in await self._full([slot for slot in slots if slot.room <= 0]):
@@ -182,7 +182,7 @@ class RolloutClient:
                 yield event
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, who: str) -> str:
-        """-> the answer's text; RolloutError, naming the server and `who`, unless it is a success."""
+        """The text of the server's answer; raises RolloutError, naming the server and `who`, unless it is a success."""
         async with self._answer(method, path, body, who) as response:
             return await response.text()
 
@@ -208,7 +208,10 @@ class RolloutClient:
     # --- weights ---
 
     def begin_weight_update(self) -> None:
-        """Open a session; waits for running requests. SGLang before 0.5.21 has none: nothing to do there."""
+        """Opens the session in which a server takes new weights; waits for running requests.
+
+        SGLang before 0.5.21 has none: nothing to do there.
+        """
         self._has_session = self._post("/begin_weight_update", {}, missing_ok=True) is not None
 
     def update_weights(
@@ -219,8 +222,9 @@ class RolloutClient:
         policy_version: int | None = None,
         load_format: str = FLATTENED,
     ) -> None:
-        """Load one bucket. blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
+        """Has the server load one bucket of weights.
 
+        blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
         load_format: how SGLang reads them (`Bucket.load_format`).
         """
         body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": flush_cache}
@@ -232,7 +236,7 @@ class RolloutClient:
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """The server's ranks meet the trainer's at the store behind that address; returns when all have joined.
+        """Has the server's ranks join the trainer's at the store behind that address; returns when all are there.
 
         rank_offset: rank in the group of the server's first.
         """
@@ -247,7 +251,10 @@ class RolloutClient:
         flush_cache: bool,
         policy_version: int | None = None,
     ) -> None:
-        """Load one bucket that `update_group.broadcast` sends meanwhile. layout: (name, dtype, shape), as packed."""
+        """Has the server receive one bucket, which `update_group.broadcast` sends meanwhile.
+
+        layout: (name, dtype, shape), as packed.
+        """
         names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
         body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
         body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED}
@@ -256,19 +263,22 @@ class RolloutClient:
         self._post("/update_weights_from_distributed", body)
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
-        """Load a whole model; needs no session. directory: as the server sees it. Waits for running requests."""
+        """Has the server load a whole model from files, without a session; waits for running requests.
+
+        directory: as the server sees it.
+        """
         body = {"model_path": directory, "load_format": "safetensors", "weight_version": str(policy_version)}
         self._post("/update_weights_from_disk", body | {"flush_cache": True})
 
     def end_weight_update(self, policy_version: int) -> None:
-        """Close the session; samples from now on carry `policy_version`."""
+        """Closes the session of a weight update; samples from now on carry `policy_version`."""
         if self._has_session:
             self._post("/end_weight_update", {})
         self._has_session = None
         self.set_policy_version(policy_version)
 
     def set_policy_version(self, policy_version: int) -> None:
-        """The version of the weights that the server has; no request may be running."""
+        """Tells the server which version its weights are; no request may be running."""
         self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
 
     def checksums(self) -> list[dict[str, str]]:
@@ -286,7 +296,10 @@ class RolloutClient:
     # --- state ---
 
     def release(self, tags: Sequence[str] | None = None) -> None:
-        """Give memory back (GPU). tags: of kv_cache, weights, cuda_graph; None: all. No request may be running."""
+        """Has the server, which may run no request, give device memory back.
+
+        tags: of kv_cache, weights, cuda_graph; None: all.
+        """
         if tags is None or "kv_cache" in tags:
             # With its overlapped schedule SGLang is busy for one more iteration after the last sample has come, and a
             # release would end it then.
@@ -295,7 +308,7 @@ class RolloutClient:
         self._released |= set(MEMORY_TAGS if tags is None else tags)
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `release`. Weights come back undefined and must be updated.
+        """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
 
         Raises ValueError for a tag that this client did not release: SGLang's scheduler would die of it.
         """
@@ -306,7 +319,7 @@ class RolloutClient:
         self._released -= wanted
 
     def pause(self) -> None:
-        """End running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
+        """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
         self._paused = True
         self._post("/pause_generation", {"mode": "abort"})
 
@@ -316,7 +329,7 @@ class RolloutClient:
 
     @property
     def paused(self) -> bool:
-        """By this client."""
+        """Whether this client paused the server."""
         return self._paused
 
     @property
@@ -401,7 +414,7 @@ def _message(text: str) -> str:
         return text.strip()
     if isinstance(answer, dict):
         nested = answer.get("error")
-        for found in (answer.get("message"), nested.get("message") if isinstance(nested, dict) else nested):
-            if found:
-                return str(found)
+        for message in (answer.get("message"), nested.get("message") if isinstance(nested, dict) else nested):
+            if message:
+                return str(message)
     return text.strip()

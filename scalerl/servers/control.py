@@ -1,4 +1,4 @@
-"""`ServerControl`: what is asked of servers beside samples and weights, of all of them at the same time."""
+"""`ServerControl`: pause, continue, release and resume, and health, of all servers of a set at the same time."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
 class ServerControl:
-    """Asks the servers itself, whoever sends them prompts.
+    """Pauses, continues, releases and resumes all servers of a set, side by side, whoever sends them prompts.
 
-    What it paused and released it knows of each server; a successor that is `put` in the place of one is neither.
+    It remembers what it paused and released; the successor of a lost server (`put`) is neither.
     """
 
     def __init__(self, settings: ClientSettings, replicas: Sequence[Replica]) -> None:
@@ -26,19 +26,20 @@ class ServerControl:
         self.clients = [settings.client(replica) for replica in replicas]
 
     def put(self, index: int, successor: Replica) -> None:
+        """A restarted server takes the place of a lost one."""
         self.clients[index] = self.settings.client(successor)
 
     def pause(self) -> dict[int, str]:
-        """Running samples are interrupted where they are and wait. -> index: error of servers that did not."""
+        """Interrupts running samples where they are; they wait. Returns index -> error, of servers that failed."""
         return self._ask_each(RolloutClient.pause, range(len(self.clients)))
 
     def go_on(self) -> dict[int, str]:
-        """What `pause` interrupted goes on, under the weights that its server has now. -> as `pause`."""
+        """Continues what `pause` interrupted, under the weights that its server has now. Returns as `pause`."""
         paused = [index for index, client in enumerate(self.clients) if client.paused]
         return self._ask_each(RolloutClient.continue_generation, paused)
 
     def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
-        """Frees that part (kv_cache, weights) of the servers' device memory. -> as `pause`.
+        """Frees that part (kv_cache, weights) of the servers' device memory. Returns as `pause`.
 
         skip: indices of servers that are not asked.
         """
@@ -46,12 +47,12 @@ class ServerControl:
         return self._ask_each(lambda client: client.release(_TAGS[tag]), asked)
 
     def resume(self, tag: str) -> dict[int, str]:
-        """Undoes `release` where it was. -> as `pause`."""
+        """Has servers that released that part take it back. Returns as `pause`."""
         released = [index for index, client in enumerate(self.clients) if tag in client.released]
         return self._ask_each(lambda client: client.resume(_TAGS[tag]), released)
 
     def are_well(self, indices: Iterable[int]) -> Mapping[int, bool]:
-        """`RolloutClient.is_well` of each of these."""
+        """Whether each of these servers does its work (`RolloutClient.is_well`), by index."""
 
         async def ask() -> dict[int, bool]:
             asked = list(indices)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LostServer:
-    """index: of the replica.  url: of the server that was lost; a successor has another.  why: what was noticed."""
+    """A server that died or does not answer, as a generation noticed it.
+
+    index: of the replica.  url: of the server that was lost; a successor has another.  why: what was noticed.
+    """
 
     index: int
     url: str
@@ -27,8 +30,10 @@ class LostServer:
 
 
 class Replacements:
-    """The clients of a set of servers, in the event loop of the generations that use them. clients[i]: of replica i;
-    `put` replaces one."""
+    """Which servers of a set are lost, and who waits for their successors; in the event loop of the generations.
+
+    clients[i]: of replica i; `put` replaces one.
+    """
 
     def __init__(self, settings: ClientSettings, replicas: Sequence[Replica]) -> None:
         self.settings = settings
@@ -42,14 +47,14 @@ class Replacements:
         self._given_up: BaseException | None = None
 
     async def next_lost(self) -> list[LostServer]:
-        """Those that were lost since the last call; waits until there is one. [] after `close`."""
+        """Waits for servers that were lost since the last call, and returns them; [] after `close`."""
         lost = [await self._news.get()]
         while not self._news.empty():
             lost.append(self._news.get_nowait())
         return [server for server in lost if server is not None]
 
     def close(self) -> None:
-        """Whoever waits for news gets none."""
+        """Ends the wait of `next_lost`, with no server."""
         self._news.put_nowait(None)
 
     async def successor(self, index: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
@@ -65,21 +70,21 @@ class Replacements:
         return self.clients[index]
 
     def put(self, successors: Mapping[int, Replica]) -> None:
-        """Restarted servers, which are not in service yet."""
+        """Puts restarted servers in the place of lost ones; they are not in service yet."""
         for index, replica in successors.items():
             # A generation may not have noticed the loss; it must not use the successor before it has its weights.
             self.missing.setdefault(index, LostServer(index, self.clients[index].url, "replaced"))
             self.clients[index] = self.settings.client(replica)
 
     async def in_service(self, indices: Iterable[int]) -> None:
-        """They serve the weights that they are to serve: generations that wait for them go on."""
+        """Declares that these servers have their weights: generations that wait for them go on."""
         async with self._returned:
             for index in indices:
                 self.missing.pop(index, None)
             self._returned.notify_all()
 
     async def give_up(self, error: BaseException) -> None:
-        """No lost server comes back: whoever waits for one raises this."""
+        """Ends all waiting: no lost server comes back, and whoever waits for one raises this error."""
         self._given_up = error
         async with self._returned:
             self._returned.notify_all()
@@ -102,7 +107,7 @@ class GenerationRecovery:
     def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:
         """indices[i]: the replica behind the generation's i-th client; None: all, in order."""
         self.replacements, self.indices = replacements, indices
-        # That were asked again because of their server.
+        # Samples that were asked again because their server was lost.
         self.num_samples = 0
 
     def resubmitted(self, request: GenerateRequest) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from scalerl.config.schema import CustomFitConfig
 from scalerl.errors import RunError, UserError
-from scalerl.user_code import UserCodeError, cause_of, check_arguments, defined_in, file_of, import_file, place_of
+from scalerl.user_code import UserCodeError, cause_of, file_of, load_function, place_of
 
 if TYPE_CHECKING:
     from scalerl.trainer.ppo import Run
@@ -27,17 +26,7 @@ def load_fit(config: CustomFitConfig) -> Fit | None:
     """
     if config.path is None:
         return None
-    module = import_file(config.path, f"{KEY}.path")
-    fit = getattr(module, config.name, None)
-    if not inspect.isfunction(fit):
-        own = [name for name, value in defined_in(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(config.name, own, n=1)
-        raise UserCodeError(
-            f"{KEY}.path={config.path} does not define the function {config.name!r} (its functions: "
-            f"{', '.join(own) or 'none'}); set {KEY}.name{f'={near[0]}' if near else ' to a function of it'}"
-        )
-    check_arguments(fit, ["run"], [], KEY)
-    return fit
+    return load_function(config.path, config.name, KEY, ["run"], is_kind=inspect.isfunction, kind="function")
 
 
 def call_fit(fit: Fit, run: Run) -> dict[str, float]:

@@ -94,7 +94,7 @@ def train_step(run: Run, step: int) -> StepOutcome:
     """Sample, score, place, evaluate, assign credit, learn, publish."""
     cfg, phase = run.config, run.timers
     with phase("gen"):
-        samples, metrics = run.samples.take(step)
+        samples, metrics = run.samples.next_batch(step)
         if needs_greedy_baseline(cfg.algorithm):
             samples, of_baseline = add_greedy_baseline(run.rollout, samples)
             metrics = merge_metrics([metrics, of_baseline])

@@ -60,7 +60,7 @@ class SampleStream:
         # Step -> groups that were made for it.
         self.num_made: Counter[int] = Counter()
 
-    def take(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+    def next_batch(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
         """train_batch_size groups of n samples, and where they came from.
 
         After max_num_gen_batches rounds groups without contrast fill the batch. Raises NoContrastError where these
@@ -85,7 +85,7 @@ class SampleStream:
         return samples, metrics | self._metrics(samples, step, len(rounds), num_filled)
 
     def trained(self) -> None:
-        """The batch that `take` gave last."""
+        """The batch that `next_batch` gave last."""
         self.ledger.train(self.batch_size)
 
     # --- asking ---

@@ -1,4 +1,5 @@
-"""Joining the weights takes a few collectives for each bucket, however many layers and experts the model has."""
+"""Joining the weights takes a few collectives for each bucket, however many layers and experts the model has, and no
+rank that could do without it."""
 
 from __future__ import annotations
 
@@ -65,8 +66,7 @@ def counted() -> Iterator[tuple[Counter[str], list[int]]]:
 Counted = tuple[dict[str, int], int, int, int, int]
 
 
-def export(models: list[str], sizes: Sizes) -> list[dict[int, Counted]]:
-    """Of each model, bytes of a bucket -> calls by name, buckets, most bytes of a call, of a tensor, of all tensors."""
+def engines(models: list[str], sizes: Sizes) -> Iterator[Any]:
     from scalerl.config.schema import MegatronConfig
     from scalerl.parallel import platform
     from scalerl.parallel.engine import MegatronEngine
@@ -84,9 +84,14 @@ def export(models: list[str], sizes: Sizes) -> list[dict[int, Counted]]:
         expert_tensor_parallel_size=layout.etp_size,
         sequence_parallel=layout.tp_size > 1,
     )
-    measured = []
     for model in models:
-        engine = MegatronEngine(model, config, groups, optim=None)
+        yield MegatronEngine(model, config, groups, optim=None)
+
+
+def export(models: list[str], sizes: Sizes) -> list[dict[int, Counted]]:
+    """Of each model, bytes of a bucket -> calls by name, buckets, most bytes of a call, of a tensor, of all tensors."""
+    measured = []
+    for engine in engines(models, sizes):
         of_model = {}
         for bucket_bytes in (ONE_BUCKET, SMALL_BUCKETS):
             with counted() as (counts, num_bytes):
@@ -120,3 +125,58 @@ def test_collectives_do_not_grow_with_layers_and_experts(models: list[Path], lay
             # Nothing is in hand that does not fit in a bucket, but the padded vocabulary.
             assert most_bytes <= max(SMALL_BUCKETS, largest * 1.1)
             assert num_buckets <= 2 * math.ceil(total / SMALL_BUCKETS)
+
+
+# Of four ranks, by the one that needs everything: what each rank is asked for by a bucket of the whole model.
+BY_NEED: dict[str, tuple[Sizes, int, list[dict[str, int]]]] = {
+    # Two copies of the model, the needing rank in the second; dense and expert shards of its neighbour go to it alone.
+    "tp2_dp2": (dict(world_size=4, tp_size=2, etp_size=2), 3, [{}, {}, {"gather": 2}, {"gather": 2}]),
+    "pp2_dp2": (dict(world_size=4, pp_size=2), 1, [{}, {"broadcast": 2}, {}, {"broadcast": 2}]),
+    # One copy of the experts over both copies of the rest: what expert ranks send to each other is for all of them.
+    "tp2_ep2": (
+        dict(world_size=4, tp_size=2, ep_size=2, etp_size=2),
+        0,
+        [{"gather": 2, "broadcast": 2}, {"gather": 2}, {"gather": 1, "broadcast": 2}, {"gather": 1}],
+    ),
+    "ep2_pp2": (
+        dict(world_size=4, pp_size=2, ep_size=2),
+        2,
+        [{"broadcast": 4}, {"broadcast": 2}, {"broadcast": 4}, {"broadcast": 2}],
+    ),
+}
+
+
+def export_by_need(model: str, sizes: Sizes, needing: int) -> tuple[dict[str, int], bool, list[int], list[int]]:
+    """-> calls by name for one bucket; whether all that was handed out is what every rank gets without a need; tensors
+    in each bucket where one rank needs all, and where the ranks need buckets in turn."""
+    import torch
+
+    (engine,) = engines([model], sizes)
+    whole = [[(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(SMALL_BUCKETS)]
+    with counted() as (counts, _):
+        for _ in engine.export_buckets(ONE_BUCKET, lambda number: {needing}):
+            pass
+    are_equal, sizes_of = True, []
+    for needed in (lambda number: {needing}, lambda number: {number % sizes["world_size"]}):
+        handed_out = [
+            [(name, x.clone()) for name, x in bucket] for bucket in engine.export_buckets(SMALL_BUCKETS, needed)
+        ]
+        assert len(handed_out) == len(whole)
+        for mine, bucket in zip(handed_out, whole, strict=True):
+            of_bucket = dict(bucket)
+            are_equal &= all(torch.equal(x, of_bucket[name]) for name, x in mine) and len(mine) in (0, len(bucket))
+        sizes_of.append([len(bucket) for bucket in handed_out])
+    return dict(counts), are_equal, *sizes_of
+
+
+@pytest.mark.parametrize("layout", mostly_full(BY_NEED, lambda name: name in ("tp2_dp2", "ep2_pp2")))
+def test_a_rank_receives_what_its_servers_need(models: list[Path], layout: str) -> None:
+    sizes, needing, predicted = BY_NEED[layout]
+    ranks = run_ranks(4, export_by_need, str(models[-1]), sizes, needing)
+    assert [counts for counts, *_ in ranks] == predicted
+    whole = ranks[needing][2]
+    assert len(whole) > 4 and min(whole) > 0
+    for rank, (_, are_equal, of_one, in_turn) in enumerate(ranks):
+        assert are_equal
+        assert of_one == (whole if rank == needing else [0] * len(whole))
+        assert in_turn == [size if number % 4 == rank else 0 for number, size in enumerate(whole)]

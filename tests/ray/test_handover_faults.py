@@ -70,8 +70,8 @@ class RecordedOrder(SyncOrder):
         super().__init__(owner, serving=serving)
         self.taken: list[Step] = []
 
-    def take(self, step: Step) -> None:
-        super().take(step)
+    def advance(self, step: Step) -> None:
+        super().advance(step)
         self.taken.append(step)
 
 

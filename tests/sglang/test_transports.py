@@ -15,6 +15,7 @@ from torch import Tensor
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
+from scalerl.parallel.export import Needed
 from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer, start_on_free_port
@@ -35,7 +36,7 @@ def exporter(weights: NamedTensors, before: Callable[[int], None] = lambda numbe
     Of matrices every second comes with other strides.
     """
 
-    def export(bucket_bytes: int) -> Iterator[NamedTensors]:
+    def export(bucket_bytes: int, needed: Needed) -> Iterator[NamedTensors]:
         size = -(-len(weights) // NUM_BUCKETS)
         for number, first in enumerate(range(0, len(weights), size)):
             before(number)
@@ -55,7 +56,7 @@ def deliver(
     feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
     expected = {feed.index: ENGINES[feed.replica.engine].expected_checksums(config, tp_size) for feed in feeds}
     clients = {engine.server.url: engine.client for engine in engines}
-    delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1)
+    delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True)
     for feed in feeds:
         delivery.tell(feed, "begin", lambda client: client.begin_weight_update())
     transport.send(delivery)
@@ -114,7 +115,9 @@ def test_outside_of_a_session_the_engine_refuses(
     before = engine.client.checksums()
     transport = transport_of(model_b.weights()[:2])
     feed = Feed(0, Replica(engine.server.url, engine.kind, 1, engine.server.key), (0,))
-    delivery = Delivery([feed], {engine.server.url: engine.client}, {}, rank=0, policy_version=9, bucket_bytes=1)
+    delivery = Delivery(
+        [feed], {engine.server.url: engine.client}, {}, rank=0, policy_version=9, bucket_bytes=1, verify=True
+    )
     delivery.tell(feed, "begin", lambda client: None)
     transport.send(delivery)
     assert "must run between" in delivery.failed[0]

@@ -118,18 +118,18 @@ def entry_of(kind: str, key: str) -> Iterator[tuple[Entry, re.Match[str]]]:
 
 
 def _read(kind: str, key: str, value: Any, context: Context) -> AlreadySo | Becomes | Refused | None:
-    found = (entry.read(match, value, context) for entry, match in entry_of(kind, key))
-    return next((outcome for outcome in found if outcome is not None), None)
+    outcomes = (entry.read(match, value, context) for entry, match in entry_of(kind, key))
+    return next((outcome for outcome in outcomes if outcome is not None), None)
 
 
 def translation_table(translations: list[Translation]) -> str:
     """What a run prints of the keys of verl that it was given; "" without any."""
     renamed = [
-        (found.written, f"-> {' '.join(found.becomes)}{f'  ({found.why})' if found.why else ''}")
-        for found in translations
-        if found.verdict == "renamed"
+        (key.written, f"-> {' '.join(key.becomes)}{f'  ({key.why})' if key.why else ''}")
+        for key in translations
+        if key.verdict == "renamed"
     ]
-    same = [(found.written, found.why) for found in translations if found.verdict == "already so"]
+    same = [(key.written, key.why) for key in translations if key.verdict == "already so"]
     blocks = []
     if renamed:
         blocks.append("keys of verl, and what they are here:\n" + _columns(renamed))

@@ -167,14 +167,14 @@ class PolicyServers:
 
     def generate(self) -> None:
         """Marks every server as serving, before samples are asked for."""
-        self._take("continue", [index for index, order in self.orders.items() if not order.serving])
+        self._advance("continue", [index for index, order in self.orders.items() if not order.serving])
 
     def rest(self, failed: Mapping[int, str] | None = None) -> None:
         """Marks every server as resting: no sample runs any more.
 
         failed: index -> why, of servers that could not be paused.
         """
-        self._take("drain", [index for index, order in self.orders.items() if order.serving])
+        self._advance("drain", [index for index, order in self.orders.items() if order.serving])
         self._end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
@@ -211,11 +211,11 @@ class PolicyServers:
         if self._hands_over:
             self.workers.readings = None
             self._see("before_release")
-            self._take("release_kv", self.orders)
+            self._advance("release_kv", self.orders)
             with self._timed("gen/release_kv"):
                 failed |= self.control.release("kv_cache")
             self._see("after_release_kv", wait_s=self._release_wait_s)
-            self._take("release_weights", self.orders)
+            self._advance("release_weights", self.orders)
             with self._timed("gen/release_weights"):
                 failed |= self.control.release("weights", skip=failed)
             self._end_failed(failed)
@@ -229,13 +229,13 @@ class PolicyServers:
         if not self._hands_over:
             yield
             return
-        self._take("release_kv", self.orders)
+        self._advance("release_kv", self.orders)
         failed = self.control.release("kv_cache")
         self._see("before_save", wait_s=self._release_wait_s)
         yield
         self.workers.readings = None
         self._see("after_save")
-        self._take("resume_kv", self.orders)
+        self._advance("resume_kv", self.orders)
         self._end_failed(failed | self.control.resume("kv_cache"))
         if self.server_set.down and self.num_syncs:
             self._serve(set())
@@ -278,14 +278,16 @@ class PolicyServers:
         rounds = self._serve(set(range(len(self.replicas))), with_memory=self.num_syncs > 0)
         self.num_syncs += 1
         slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
-        send_s, num_bytes = (sum(part[name] for part in slowest) for name in ("sync_s", "num_bytes"))
+        send_s = sum(part["sync_s"] for part in slowest)
+        # Ranks on which no server depends have none of the buckets.
+        bytes_of_rounds = [max(part["num_bytes"] for part in parts) for parts in rounds]
         verify_s = sum(max(part["verify_s"] for part in parts) for parts in rounds)
         parts_s, self.parts_s = self.parts_s, {}
         return {
             "timing_s/update_weights/send": Metric(send_s, "max"),
             "timing_s/update_weights/verify": Metric(verify_s, "max"),
-            "perf/update_weights_gb": Metric(max(part["num_bytes"] for part in slowest) / 1e9, "max"),
-            "perf/update_weights_gb_per_s": Metric(num_bytes / 1e9 / send_s, "max"),
+            "perf/update_weights_gb": Metric(max(bytes_of_rounds) / 1e9, "max"),
+            "perf/update_weights_gb_per_s": Metric(sum(bytes_of_rounds) / 1e9 / send_s, "max"),
             "perf/update_weights_buckets": Metric(max(part["num_buckets"] for part in slowest), "max"),
             "perf/update_weights_bucket_mb": Metric(min(part["bucket_bytes"] for part in slowest) / 2**20, "min"),
             **{f"timing_s/{name}": Metric(seconds, "max") for name, seconds in parts_s.items()},
@@ -309,7 +311,7 @@ class PolicyServers:
             self._see("before_sync", running)
             failed = self._resume("weights", running) if running else {}
             synced = sorted(running.union(restarted) - failed.keys())
-            self._take("begin", synced)
+            self._advance("begin", synced)
             rounds.append(
                 self.workers.call(
                     RLWorker.sync_weights,
@@ -324,7 +326,7 @@ class PolicyServers:
             synced = sorted(set(synced) - failed.keys())
             taken: tuple[Step, ...] = ("bucket", "end", "check") if verify else ("bucket", "end")
             for step in taken:
-                self._take(step, synced)
+                self._advance(step, synced)
             self._see("after_sync", running.intersection(synced))
             failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
             self._end_failed(failed)
@@ -338,17 +340,17 @@ class PolicyServers:
             return {}
         step: Step = "resume_weights" if tag == "weights" else "resume_kv"
         point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
-        self._take(step, indices)
+        self._advance(step, indices)
         with self._timed(f"update_weights/{step}"):
             failed = self.control.resume(tag)
         self.workers.readings = None
         self._see(point)
         return failed
 
-    def _take(self, step: Step, indices: Iterable[int]) -> None:
+    def _advance(self, step: Step, indices: Iterable[int]) -> None:
         """Raises WrongOrderError, before a server is asked, where one of these may not take this step."""
         for index in indices:
-            self.orders[index].take(step)
+            self.orders[index].advance(step)
 
     def _new_order(self, index: int) -> SyncOrder:
         return SyncOrder(self.replicas[index].url, serving=False)

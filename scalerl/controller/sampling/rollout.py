@@ -139,8 +139,8 @@ class HybridRollout:
             self.config.data.max_response_length, temperature=0.0, ignore_eos=self.rollout.ignore_eos
         )
         finished = self.finish(self._begin("train", groups, 1, sampling, keep=False))
-        found = finished.samples.samples
-        scores = dict(zip(found["uid"].tolist(), found["score"].tolist(), strict=True))
+        greedy = finished.samples.samples
+        scores = dict(zip(greedy["uid"].tolist(), greedy["score"].tolist(), strict=True))
         return np.array([scores[uid] for uid in samples.samples["uid"].tolist()]), finished.metrics
 
     def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
@@ -309,14 +309,14 @@ class HybridRollout:
         """Servers restarted, the judge's apart, and samples asked again, since the last call."""
         before, self.num_restarts = self.num_restarts, self.servers.num_restarts
         resubmitted, self.num_resubmitted = self.num_resubmitted, 0
-        found = {
+        metrics = {
             "rollout/num_restarts": Metric(float(self.num_restarts - before), "sum"),
             "rollout/num_resubmitted": Metric(float(resubmitted), "sum"),
         }
         if self.judge is not None:
             before, self.num_judge_restarts = self.num_judge_restarts, self.judge.num_restarts
-            found["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
-        return found
+            metrics["reward/num_judge_restarts"] = Metric(float(self.num_judge_restarts - before), "sum")
+        return metrics
 
     def leave(self) -> None:
         """What still generates ends; the rollout workers' processes wait for another run."""

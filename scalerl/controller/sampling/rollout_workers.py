@@ -59,10 +59,10 @@ class RolloutWorkers:
 
     def dealt(self, groups: Sequence[SampleGroup]) -> dict[int, list[SampleGroup]]:
         """Worker -> its groups, in order; workers without any are left out, but for the first if there is no group."""
-        found: dict[int, list[SampleGroup]] = {}
+        groups_of: dict[int, list[SampleGroup]] = {}
         for group in groups:
-            found.setdefault(self.owner(group), []).append(group)
-        return dict(sorted(found.items())) or {0: []}
+            groups_of.setdefault(self.owner(group), []).append(group)
+        return dict(sorted(groups_of.items())) or {0: []}
 
     # --- servers ---
 
@@ -98,10 +98,10 @@ class RolloutWorkers:
             self.ask(worker, "in_service", mine)
 
     def _by_owner(self, indices: Sequence[int] | Mapping[int, Any]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        indices_of: dict[int, list[int]] = {}
         for index in indices:
-            found.setdefault(self.owner_of_server[index], []).append(index)
-        return found
+            indices_of.setdefault(self.owner_of_server[index], []).append(index)
+        return indices_of
 
     # --- what they hold ---
 
@@ -135,7 +135,7 @@ class RolloutWorkers:
 
     def shards(self, pieces: Sequence[Piece]) -> list[ray.ObjectRef]:
         """References to the token columns of each piece. One call to a worker makes SHARDS_PER_CALL of them."""
-        found: dict[int, ray.ObjectRef] = {}
+        tokens: dict[int, ray.ObjectRef] = {}
         for worker, of_worker in sorted(_by_worker(pieces).items()):
             handle = self.handles[worker]
             for start in range(0, len(of_worker), SHARDS_PER_CALL):
@@ -145,8 +145,8 @@ class RolloutWorkers:
                     refs = [handle.shard.remote(*cuts[0])]
                 else:
                     refs = handle.shards.options(num_returns=len(cuts)).remote(cuts)
-                found |= zip(places, refs, strict=True)
-        return [found[at] for at in range(len(pieces))]
+                tokens |= zip(places, refs, strict=True)
+        return [tokens[at] for at in range(len(pieces))]
 
     def drop(self, samples: BatchRef) -> None:
         for worker, batch_id in samples.held.batches:
@@ -156,11 +156,11 @@ class RolloutWorkers:
         self, samples: BatchRef, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """As `RolloutWorker.texts`, of these rows."""
-        found: dict[int, tuple[str, str, str]] = {}
+        text_of: dict[int, tuple[str, str, str]] = {}
         for piece in samples.held.pieces(rows):
             texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows, dataset, with_special_tokens)
-            found |= dict(zip(piece.places, texts, strict=True))
-        return [found[place] for place in range(len(found))]
+            text_of |= dict(zip(piece.places, texts, strict=True))
+        return [text_of[place] for place in range(len(text_of))]
 
     # --- calls ---
 
@@ -177,10 +177,10 @@ class RolloutWorkers:
 
 def _by_worker(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     """Worker -> which of the pieces it holds."""
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for at, piece in enumerate(pieces):
-        found.setdefault(piece.worker, []).append(at)
-    return found
+        places.setdefault(piece.worker, []).append(at)
+    return places
 
 
 def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:

@@ -33,12 +33,13 @@ def compare_log_probs(
         return metrics, DataProto()
     # Only the mean over ranks needs the device; sums in the CPU's order are the same in every run.
     place = device if config.rollout_is_batch_normalize else "cpu"
-    found = correct(
+    corrected = correct(
         rollout_T.to(place), old_T.to(place), mask.values.to(place), mask.cu_seqlens.to(place), config, group=group
     )
-    made = {"rollout_is_weights": found.weights_T, "loss_mask": found.mask_T}
+    made = {"rollout_is_weights": corrected.weights_T, "loss_mask": corrected.mask_T}
     tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in made.items()}
-    return metrics | found.metrics, DataProto(tokens, {"num_loss_tokens": found.num_loss_tokens_S.cpu().numpy()})
+    samples = {"num_loss_tokens": corrected.num_loss_tokens_S.cpu().numpy()}
+    return metrics | corrected.metrics, DataProto(tokens, samples)
 
 
 def worst_tokens(shard: DataProto) -> dict[str, np.ndarray]:

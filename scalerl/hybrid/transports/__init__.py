@@ -17,7 +17,9 @@ class Transport(Protocol):
     has_session: bool
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
-        """Collective over the trainer's world. -> bytes and buckets of one copy of the model.
+        """Collective over the trainer's world. -> bytes that this rank has of one copy of the model, and its buckets.
+
+        A rank on which no server depends has none of them, or those that it writes.
 
         A server that fails is noted in `delivery`; the others get everything.
         """

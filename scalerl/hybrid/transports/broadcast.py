@@ -32,7 +32,7 @@ _counter = itertools.count()
 class BroadcastTransport:
     """Each server has a group of its own with the rank that leads it, so that a lost one takes no other with it.
 
-    Every rank has every bucket; the leads, far apart in the world, send at the same time.
+    The leads, far apart in the world, have every bucket and send at the same time; the other ranks have none.
     """
 
     has_session = True
@@ -49,7 +49,8 @@ class BroadcastTransport:
             if feed.index not in self.groups and feed.index not in delivery.failed:
                 self._join(delivery, feed)
         with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
-            for named in self.export(delivery.bucket_bytes):
+            leads = {feed.lead for feed in delivery.feeds}
+            for named in self.export(delivery.bucket_bytes, lambda number: leads):
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(x.nbytes for _, x in named), num_buckets + 1
                 if delivery.led:

@@ -62,8 +62,9 @@ class DiskTransport:
         target = self._begin(delivery.policy_version, num_bytes)
         partial = target.with_name(target.name + PARTIAL)
         error = None
-        for number, named in enumerate(self.export(delivery.bucket_bytes)):
-            if number % dist.get_world_size() == dist.get_rank() and error is None:
+        world_size, hashing = dist.get_world_size(), {feed.lead for feed in delivery.feeds if delivery.verify}
+        for number, named in enumerate(self.export(delivery.bucket_bytes, lambda at: hashing | {at % world_size})):
+            if number % world_size == delivery.rank and error is None:
                 # The other ranks wait for this one in the next bucket's collectives.
                 error = self._failure(num_bytes, lambda at=number, x=named: _write(partial, specs, at, x))
             delivery.hash(named)

@@ -1,4 +1,4 @@
-"""Weights through the memory of each device: every rank has every bucket, engine ranks read that of their device."""
+"""Weights through the memory of each device: engine ranks read the buckets of the trainer rank on their device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class GatheredTransport:
     def send(self, delivery: Delivery) -> tuple[int, int]:
         num_bytes = num_buckets = 0
         mine = [feed for feed in delivery.feeds if delivery.rank in feed.ranks]
-        for named in self.export(delivery.bucket_bytes):
+        feeding = {rank for feed in delivery.feeds for rank in feed.ranks}
+        for named in self.export(delivery.bucket_bytes, lambda number: feeding):
             bucket = Bucket(named)
             num_bytes, num_buckets = num_bytes + bucket.num_bytes, num_buckets + 1
             for feed in mine:

@@ -60,12 +60,16 @@ def model_path(tmp_path: Path) -> Path:
 
 def transport_to(directory: Path, model_path: Path, buckets: list = BUCKETS) -> DiskTransport:
     layout = [[(name, x.shape, x.dtype) for name, x in bucket] for bucket in buckets]
-    return DiskTransport(lambda size: iter(buckets), lambda size: layout, directory=directory, model_path=model_path)
+    return DiskTransport(
+        lambda size, needed: iter(buckets), lambda size: layout, directory=directory, model_path=model_path
+    )
 
 
 def deliver(transport: DiskTransport, policy_version: int, client: Any) -> tuple[int, int]:
     feed = Feed(0, Replica("server", "sglang", 1, "key"), (0,))
-    delivery = Delivery([feed], {"server": client}, {}, rank=0, policy_version=policy_version, bucket_bytes=1)
+    delivery = Delivery(
+        [feed], {"server": client}, {}, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True
+    )
     delivery.tell(feed, "begin", lambda client: None)
     return transport.send(delivery)
 

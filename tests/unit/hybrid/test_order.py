@@ -15,7 +15,7 @@ WHOLE = [
 def after(steps: list[str], **options: bool) -> SyncOrder:
     order = SyncOrder("server", **options)
     for step in steps:
-        order.take(step)
+        order.advance(step)
     return order
 
 
@@ -42,7 +42,7 @@ def test_after_every_step_all_but_the_allowed_are_refused_and_change_nothing(len
     assert WHOLE[length] in allowed
     for step in set(WHOLE) - set(allowed):
         with pytest.raises(WrongOrderError) as caught:
-            order.take(step)
+            order.advance(step)
         assert f"server: {step} is out of order. State: {state}. Allowed now: {', '.join(allowed)}" in str(caught.value)
         assert (order.state, order.allowed) == (state, allowed)
 
@@ -74,7 +74,7 @@ def test_after_every_step_all_but_the_allowed_are_refused_and_change_nothing(len
 )
 def test_what_each_rule_is_for(before: list[str], wrong: str) -> None:
     with pytest.raises(WrongOrderError):
-        after(before).take(wrong)
+        after(before).advance(wrong)
 
 
 def test_whatever_is_allowed_nothing_samples_undefined_weights() -> None:

@@ -8,50 +8,50 @@ from scalerl.rollout.server_choice import Router, max_in_flight
 
 def test_the_server_that_owes_the_fewest_tokens_is_next_and_ties_go_to_the_lowest_index() -> None:
     router = Router([10, 10, 10])
-    assert [router.take(prompt, 2, 20) for prompt in "abc"] == [0, 1, 2]
+    assert [router.assign(prompt, 2, 20) for prompt in "abc"] == [0, 1, 2]
     router.give_back(1, 2, 20)
-    assert router.take("d", 1, 50) == 1  # [20, 0, 20]
-    assert router.take("e", 1, 5) == 0  # [20, 50, 20]
-    assert router.take("f", 1, 5) == 2  # [25, 50, 20]
+    assert router.assign("d", 1, 50) == 1  # [20, 0, 20]
+    assert router.assign("e", 1, 5) == 0  # [20, 50, 20]
+    assert router.assign("f", 1, 5) == 2  # [25, 50, 20]
     assert router.loads() == [(25, 3), (50, 1), (25, 3)]
 
 
 def test_fewer_samples_win_where_tokens_tie() -> None:
     router = Router([10, 10])
-    router.take("a", 4, 40)
-    router.take("b", 2, 40)
-    assert router.take("c", 1, 1) == 1
+    router.assign("a", 4, 40)
+    router.assign("b", 2, 40)
+    assert router.assign("c", 1, 1) == 1
 
 
 def test_a_prompt_goes_where_it_went_before_while_there_is_room() -> None:
     router = Router([4, 4])
-    assert router.take("a", 2, 100) == 0
-    assert router.take("b", 1, 1) == 1
-    assert router.take("a", 2, 100) == 0  # server 1 owes less, but has not the prompt
-    assert router.take("a", 2, 100) == 1  # no room at home: this is the new one
+    assert router.assign("a", 2, 100) == 0
+    assert router.assign("b", 1, 1) == 1
+    assert router.assign("a", 2, 100) == 0  # server 1 owes less, but has not the prompt
+    assert router.assign("a", 2, 100) == 1  # no room at home: this is the new one
     router.give_back(0, 2, 100)
     router.give_back(0, 2, 100)
-    assert router.take("a", 1, 1) == 1
+    assert router.assign("a", 1, 1) == 1
 
 
 def test_no_server_takes_more_than_it_runs_at_a_time() -> None:
     router = Router([3, 3])
-    assert [router.take(i, 2, 2) for i in range(3)] == [0, 1, None]
+    assert [router.assign(i, 2, 2) for i in range(3)] == [0, 1, None]
     router.give_back(1, 2, 2)
-    assert router.take("large", 9, 9) == 1  # alone
-    assert router.take("small", 1, 1) == 0
-    assert router.take("small 2", 1, 1) is None
+    assert router.assign("large", 9, 9) == 1  # alone
+    assert router.assign("small", 1, 1) == 0
+    assert router.assign("small 2", 1, 1) is None
 
 
 def test_a_lost_server_takes_nothing() -> None:
     router = Router([9, 9])
-    assert router.take("a", 1, 5) == 0
+    assert router.assign("a", 1, 5) == 0
     router.lose(0)
-    assert [router.take("a", 1, 5), router.take("b", 1, 5)] == [1, 1]
+    assert [router.assign("a", 1, 5), router.assign("b", 1, 5)] == [1, 1]
     router.lose(1)
-    assert router.take("a", 1, 5) is None
+    assert router.assign("a", 1, 5) is None
     router.find(0)
-    assert router.take("a", 1, 5) == 0
+    assert router.assign("a", 1, 5) == 0
 
 
 @given(
@@ -65,7 +65,7 @@ def test_loads_are_what_was_taken_and_not_given_back(
     for prompt, num_samples, num_tokens, back in steps:
         if back and held:
             router.give_back(*held.pop(0))
-        server = router.take(prompt, num_samples, num_tokens)
+        server = router.assign(prompt, num_samples, num_tokens)
         if server is None:
             assert all(sum(h[1] for h in held if h[0] == i) + num_samples > limits[i] for i in range(len(limits)))
         else:

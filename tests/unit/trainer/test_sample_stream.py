@@ -113,7 +113,7 @@ def test_conservation_and_the_bound_over_crashes(mode: str, seed: int) -> None:
     saved = None
     step, crashes = 1, 0
     while step <= TOTAL:
-        samples, metrics = stream.take(step)
+        samples, metrics = stream.next_batch(step)
         columns = samples.samples
         uids = list(dict.fromkeys(columns["uid"].tolist()))
         assert len(uids) == cfg.data.train_batch_size and len(columns["uid"]) == N * len(uids)
@@ -149,10 +149,10 @@ def test_conservation_and_the_bound_over_crashes(mode: str, seed: int) -> None:
 def test_ahead_means_that_the_next_steps_are_asked_for_before_this_one_is_there() -> None:
     servers = Servers(random.Random(0))
     stream = stream_of(config(staleness=2, hybrid=False), servers)
-    stream.take(1)
+    stream.next_batch(1)
     assert [{group.step for group in groups} for groups in servers.begun] == [{1}, {2}, {3}]
     stream.trained()
-    stream.take(2)
+    stream.next_batch(2)
     assert [{group.step for group in groups} for groups in servers.begun][3:] == [{4}]
 
 
@@ -160,12 +160,12 @@ def test_what_is_in_flight_is_asked_for_again_after_a_resume() -> None:
     cfg = config(staleness=1, hybrid=False)
     servers = Servers(random.Random(0))
     stream = stream_of(cfg, servers)
-    stream.take(1)
+    stream.next_batch(1)
     stream.trained()
     resumed = stream_of(cfg, Servers(random.Random(1), version=1))
     resumed.prompts.load_state_dict(stream.prompts.state_dict())
     resumed.load_state_dict(stream.state_dict())
-    resumed.take(2)
+    resumed.next_batch(2)
     # The same prompts with the same seeds.
     assert resumed.rollout.begun[0] == servers.begun[1]
     assert resumed.ledger.submitted == 3 * 4
@@ -175,7 +175,7 @@ def test_a_batch_is_refilled_by_about_as_many_as_it_takes() -> None:
     servers = Servers(random.Random(3), share_alike=0.5)
     stream = stream_of(config(filter=True), servers)
     for step in range(1, TOTAL + 1):
-        stream.take(step)
+        stream.next_batch(step)
         stream.trained()
     sizes = [len(groups) for groups in servers.begun]
     assert max(sizes) == 4 and min(sizes) < 4
@@ -189,7 +189,7 @@ def test_prompts_that_teach_nothing_end_the_run_with_the_keys_to_change() -> Non
     cfg.algorithm.filter_groups.max_num_gen_batches = 3
     stream = stream_of(cfg, Servers(random.Random(0), share_alike=1.1))
     with pytest.raises(NoContrastError, match=r"after 3 rounds .*max_num_gen_batches.* no group .* differ in score"):
-        stream.take(1)
+        stream.next_batch(1)
 
 
 def test_few_groups_that_differ_are_filled_up_and_the_run_goes_on() -> None:
@@ -198,7 +198,7 @@ def test_few_groups_that_differ_are_filled_up_and_the_run_goes_on() -> None:
     stream = stream_of(cfg, Servers(random.Random(1), share_alike=0.6))
     num_filled = 0
     for step in range(1, TOTAL + 1):
-        samples, metrics = stream.take(step)
+        samples, metrics = stream.next_batch(step)
         uids = list(dict.fromkeys(samples.samples["uid"].tolist()))
         differ = kept_uids(samples.samples, stream.keep)
         assert len(uids) == 4 and metrics["training/filled_groups"].value == 4 - len(differ)
