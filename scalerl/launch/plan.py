@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import scalerl
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
-from scalerl.launch.script import LAUNCHER, Script
-from scalerl.launch.slurm import Partition, missing_commands, partitions, seconds_of
+from scalerl.launch.script import SCRIPTS, Script
+from scalerl.launch.slurm import Partition, has_pyxis, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
 
 PREFIX = "slurm."
@@ -78,21 +77,19 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
         known = errors.attempt(partitions)
-        errors.violations.extend(partition_violations(slurm, num_nodes, known or []))
-    home = errors.attempt(repository)
+        errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known or []))
+        errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
     errors.raise_if_any()
-    assert home is not None
-    return plan_of(slurm, cfg, ["scalerl", command, *overrides], home)
+    return plan_of(slurm, cfg, ["scalerl", command, *overrides])
 
 
-def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[str], home: Path) -> Plan:
+def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[str]) -> Plan:
     """Of a configuration that has been checked."""
     num_nodes, gpus_per_node = nodes_to_ask_for(slurm, cfg), devices_to_ask_for(slurm, cfg)
     run_dir = Path(cfg.trainer.default_local_dir).expanduser().absolute()
     script = Script(
         options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
-        variables=_variables(slurm, run_dir),
-        home=home,
+        variables=_variables(slurm, run_dir, num_nodes),
         command=command,
     )
     return Plan(run_dir, script, num_nodes, gpus_per_node, needed_paths(cfg))
@@ -208,7 +205,11 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
         yield f"slurm.partition = {partition.name}: it is not up (scontrol show partition {partition.name})"
     most = min(partition.total_nodes, partition.max_nodes or partition.total_nodes)
     if num_nodes > most:
-        yield f"slurm.nodes = {num_nodes}: a job of partition {partition.name} has {most} at most; make the run smaller"
+        spare = f" ({slurm.spare_nodes} of them spare)" if slurm.spare_nodes else ""
+        yield (
+            f"slurm.nodes = {num_nodes}{spare}: a job of partition {partition.name} has {most} at most; make the run "
+            "smaller"
+        )
     if time_s is not None and partition.max_time_s is not None and time_s > partition.max_time_s:
         yield (
             f"slurm.time = {slurm.time}: partition {partition.name} allows {partition.max_time_s // 60} minutes; ask "
@@ -216,17 +217,24 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
         )
 
 
-def repository() -> Path:
-    """Where launchers/ is. Raises UserError where scalerl was installed without it."""
-    home = Path(scalerl.__file__).resolve().parents[1]
-    if not (home / LAUNCHER).is_file():
-        raise UserError(f"{home / LAUNCHER}: not found; launch with a scalerl that was installed from its repository")
-    return home
+def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
+    if slurm.container == "none":
+        for name in ("image", "mounts"):
+            if getattr(slurm, name):
+                value = getattr(slurm, name)
+                yield f"slurm.{name} = {value}: without a container; set slurm.container=pyxis or apptainer"
+        return
+    if slurm.image is None:
+        yield f"slurm.image = null: slurm.container={slurm.container} needs one"
+    elif slurm.image.startswith(os.sep) and not os.path.exists(slurm.image):
+        yield f"slurm.image = {slurm.image}: no such file"
+    if slurm.container == "pyxis" and not has_pyxis:
+        yield "slurm.container = pyxis: srun has no --container-image here: no pyxis; set apptainer or none"
 
 
 def needed_paths(cfg: PPOConfig | SFTConfig) -> list[str]:
     """Absolute paths that the configuration names and that are there: what every node must see, too."""
-    found = {Path(sys.prefix), Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
+    found = {Path(sys.prefix), SCRIPTS, Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
     for text in _texts(dataclasses.asdict(cfg)):
         if os.sep in text and "\n" not in text:
             path = Path(text).expanduser().absolute()
@@ -250,7 +258,7 @@ def _options(
         "job-name": cfg.trainer.experiment_name,
         "chdir": str(Path.cwd()),
         "output": str(run_dir / LOGS / OUTPUT),
-        "nodes": str(num_nodes),
+        "nodes": str(num_nodes + slurm.spare_nodes),
         "signal": f"B:USR1@{slurm.notice_s}",
     }
     for name in ("time", "partition", "account", "qos"):
@@ -263,14 +271,31 @@ def _options(
     return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
 
 
-def _variables(slurm: SlurmConfig, run_dir: Path) -> dict[str, str]:
+def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int) -> dict[str, str]:
     variables = {
-        "SCALERL_VENV": sys.prefix,
+        "SCALERL_VENV": slurm.venv or sys.prefix,
         "SCALERL_LOG_DIR": str(run_dir / LOGS),
         "SCALERL_NEEDS": str(run_dir / LAUNCH / NEEDS),
         "SCALERL_MAX_RESTARTS": str(slurm.max_restarts),
         "SCALERL_MAX_FAILURES": str(slurm.max_failures),
     }
+    if slurm.container != "none":
+        assert slurm.image is not None, "checked"
+        # Mounted as they are: the scripts, what the run writes, and the folder that paths are relative to.
+        own = [str(SCRIPTS), str(run_dir), str(Path.cwd())]
+        variables |= {
+            "SCALERL_CONTAINER": slurm.container,
+            "SCALERL_IMAGE": slurm.image,
+            "SCALERL_MOUNTS": ",".join(dict.fromkeys([*own, *slurm.mounts])),
+        }
+    if slurm.spare_nodes:
+        variables["SCALERL_NUM_NODES"] = str(num_nodes)
+    if not slurm.preflight:
+        variables["SCALERL_PREFLIGHT"] = "0"
+    # The launcher has the same defaults.
+    for name in ("min_disk_gib", "min_shm_gib", "min_bandwidth_gbit"):
+        if (value := getattr(slurm, name)) != getattr(SlurmConfig, name):
+            variables[f"SCALERL_{name.upper()}"] = f"{value:g}"
     if slurm.interface is not None:
         variables["SCALERL_INTERFACE"] = slurm.interface
     return variables | {name: str(value) for name, value in slurm.env.items()}

@@ -1,4 +1,4 @@
-"""The sbatch file of a run: options and variables; what it does is launchers/slurm/ray.sbatch, which it calls."""
+"""The sbatch file of a run: options and variables; what it does is scripts/ray.sbatch, which it calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LAUNCHER = Path("launchers/slurm/ray.sbatch")
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+LAUNCHER = "ray.sbatch"
 HEAD = """\
 #!/bin/bash
 # Written by `scalerl launch slurm`. It may be edited, and submitted by hand: sbatch THIS_FILE
@@ -18,25 +19,24 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Script:
-    """options: of sbatch by name, without dashes; None for one without a value.  home: the repository."""
+    """options: of sbatch by name, without dashes; None for one without a value."""
 
     options: Mapping[str, str | None]
     variables: Mapping[str, str]
-    home: Path
     command: Sequence[str]
 
     def text(self) -> str:
-        options = {**launcher_options(self.home), **self.options}
+        options = {**launcher_options(), **self.options}
         lines = [HEAD.rstrip(), *(_directive(name, value) for name, value in options.items()), ""]
-        variables = {"SCALERL_HOME": str(self.home), **self.variables}
+        variables = {"SCALERL_LAUNCHER": str(SCRIPTS), **self.variables}
         lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        program = f'exec bash "$SCALERL_HOME/{LAUNCHER}" {shlex.join(self.command[:2])}'
+        program = f'exec bash "$SCALERL_LAUNCHER/{LAUNCHER}" {shlex.join(self.command[:2])}'
         return "\n".join([*lines, "", " \\\n  ".join([program, *map(shlex.quote, self.command[2:])]), ""])
 
 
-def launcher_options(home: Path) -> dict[str, str | None]:
+def launcher_options() -> dict[str, str | None]:
     """What ray.sbatch asks for by itself."""
-    text = (home / LAUNCHER).read_text(encoding="utf-8")
+    text = (SCRIPTS / LAUNCHER).read_text(encoding="utf-8")
     found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
     return {name: value or None for name, value in found}
 

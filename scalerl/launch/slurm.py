@@ -13,6 +13,7 @@ from scalerl.errors import RunError, UserError
 
 COMMANDS = ("sbatch", "scontrol", "scancel", "srun")
 TIMEOUT_S = 60.0
+UNREACHABLE = ("Unable to contact", "Socket timed out", "Connection refused")
 UNLIMITED = ("UNLIMITED", "NONE", "INFINITE")
 
 
@@ -54,6 +55,11 @@ def missing_commands() -> list[str]:
     return [name for name in COMMANDS if shutil.which(name) is None]
 
 
+def has_pyxis() -> bool:
+    """Whether the site's srun takes container images."""
+    return "--container-image" in _run("srun", "--help")
+
+
 def partitions() -> list[Partition]:
     return [_partition(_fields(line)) for line in _run("scontrol", "-o", "show", "partition").splitlines() if line]
 
@@ -71,13 +77,21 @@ def _partition(fields: dict[str, str]) -> Partition:
 
 
 def test_only(script: Path) -> str:
-    """When and where Slurm would start it. Raises SlurmError with why it never would."""
-    return _run("sbatch", "--test-only", str(script)).strip().removeprefix("sbatch: ")
+    """When and where Slurm would start it. Raises UserError with why it never would."""
+    return _sbatch("--test-only", script).strip().removeprefix("sbatch: ")
 
 
 def submit(script: Path) -> str:
-    """The job's number."""
-    return _run("sbatch", "--parsable", str(script)).split(";")[0].strip()
+    """The job's number. Raises UserError with why Slurm refuses it."""
+    return _sbatch("--parsable", script).split(";")[0].strip()
+
+
+def _sbatch(option: str, script: Path) -> str:
+    done = _call("sbatch", option, str(script))
+    # Neither the file nor the options are to blame for a controller that is away.
+    if done.returncode and not any(words in done.stderr for words in UNREACHABLE):
+        raise UserError(f"{script}: Slurm refuses it: {(done.stderr or done.stdout).strip()}")
+    return _checked(done)
 
 
 def job(job_id: str) -> Job | None:

@@ -48,3 +48,9 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert launch("cancel", str(run_dir)).stdout == f"job {job_id}: cancelled\n"
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
     assert f"job {job_id}: CANCELLED" in launch("status", str(run_dir)).stdout
+
+
+def test_what_slurm_itself_refuses_is_the_users_to_mend(launch: Launch, small: Inputs, tmp_path: Path) -> None:
+    refused = launch("slurm", *overrides(small, tmp_path / "run", 1, 1), "slurm.options={nodelist:n9}", "--dry-run")
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "job.sbatch: Slurm refuses it: " in refused.stderr and "n9" not in refused.stdout

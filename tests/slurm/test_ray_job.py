@@ -42,7 +42,10 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
     assert report["cpus"] == 8
 
     attempt = tmp_path / f"logs/{job_id}/attempt_0"
-    assert sorted(path.name for path in attempt.iterdir()) == [f"node-n{i}.log" for i in range(1, 5)]
+    assert sorted(path.name for path in attempt.iterdir()) == [*(f"node-n{i}.log" for i in range(1, 5)), "preflight"]
+    probed = json.loads((attempt / "preflight/report.json").read_text())
+    assert [node["host"] for node in probed] == slurm.hosts
+    assert all(probe["ok"] for node in probed for probe in node["probes"])
     assert os.readlink(tmp_path / f"logs/{job_id}/latest") == "attempt_0"
     assert_nothing_left(slurm)
 
@@ -195,8 +198,9 @@ def test_restarts_have_an_end(
 def test_readiness_names_missing_hosts_and_devices(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
-    waiter = str(REPO / "launchers/slurm/wait_for_ray.py")
-    command = f'exec python "{waiter}" --address "$RAY_ADDRESS" --hosts n1,n9 --gpus 8 --timeout-s 1'
+    command = (
+        'exec python -m scalerl.cluster.wait_for_ray --address "$RAY_ADDRESS" --hosts n1,n9 --gpus 8 --timeout-s 1'
+    )
     job_id = submit(1, "bash", "-c", command, options=("--gpus-per-node=2",))
     job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
@@ -218,13 +222,50 @@ def test_node_that_cannot_start_ends_the_job_with_its_log(
     assert_nothing_left(slurm)
 
 
+@pytest.mark.full
+def test_every_step_is_in_the_container(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An apptainer that says with what it was called, and runs it outside of any container."""
+    stand_in = tmp_path / "bin/apptainer"
+    stand_in.parent.mkdir()
+    says = f'echo "$@" >>"{tmp_path}/calls.$(hostname)"'
+    skips = "while [[ $1 != */a.sif ]]; do shift; done"
+    stand_in.write_text(f'#!/bin/bash\n{says}\n{skips}\nexec "${{@:2}}"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SCALERL_CONTAINER", "apptainer")
+    monkeypatch.setenv("SCALERL_IMAGE", "/images/a.sif")
+    monkeypatch.setenv("SCALERL_MOUNTS", "/data,/fast:/cache")
+    job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
+    job = slurm.wait(job_id)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
+    start = f"exec --nv --bind /data,/fast:/cache --pwd {tmp_path} /images/a.sif bash "
+    modes = {}
+    for host in ("n1", "n2"):
+        calls = (tmp_path / f"calls.{host}").read_text().splitlines()
+        assert all(call.startswith(start) for call in calls)
+        modes[host] = sorted(call.split("ray_node.sh ")[1].split()[0] for call in calls)
+    assert modes == {
+        "n1": ["clean", "head", "preflight", "python", "python", "run"],
+        "n2": ["clean", "preflight", "worker"],
+    } or modes == {"n1": ["head", "preflight", "python", "python", "run"], "n2": ["preflight", "worker"]}
+    assert_nothing_left(slurm)
+
+
 def test_usage_errors_hold_no_ray(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_command = submit(1)
     monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "nothing here"))
     no_venv = submit(1, "true")
-    for job_id, message in ((no_command, "no command given"), (no_venv, "nothing here/bin/ray: run 'make setup'")):
+    monkeypatch.setenv("SCALERL_CONTAINER", "pyxis")
+    no_pyxis = submit(1, "true")
+    for job_id, message in (
+        (no_command, "no command given"),
+        (no_venv, "nothing here/bin/ray: run 'make setup'"),
+        (no_pyxis, "srun has no --container-image here"),
+    ):
         job = slurm.wait(job_id)
         out = (tmp_path / f"out-{job_id}.txt").read_text()
         assert (job["ExitCode"], job["Restarts"]) == ("64:0", "0"), out

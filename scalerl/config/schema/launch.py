@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.config.schema.fields import key
-from scalerl.config.value_checks import TEXT, at_least, one_of, or_null
+from scalerl.config.value_checks import TEXT, TEXTS, at_least, one_of, or_null
 
 
 @dataclass
@@ -23,12 +23,29 @@ class SlurmConfig:
     qos: str | None = key(None, or_null(TEXT))
     # Devices to ask for on each node. null: trainer.n_gpus_per_node; none with trainer.device=cpu.
     gpus_per_node: int | None = key(None, or_null(at_least(0)))
+    # Nodes beyond those of the run: as many as that may be found sick before Ray starts, and are left out.
+    spare_nodes: int = key(0, at_least(0))
+    # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
+    preflight: bool = True
+    # Free space below which a node counts as sick: of the directory for temporary files, and of /dev/shm.
+    min_disk_gib: float = key(5.0, at_least(0))
+    min_shm_gib: float = key(1.0, at_least(0))
+    # Gbit/s of an all-reduce with a neighbour below which a node counts as sick; 0: not measured.
+    min_bandwidth_gbit: float = key(0.0, at_least(0))
     # How they are asked for: gpus-per-node | gres (--gres=gpu:N) | none (a site that hands out whole nodes uncounted).
     gpu_option: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
     # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}.
     options: dict[str, Any] = field(default_factory=dict)
     # Environment variables of every process: {NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}.
     env: dict[str, Any] = field(default_factory=dict)
+    # Where the run's programs are: none (the virtual environment alone) | pyxis (srun --container-image) | apptainer.
+    container: str = key("none", one_of("none", "pyxis", "apptainer"))
+    # Of pyxis a name in a registry or a .sqsh file, of apptainer a .sif file.
+    image: str | None = key(None, or_null(TEXT))
+    # Directories that the container sees beside those of the run: /data, or /data:/inside.
+    mounts: list[str] = key([], TEXTS)
+    # Virtual environment of all nodes, in the container if there is one. null: the one that launches.
+    venv: str | None = key(None, or_null(TEXT))
     # Network interface (ib0) for Ray, NCCL and gloo. null: the one of the node's name.
     interface: str | None = key(None, or_null(TEXT))
     # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in.

@@ -13,16 +13,17 @@ from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.launch.plan import (
     Pool,
+    container_violations,
     devices_to_ask_for,
     make_plan,
     needed_paths,
     partition_violations,
     plan_of,
     pools_of,
-    repository,
     size_violations,
 )
 from scalerl.launch.record import RECORD, Record, read_record
+from scalerl.launch.script import SCRIPTS
 from scalerl.launch.slurm import Partition, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,6 +39,17 @@ SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nod
         ("gpu", ["trainer.nnodes=4", *EIGHT, "trainer.experiment_name=seven", "trainer.default_local_dir=/runs/seven"],
          ["slurm.time=1-00:00:00", "slurm.partition=h100", "slurm.account=us", "slurm.options={constraint:ib}",
           "slurm.env={NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}", "slurm.interface=ib0", "slurm.notice_s=900"]),
+        ("spare", ["trainer.nnodes=4", *EIGHT, "trainer.default_local_dir=/runs/eight"],
+         ["slurm.spare_nodes=1", "slurm.min_shm_gib=64", "slurm.min_bandwidth_gbit=100", "slurm.qos=long",
+          "slurm.account=us", "slurm.gpu_option=gres", "slurm.options={dependency:singleton}",
+          "slurm.max_restarts=50"]),
+        ("pyxis", ["trainer.nnodes=2", *EIGHT, "trainer.default_local_dir=/runs/ten"],
+         ["slurm.container=pyxis", "slurm.image='registry/team#scalerl:1'", "slurm.mounts=[/data,/fast:/cache]",
+          "slurm.venv=/opt/venv"]),
+        ("apptainer", ["trainer.nnodes=2", *EIGHT, "trainer.default_local_dir=/runs/ten"],
+         ["slurm.container=apptainer", "slurm.image=/images/scalerl.sif"]),
+        ("no_gres", ["trainer.nnodes=2", *EIGHT, "trainer.default_local_dir=/runs/nine"],
+         ["slurm.gpu_option=none", "slurm.preflight=false", "slurm.options={dependency:'afterany:41:42'}"]),
         ("cpu", ["+recipe=[grpo,cpu]", "trainer.nnodes=2", "trainer.default_local_dir='/my runs/a'"], []),
     ],
 )  # fmt: skip
@@ -46,9 +58,9 @@ def test_the_script_is_the_golden_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cfg = compose("ppo", [*RUN, *overrides], rules=False)
-    plan = plan_of(compose("launch", slurm).slurm, cfg, ["scalerl", "train", *RUN, *overrides], repository())
+    plan = plan_of(compose("launch", slurm).slurm, cfg, ["scalerl", "train", *RUN, *overrides])
     text = plan.script.text()
-    places = {str(repository()): "/home/of/scalerl", sys.prefix: "/home/of/venv", str(tmp_path): "/submitted/from"}
+    places = {str(SCRIPTS): "/home/of/launcher", sys.prefix: "/home/of/venv", str(tmp_path): "/submitted/from"}
     # The longest first: an environment may lie in the repository.
     for path in sorted(places, key=len, reverse=True):
         text = text.replace(path, places[path])
@@ -87,6 +99,7 @@ def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus
     [
         (SlurmConfig(time="60"), 4, None),
         (SlurmConfig(), 5, "slurm.nodes = 5: a job of partition main has 4 at most"),
+        (SlurmConfig(spare_nodes=2), 6, "slurm.nodes = 6 (2 of them spare): a job of partition main has 4 at most"),
         (SlurmConfig(time="1:00:01"), 1, "slurm.time = 1:00:01: partition main allows 60 minutes"),
         (SlurmConfig(time="soon"), 1, "slurm.time = soon: no time limit"),
         (SlurmConfig(time="5:00"), 1, "slurm.notice_s = 300: not below slurm.time=5:00"),
@@ -97,6 +110,30 @@ def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus
 def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, found: str | None) -> None:
     violations = list(partition_violations(slurm, num_nodes, [MAIN, SMALL]))
     assert [text[: len(found or "")] for text in violations] == ([] if found is None else [found])
+
+
+@pytest.mark.parametrize(
+    ("slurm", "has_pyxis", "found"),
+    [
+        (SlurmConfig(), False, []),
+        (SlurmConfig(container="pyxis", image="a#b"), True, []),
+        (
+            SlurmConfig(container="pyxis", image="a#b"),
+            False,
+            ["slurm.container = pyxis: srun has no --container-image"],
+        ),
+        (SlurmConfig(container="apptainer"), False, ["slurm.image = null: slurm.container=apptainer needs one"]),
+        (SlurmConfig(container="apptainer", image="/no/a.sif"), False, ["slurm.image = /no/a.sif: no such file"]),
+        (
+            SlurmConfig(image="a.sif", mounts=["/x"]),
+            False,
+            ["slurm.image = a.sif: without", "slurm.mounts = ['/x']: wi"],
+        ),
+    ],
+)
+def test_what_a_container_needs(slurm: SlurmConfig, has_pyxis: bool, found: list[str]) -> None:
+    violations = list(container_violations(slurm, has_pyxis))
+    assert [text[: len(start)] for text, start in zip(violations, found, strict=True)] == found
 
 
 def test_devices_are_asked_for_where_there_are_any() -> None:
@@ -127,6 +164,8 @@ def test_what_is_no_time_limit(text: str) -> None:
         ("slurm.node=2", "did you mean slurm.nodes"),
         ("slurm.gpu_option=gpus", "slurm.gpu_option = gpus"),
         ("slurm.notice_s=0", "slurm.notice_s = 0"),
+        ("slurm.spare_nodes=-1", "slurm.spare_nodes = -1"),
+        ("slurm.min_shm_gib=-1", "slurm.min_shm_gib = -1"),
         ("slurm.max_restarts=-1", "slurm.max_restarts = -1"),
         ("slurm.max_failures=0", "slurm.max_failures = 0"),
         ("slurm.gpus_per_node=-1", "slurm.gpus_per_node = -1"),

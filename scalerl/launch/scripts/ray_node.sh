@@ -1,5 +1,5 @@
 #!/bin/bash
-# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | clean | ip HOST
+# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | preflight | python ... | clean | ip HOST
 set -uo pipefail
 
 fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
@@ -40,19 +40,8 @@ enter_venv() {
   export VIRTUAL_ENV=$SCALERL_VENV PATH=$SCALERL_VENV/bin:$PATH
 }
 
-# Paths that the run names, one a line: a node that does not see them would fail later, in a rank.
-check_needs() { # check_needs NODE
-  local path
-  [[ -n ${SCALERL_NEEDS:-} ]] || return 0
-  [[ -r $SCALERL_NEEDS ]] || fail "cannot read $SCALERL_NEEDS: the run's directory must be on a file system that all nodes share"
-  while IFS= read -r path; do
-    [[ -r $path ]] || fail "$path is not readable on $1, though it is where the job was submitted: put it on a file system that all nodes share, or mend the node's mounts"
-  done <"$SCALERL_NEEDS"
-}
-
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus code extra=()
-  check_needs "$name"
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
@@ -101,6 +90,19 @@ case $mode in
     trap '' USR1
     echo $$ >"$SCALERL_ATTEMPT_DIR/.command_pid"
     exec "$@"
+    ;;
+  preflight)
+    arguments=(--head "$SCALERL_PREFLIGHT_ADDRESS" --host "${SLURMD_NODENAME:-$(hostname -s)}" --gpus "$(gpus)")
+    [[ -z ${SCALERL_NEEDS:-} ]] || arguments+=(--needs "$SCALERL_NEEDS")
+    [[ -z ${SCALERL_MIN_DISK_GIB:-} ]] || arguments+=(--min-disk-gib "$SCALERL_MIN_DISK_GIB")
+    [[ -z ${SCALERL_MIN_SHM_GIB:-} ]] || arguments+=(--min-shm-gib "$SCALERL_MIN_SHM_GIB")
+    enter_venv
+    exec python -m scalerl.launch.preflight --directory "$SCALERL_ATTEMPT_DIR/preflight" \
+      --timeout-s "${SCALERL_PREFLIGHT_TIMEOUT_S:-120}" probe "${arguments[@]}"
+    ;;
+  python)
+    enter_venv
+    exec python "$@"
     ;;
   clean) clean ;;
   ip) node_ip "$1" ;;

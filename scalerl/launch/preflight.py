@@ -1,0 +1,352 @@
+"""Every node is looked at before Ray starts: those that are sick are left out, or the job goes on without them later.
+
+`python -m scalerl.launch.preflight collect` runs where the batch script does, `... probe` on each node, and connects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import secrets
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scalerl.errors import EXIT_FAILED
+from scalerl.launch.probes import Limits, Probe, all_probes, versions
+
+MAX_SKEW_S = 5.0
+CLOCK_QUESTIONS = 5
+# For a node to begin to connect again and again: the collector may start later.
+CONNECT_EVERY_S = 0.2
+CANARY, PORT, HOSTS, SICK, REPORT = "canary", "port", "hosts", "sick", "report.json"
+
+
+@dataclass
+class Node:
+    """What a node said of itself.  bandwidths: to each peer that it was measured with, in Gbit/s."""
+
+    host: str
+    probes: list[Probe]
+    versions: dict[str, str] = field(default_factory=dict)
+    bandwidths: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sick(self) -> list[Probe]:
+        return [probe for probe in self.probes if not probe.ok]
+
+
+# --- on a node ---
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    limits = Limits(arguments.gpus, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs)
+    with _connected(arguments.directory, arguments.head, arguments.timeout_s) as channel:
+        said = {"probes": [asdict(one) for one in all_probes(limits)], "versions": versions()}
+        channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **said})
+        while (question := channel.receive()) is not None:
+            if "end" in question:
+                break
+            channel.send({"time": time.time()} if "time" in question else _measure(question, arguments.timeout_s))
+    return 0
+
+
+def _digest(path: Path) -> str:
+    """Of what the head wrote there: a node that reads the same sees the same directory."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _measure(question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    from scalerl.launch.bandwidth import listen, measured
+
+    if "listen" in question:
+        return {"address": listen(question["listen"])}
+    try:
+        return {"gbit": measured(question["rank"], tuple(question["address"]), question["backend"], timeout_s)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+
+
+class Channel:
+    """Lines of JSON over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._file = connection.makefile("r", encoding="utf-8")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """None when the other side is gone."""
+        line = self._file.readline()
+        return json.loads(line) if line.endswith("\n") else None
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        self.send(question)
+        answer = self.receive()
+        if answer is None:
+            raise ConnectionError("the node went away")
+        return answer
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self.connection.close()
+
+
+def _connected(directory: Path, head: str, timeout_s: float) -> Channel:
+    port = int(head.rpartition(":")[2])
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((head.rpartition(":")[0], port), timeout=timeout_s)
+            return Channel(connection)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(CONNECT_EVERY_S)
+
+
+# --- beside the batch script ---
+
+
+class Collector:
+    """Waits for the nodes, asks each, and knows at its deadline which did not come."""
+
+    def __init__(self, directory: Path, address: str, hosts: Sequence[str], timeout_s: float) -> None:
+        self.directory, self.address, self.hosts = directory, address, list(hosts)
+        self.timeout_s = timeout_s
+        self.nodes: dict[str, Node] = {}
+        self.channels: dict[str, Channel] = {}
+        self._came = threading.Condition()
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CANARY).write_text(secrets.token_hex(32), encoding="utf-8")
+        self.listener = socket.create_server((address, 0), backlog=max(64, len(self.hosts)))
+        partial = directory / f"{PORT}.tmp"
+        partial.write_text(str(self.listener.getsockname()[1]), encoding="utf-8")
+        os.replace(partial, directory / PORT)
+
+    def collect(self) -> dict[str, Node]:
+        threading.Thread(target=self._accept, daemon=True).start()
+        deadline = time.monotonic() + self.timeout_s
+        with self._came:
+            while len(self.nodes) < len(self.hosts) and (left := deadline - time.monotonic()) > 0:
+                self._came.wait(left)
+            found = dict(self.nodes)
+        for host in self.hosts:
+            if host not in found:
+                meaning = f"it did not report: see {self.directory}/node-{host}.log"
+                found[host] = Node(host, [Probe("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
+        return {host: found[host] for host in self.hosts}
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.settimeout(self.timeout_s)
+        try:
+            channel = Channel(connection)
+            said = channel.receive()
+            if said is None or said.get("host") not in self.hosts:
+                return
+            node = Node(said["host"], [Probe(**one) for one in said["probes"]], said["versions"])
+            node.probes.append(self._canary(said["canary"]))
+            node.probes.append(clock_probe([clock_offset(channel) for _ in range(CLOCK_QUESTIONS)]))
+        # A stranger, or a node that went away while it spoke: it is missing at the deadline.
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        with self._came:
+            self.nodes[node.host], self.channels[node.host] = node, channel
+            self._came.notify()
+
+    def _canary(self, digest: str) -> Probe:
+        ok = digest == _digest(self.directory / CANARY)
+        value = "the head's file is read" if ok else f"not the head's file ({digest[:200]})"
+        meaning = "" if ok else f"{self.directory} must be one directory on all nodes: mend the mount of this node"
+        return Probe("shared directory", ok, value, meaning)
+
+    def measure(self, found: Mapping[str, Node], backend: str) -> None:
+        """Bandwidths of neighbours in the ring of those that are well, each in two pairs, as many pairs at once."""
+        well = [host for host in self.hosts if host in self.channels and not found[host].sick]
+        for pairs in rounds(well):
+            threads = [threading.Thread(target=self._measure_pair, args=(found, *pair, backend)) for pair in pairs]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def _measure_pair(self, found: Mapping[str, Node], first: str, second: str, backend: str) -> None:
+        one, other = self.channels[first], self.channels[second]
+        try:
+            host = one.connection.getpeername()[0]
+            address = one.ask({"listen": host})["address"]
+            one.send({"rank": 0, "address": address, "backend": backend})
+            answer = other.ask({"rank": 1, "address": address, "backend": backend})
+            answers = (one.receive() or {}, answer)
+            gbit = min(answer.get("gbit", 0.0) for answer in answers)
+        except (OSError, ValueError):
+            gbit = 0.0
+        found[first].bandwidths[second] = found[second].bandwidths[first] = gbit
+
+    def end(self) -> None:
+        for channel in self.channels.values():
+            try:
+                channel.send({"end": True})
+            except OSError:
+                continue
+        self.listener.close()
+
+
+def clock_offset(channel: Channel) -> float:
+    """Seconds that the node's clock is ahead of this one, half the way of the answer taken off."""
+    asked = time.time()
+    theirs = channel.ask({"time": True})["time"]
+    return float(theirs) - (asked + time.time()) / 2
+
+
+def clock_probe(offsets_s: Sequence[float]) -> Probe:
+    offset_s = statistics.median(offsets_s)
+    ok = abs(offset_s) <= MAX_SKEW_S
+    meaning = "" if ok else f"more than {MAX_SKEW_S:g} s from the head: time synchronisation (chronyd) is down there"
+    return Probe("clock", ok, f"{offset_s:+.3f} s", meaning)
+
+
+def version_probes(nodes: Mapping[str, Node]) -> None:
+    """A node that has other versions than most of them is sick."""
+    reporting = [node for node in nodes.values() if node.versions]
+    usual = {
+        name: Counter(node.versions.get(name, "none") for node in reporting).most_common(1)[0][0]
+        for name in sorted({name for node in reporting for name in node.versions})
+    }
+    for node in reporting:
+        other = [
+            f"{name} {node.versions.get(name, 'none')} (others {version})"
+            for name, version in usual.items()
+            if node.versions.get(name, "none") != version
+        ]
+        meaning = "ranks of different versions do not understand each other: install them anew there" if other else ""
+        node.probes.append(Probe("versions", not other, "; ".join(other) or "as on the others", meaning))
+
+
+def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Pairs of neighbours in a ring, in rounds in which no host is twice."""
+    if len(hosts) < 2:
+        return []
+    ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    if len(hosts) == 2:
+        return [ring[:1]]
+    last = [ring[-1]] if len(hosts) % 2 else []
+    pairs = ring[: len(ring) - len(last)]
+    return [found for found in (pairs[0::2], pairs[1::2], last) if found]
+
+
+def bandwidth_probes(nodes: Mapping[str, Node], min_gbit: float) -> None:
+    """Sick is who is slow with everyone that it was measured with, where somebody is fast with another."""
+    for node in nodes.values():
+        if not node.bandwidths:
+            continue
+        value = ", ".join(f"{gbit:.1f} Gbit/s with {peer}" for peer, gbit in node.bandwidths.items())
+        ok = max(node.bandwidths.values()) >= min_gbit
+        meaning = (
+            "" if ok else f"below {min_gbit:g} Gbit/s with every peer (slurm.min_bandwidth_gbit): look at its links"
+        )
+        node.probes.append(Probe("all-reduce", ok, value, meaning))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """hosts: to start Ray on.  lacking: why there are not enough; empty: there are."""
+
+    hosts: list[str]
+    sick: dict[str, str]
+    lacking: str = ""
+
+
+def verdict(nodes: Mapping[str, Node], num_nodes: int, head: str) -> Verdict:
+    """The head, where the batch script is, and the first of the others that are well."""
+    sick = {
+        node.host: "; ".join(f"{probe.name}: {probe.value}; {probe.meaning}" for probe in node.sick)
+        for node in nodes.values()
+        if node.sick
+    }
+    well = [host for host in sorted(nodes, key=lambda host: host != head) if host not in sick]
+    if head in sick:
+        return Verdict([], sick, f"{head}, on which the batch script runs, is sick")
+    if len(well) < num_nodes:
+        return Verdict([], sick, f"{len(well)} of {len(nodes)} nodes are well, the run needs {num_nodes}")
+    chosen = set(well[:num_nodes])
+    return Verdict([host for host in nodes if host in chosen], sick)
+
+
+def collect(arguments: argparse.Namespace) -> int:
+    """0 with the hosts to use in HOSTS, 70 when there are not enough.
+
+    Sick ones are in SICK, all that was found in REPORT.
+    """
+    directory: Path = arguments.directory
+    collector = Collector(directory, arguments.address, arguments.hosts.split(","), arguments.timeout_s)
+    nodes = collector.collect()
+    if arguments.min_bandwidth_gbit > 0:
+        collector.measure(nodes, arguments.backend)
+        bandwidth_probes(nodes, arguments.min_bandwidth_gbit)
+    collector.end()
+    version_probes(nodes)
+    found = verdict(nodes, arguments.num_nodes, arguments.head)
+    (directory / REPORT).write_text(json.dumps([asdict(node) for node in nodes.values()], indent=1), encoding="utf-8")
+    (directory / SICK).write_text("".join(f"{host} {why}\n" for host, why in found.sick.items()), encoding="utf-8")
+    (directory / HOSTS).write_text("".join(f"{host}\n" for host in found.hosts), encoding="utf-8")
+    for host, why in found.sick.items():
+        print(f"sick: {host}: {why}", flush=True)
+    if found.lacking:
+        print(f"error: {found.lacking}", flush=True)
+        return EXIT_FAILED
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True, help="of this attempt, that all nodes share")
+    parser.add_argument("--timeout-s", type=float, default=120.0)
+    modes = parser.add_subparsers(required=True)
+    on_head = modes.add_parser("collect")
+    on_head.add_argument("--address", required=True, help="of this node, as the others see it")
+    on_head.add_argument("--hosts", required=True, help="comma-separated")
+    on_head.add_argument("--head", required=True)
+    on_head.add_argument("--num-nodes", type=int, required=True, help="that the run needs")
+    on_head.add_argument("--min-bandwidth-gbit", type=float, default=0.0, help="0: not measured")
+    on_head.add_argument("--backend", default="gloo")
+    on_head.set_defaults(mode=collect)
+    on_node = modes.add_parser("probe")
+    on_node.add_argument("--head", required=True, help="address:port of the collector")
+    on_node.add_argument("--host", required=True)
+    on_node.add_argument("--gpus", type=int, default=0)
+    on_node.add_argument("--min-disk-gib", type=float, default=Limits.min_disk_gib)
+    on_node.add_argument("--min-shm-gib", type=float, default=Limits.min_shm_gib)
+    on_node.add_argument("--needs", type=Path)
+    on_node.set_defaults(mode=probe)
+    arguments = parser.parse_args(argv)
+    return arguments.mode(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Nodes that are sick before Ray starts, each in a real way: left out where there are spare ones, else excluded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.jobs import REPO, assert_came_back, assert_nothing_left
+from tests.slurm.minislurm import MiniSlurm
+
+DRIVER = str(REPO / "tests/slurm/driver.py")
+
+
+@contextmanager
+def little_shared_memory(slurm: MiniSlurm, host: str) -> Iterator[None]:
+    slurm.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm", host=host)
+    try:
+        yield
+    finally:
+        slurm.run("umount", "/dev/shm", host=host)
+
+
+@contextmanager
+def hidden(slurm: MiniSlurm, host: str, directory: Path) -> Iterator[None]:
+    """As a file system that is not mounted there."""
+    slurm.run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory), host=host)
+    try:
+        yield
+    finally:
+        slurm.run("umount", str(directory), host=host)
+
+
+def probed(directory: Path) -> dict[str, list[str]]:
+    """Node -> names of its probes that are not ok."""
+    nodes = json.loads((directory / "preflight/report.json").read_text())
+    return {node["host"]: [probe["name"] for probe in node["probes"] if not probe["ok"]] for node in nodes}
+
+
+def test_a_sick_node_is_left_out_for_a_spare_one(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    with little_shared_memory(slurm, "n2"):
+        job_id = submit(3, "python", DRIVER, "report", "2", "0", "0")
+        job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
+    assert "sick: n2: /dev/shm: 0.1 GiB free in /dev/shm; less than 1 GiB: " in out
+    report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
+    assert sorted(report["nodes"]) == ["n1", "n3"]
+    assert probed(tmp_path / f"logs/{job_id}/attempt_0") == {"n1": [], "n2": ["/dev/shm"], "n3": []}
+    assert (tmp_path / f"logs/{job_id}/sick_nodes.txt").read_text().startswith("attempt 0: n2 /dev/shm: ")
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.parametrize("host", ["n2", pytest.param("n1", marks=pytest.mark.full)])
+def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """n1 would be the head."""
+    needed = tmp_path / "needed"
+    needed.mkdir()
+    (needed / "model").touch()
+    (tmp_path / "needs.txt").write_text(f"{needed / 'model'}\n")
+    monkeypatch.setenv("SCALERL_NEEDS", str(tmp_path / "needs.txt"))
+    with hidden(slurm, host, needed):
+        job_id = submit(2, "true")
+        out = tmp_path / f"out-{job_id}.txt"
+        assert_came_back(slurm, job_id, out, because="70")
+    text = out.read_text()
+    assert f"sick: {host}: paths: not readable: {needed / 'model'}; put it on a file system" in text
+    assert f"excluded from the next attempt: {host}\n" in text
+    others = [name for name in slurm.hosts if name != host][:2]
+    assert f"nodes: {' '.join(others)}\n" in text
+    assert probed(tmp_path / f"logs/{job_id}/attempt_0")[host] == ["paths"]
+
+
+@pytest.mark.full
+def test_a_node_that_does_not_see_the_shared_directory_is_missed(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALERL_NUM_NODES", "1")
+    monkeypatch.setenv("SCALERL_PREFLIGHT_TIMEOUT_S", "15")
+    monkeypatch.setenv("SCALERL_LOG_DIR", str(tmp_path / "shared/logs"))
+    (tmp_path / "shared").mkdir()
+    with hidden(slurm, "n2", tmp_path / "shared"):
+        job_id = submit(2, "true")
+        job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
+    assert "sick: n2: " in out and "nodes: n1\n" in out
+
+
+@pytest.mark.full
+def test_the_bandwidth_between_nodes_has_a_floor(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n3's link is made slow: with both neighbours it is far below, and they are well with each other."""
+    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    monkeypatch.setenv("SCALERL_MIN_BANDWIDTH_GBIT", "0.2")
+    slow = ("rate", "50mbit", "burst", "256kb", "latency", "400ms")
+    slurm.run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *slow, host="n3")
+    try:
+        job_id = submit(3, "true")
+        job = slurm.wait(job_id, timeout_s=300)
+    finally:
+        slurm.run("tc", "qdisc", "del", "dev", "eth0", "root", host="n3")
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
+    assert probed(tmp_path / f"logs/{job_id}/attempt_0") == {"n1": [], "n2": [], "n3": ["all-reduce"]}
+    assert "below 0.2 Gbit/s with every peer" in out and "nodes: n1 n2\n" in out
