@@ -265,7 +265,7 @@ def bandwidth_probes(nodes: Mapping[str, Node], min_gbit: float) -> None:
     for node in nodes.values():
         if not node.bandwidths:
             continue
-        value = ", ".join(f"{gbit:.1f} Gbit/s with {peer}" for peer, gbit in node.bandwidths.items())
+        value = ", ".join(f"{gbit:.2f} Gbit/s with {peer}" for peer, gbit in node.bandwidths.items())
         ok = max(node.bandwidths.values()) >= min_gbit
         meaning = (
             "" if ok else f"below {min_gbit:g} Gbit/s with every peer (slurm.min_bandwidth_gbit): look at its links"
