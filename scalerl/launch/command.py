@@ -14,13 +14,14 @@ from scalerl.errors import UserError
 USAGE = """\
 usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
        scalerl launch status RUN
-       scalerl launch logs RUN [--lines N] [--follow]
+       scalerl launch logs RUN [--lines N] [--follow] [--all]
        scalerl launch attach RUN [--node NODE] [COMMAND ...]
        scalerl launch cancel RUN
 
   slurm     check everything, write RUN/launch/job.sbatch, submit it; --dry-run stops before submitting
   status    of the run's job: its state, attempt, nodes, last line of the launcher, newest checkpoint
-  logs      the end of its output; --follow goes on with what comes
+  logs      the end of its output; --follow goes on with what comes; --all: of every log of the last attempt (driver,
+            nodes, servers), each line after the name of its log
   attach    a shell, or a command, on one of its nodes
   cancel    end it for good; with trainer.save_deadline_s it saves first
 
@@ -115,13 +116,30 @@ def _logs(arguments: list[str]) -> int:
     parser = _parser("logs")
     parser.add_argument("--lines", type=int, default=50)
     parser.add_argument("--follow", "-f", action="store_true")
+    parser.add_argument("--all", "-a", action="store_true")
     given = parser.parse_args(arguments)
-    output = Path(_record(Path(given.run)).output)
+    record = _record(Path(given.run))
+    if given.all:
+        return _all_logs(Path(record.logs) / "latest", given.lines, given.follow)
+    output = Path(record.output)
     if given.follow:
         return subprocess.call(["tail", "-n", str(given.lines), "-F", str(output)])
     if not output.exists():
         raise UserError(f"{output}: not there yet; the job has not begun (scalerl launch status {given.run})")
     print("".join(_last_lines(output, given.lines)), end="")
+    return 0
+
+
+def _all_logs(attempt: Path, lines: int, follow: bool) -> int:
+    from scalerl.launch.logs import ends_of, followed
+
+    if not attempt.exists():
+        raise UserError(f"{attempt}: not there yet; the job has not begun")
+    for text in ends_of(attempt, lines):
+        print(text)
+    if follow:
+        for text in followed(attempt):
+            print(text, flush=True)
     return 0
 
 

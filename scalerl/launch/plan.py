@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ COMMANDS = ("train", "sft")
 LAUNCH, LOGS = "launch", "logs"
 SCRIPT, NEEDS = "job.sbatch", "needs.txt"
 OUTPUT = "slurm-%j.out"
+SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
     num_nodes = nodes_to_ask_for(slurm, cfg)
     errors.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
+    errors.violations.extend(secret_violations(slurm))
     if missing := missing_commands():
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
@@ -217,6 +220,20 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
         )
 
 
+def secret_violations(slurm: SlurmConfig) -> Iterator[str]:
+    """Of what `slurm.env` would write into the sbatch file, and of who may read `slurm.env_file`."""
+    for name in slurm.env:
+        if SECRET_NAME.search(str(name)):
+            yield f"slurm.env has {name}, which would be written into {SCRIPT}; put it into a file: slurm.env_file"
+    if slurm.env_file is None:
+        return
+    path = Path(slurm.env_file).expanduser()
+    if not path.is_file():
+        yield f"slurm.env_file = {slurm.env_file}: no such file"
+    elif (mode := path.stat().st_mode & 0o777) & 0o077:
+        yield f"slurm.env_file = {slurm.env_file}: mode {mode:o}, others may read it; chmod 600 {slurm.env_file}"
+
+
 def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
     if slurm.container == "none":
         for name in ("image", "mounts"):
@@ -288,6 +305,8 @@ def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int) -> dict[str, s
             "SCALERL_IMAGE": slurm.image,
             "SCALERL_MOUNTS": ",".join(dict.fromkeys([*own, *slurm.mounts])),
         }
+    if slurm.env_file is not None:
+        variables["SCALERL_ENV_FILE"] = str(Path(slurm.env_file).expanduser().absolute())
     if slurm.spare_nodes:
         variables["SCALERL_NUM_NODES"] = str(num_nodes)
     if not slurm.preflight:

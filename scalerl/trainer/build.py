@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -53,6 +54,8 @@ from scalerl.user_code import absolute
 VAL_ONLY = "val_only"
 # Directory in trainer.default_local_dir for the logs of servers, and of Ray where a run fails.
 LOGS = "logs"
+# Set by a launcher: the directory for the logs of this attempt.
+ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def ppo_run(
         run_dir = take_directory(stack, cfg)
         tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
         phases = start_phases(phases, tracker)
-        log_dir = run_dir / LOGS
+        log_dir = log_directory(run_dir)
         lease = stack.enter_context(
             leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=log_dir)
         )
@@ -159,6 +162,11 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
             head=role.head,
             trust_remote_code=role.trust_remote_code,
         )
+
+
+def log_directory(run_dir: Path) -> Path:
+    """For what servers and Ray write and for reports: of the attempt below a launcher, else of the run."""
+    return Path(os.environ.get(ATTEMPT_DIR_ENV) or run_dir / LOGS)
 
 
 def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:
@@ -334,7 +342,7 @@ def start_workers(
         layout,
         timeout_s=trainer.timeout_s,
         limits={method.__name__: save for method in (MegatronWorker.save_checkpoint, MegatronWorker.load_checkpoint)},
-        log_dir=Path(trainer.default_local_dir) / LOGS,
+        log_dir=log_directory(Path(trainer.default_local_dir)),
         device=device,
         # Not shorter than the driver's limits, which end in a report; the ranks wait for each other in a save too.
         collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),

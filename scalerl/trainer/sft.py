@@ -25,8 +25,8 @@ from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.build import (
-    LOGS,
     flops_shape,
+    log_directory,
     open_tracker,
     say_how_to_open,
     start_phases,
@@ -148,7 +148,7 @@ def sft_run(
         tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
         phases = start_phases(phases, tracker)
         lease = stack.enter_context(
-            leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=run_dir / LOGS)
+            leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=log_directory(run_dir))
         )
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)

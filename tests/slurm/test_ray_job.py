@@ -42,7 +42,10 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
     assert report["cpus"] == 8
 
     attempt = tmp_path / f"logs/{job_id}/attempt_0"
-    assert sorted(path.name for path in attempt.iterdir()) == [*(f"node-n{i}.log" for i in range(1, 5)), "preflight"]
+    assert sorted(path.name for path in attempt.iterdir()) == [
+        "driver.log", *(f"node-n{i}.log" for i in range(1, 5)), "preflight",
+    ]  # fmt: skip
+    assert "REPORT" in (attempt / "driver.log").read_text()
     probed = json.loads((attempt / "preflight/report.json").read_text())
     assert [node["host"] for node in probed] == slurm.hosts
     assert all(probe["ok"] for node in probed for probe in node["probes"])
@@ -52,21 +55,25 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
 
 @pytest.mark.full
 def test_exit_code_passes_and_paths_may_have_spaces(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "my runs"
     folder.mkdir()
+    secrets = folder / "secrets"
+    secrets.touch(mode=0o600)
+    secrets.write_text("# of the tracking server\nOF_NOBODY_ELSE=a b=$c\n")
+    monkeypatch.setenv("SCALERL_ENV_FILE", str(secrets))
     (folder / "repo").symlink_to(REPO)
     launcher = folder / "repo/launchers/slurm/ray.sbatch"
     # --gres is the other way to ask for devices; one argument has a space.
     job_id = slurm.sbatch(
         "-N1", "--output=out.txt", "--gres=gpu:3", str(launcher), "bash", "-c",
-        'echo "ARGS $# [$1]"; exec python "$2" report 1 3 5', "-", "two words", DRIVER, cwd=folder,
+        'echo "ARGS $# [$1] [$OF_NOBODY_ELSE]"; exec python "$2" report 1 3 5', "-", "two words", DRIVER, cwd=folder,
     )  # fmt: skip
     job = slurm.wait(job_id)
     out = (folder / "out.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "5:0"), out
-    assert "ARGS 2 [two words]" in out
+    assert "ARGS 2 [two words] [a b=$c]" in out
     assert '"devices": ["0", "1", "2"]' in out
     attempt = folder / f"logs/{job_id}/latest"
     assert (attempt / "node-n1.log").exists()

@@ -74,8 +74,12 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     assert f"resumed from {run_dir / 'global_step_1'}" in text
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(4), tmp_path)
-    logs = sorted(path.name for path in (run_dir / "logs").glob("rollout-*.log"))
-    assert logs == [f"rollout-{index}.log" for index in range(4)]
+    for attempt in (0, 1):
+        found = {path.name for path in (run_dir / f"logs/{job_id}/attempt_{attempt}").glob("*.log")}
+        servers = {f"rollout-{index}.log" for index in range(4)}
+        assert found == {"driver.log", "node-n1.log", "node-n2.log"} | servers
+    merged = launch("logs", str(run_dir), "--all", "--lines", "3").stdout.splitlines()
+    assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}
 
 
 @pytest.mark.full

@@ -46,6 +46,8 @@ class SlurmConfig:
     mounts: list[str] = key([], TEXTS)
     # Virtual environment of all nodes, in the container if there is one. null: the one that launches.
     venv: str | None = key(None, or_null(TEXT))
+    # File of NAME=VALUE lines, mode 0600: variables that nobody else may read. It is read when the job starts.
+    env_file: str | None = key(None, or_null(TEXT))
     # Network interface (ib0) for Ray, NCCL and gloo. null: the one of the node's name.
     interface: str | None = key(None, or_null(TEXT))
     # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in.

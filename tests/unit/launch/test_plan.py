@@ -20,6 +20,7 @@ from scalerl.launch.plan import (
     partition_violations,
     plan_of,
     pools_of,
+    secret_violations,
     size_violations,
 )
 from scalerl.launch.record import RECORD, Record, read_record
@@ -134,6 +135,19 @@ def test_what_the_partition_does_not_allow(slurm: SlurmConfig, num_nodes: int, f
 def test_what_a_container_needs(slurm: SlurmConfig, has_pyxis: bool, found: list[str]) -> None:
     violations = list(container_violations(slurm, has_pyxis))
     assert [text[: len(start)] for text, start in zip(violations, found, strict=True)] == found
+
+
+def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    slurm = SlurmConfig(env={"NCCL_DEBUG": "INFO", "MLFLOW_TRACKING_TOKEN": "x"}, env_file=str(secrets))
+    named, missing = secret_violations(slurm)
+    assert named.startswith("slurm.env has MLFLOW_TRACKING_TOKEN") and "no such file" in missing
+    secrets.write_text("MLFLOW_TRACKING_TOKEN=x\n")
+    secrets.chmod(0o640)
+    open_file = list(secret_violations(SlurmConfig(env_file=str(secrets))))
+    assert len(open_file) == 1 and "mode 640" in open_file[0] and f"chmod 600 {secrets}" in open_file[0]
+    secrets.chmod(0o600)
+    assert list(secret_violations(SlurmConfig(env_file=str(secrets)))) == []
 
 
 def test_devices_are_asked_for_where_there_are_any() -> None:

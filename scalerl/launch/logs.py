@@ -1,0 +1,51 @@
+"""All logs of an attempt as one: each line after the name of its log."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+POLL_S = 0.5
+
+
+def logs_of(attempt: Path) -> dict[str, Path]:
+    """Name -> log, the driver first; those of a judge's servers after their directory."""
+    found = {str(path.relative_to(attempt).with_suffix("")): path for path in sorted(attempt.rglob("*.log"))}
+    # Ray's own are many, and of interest when something else has led to them.
+    kept = {name: path for name, path in found.items() if not name.startswith(("ray/", "preflight/"))}
+    return dict(sorted(kept.items(), key=lambda item: item[0] != "driver"))
+
+
+def ends_of(attempt: Path, lines: int) -> Iterator[str]:
+    """The last lines of each log."""
+    logs = logs_of(attempt)
+    for name, path in logs.items():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in deque(file, maxlen=lines):
+                yield _prefixed(name, line, logs)
+
+
+def followed(attempt: Path, poll_s: float = POLL_S) -> Iterator[str]:
+    """What is added to the logs from this call on, to new ones too; it never ends."""
+    return _added(attempt, {name: path.stat().st_size for name, path in logs_of(attempt).items()}, poll_s)
+
+
+def _added(attempt: Path, read: dict[str, int], poll_s: float) -> Iterator[str]:
+    """read: bytes of each log that are not wanted."""
+    while True:
+        logs = logs_of(attempt)
+        for name, path in logs.items():
+            with path.open("rb") as file:
+                file.seek(read.get(name, 0))
+                # A line that is still being written waits for its end.
+                whole, end, _ = file.read().rpartition(b"\n")
+                read[name] = read.get(name, 0) + len(whole) + len(end)
+            for line in whole.splitlines():
+                yield _prefixed(name, line.decode("utf-8", errors="replace"), logs)
+        time.sleep(poll_s)
+
+
+def _prefixed(name: str, line: str, logs: dict[str, Path]) -> str:
+    return f"{name:{max(map(len, logs))}} | {line.rstrip()}"

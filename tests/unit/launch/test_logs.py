@@ -1,0 +1,29 @@
+"""The logs of an attempt as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scalerl.launch.logs import ends_of, followed
+
+
+def test_ends_of_all_logs_under_their_names(tmp_path: Path) -> None:
+    for name, text in {"node-n1": "a\nb\n", "driver": "1\n2\n3\n", "judge/judge-0": "j\n", "ray/n1/x": "no\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.log").write_text(text)
+    assert list(ends_of(tmp_path, 2)) == [
+        "driver        | 2", "driver        | 3", "judge/judge-0 | j", "node-n1       | a", "node-n1       | b",
+    ]  # fmt: skip
+
+
+def test_what_is_added_is_followed_by_whole_lines(tmp_path: Path) -> None:
+    driver = tmp_path / "driver.log"
+    driver.write_text("old\nhal")
+    lines = followed(tmp_path, poll_s=0.0)
+    driver.write_text("old\nhalf\n")
+    (tmp_path / "node-n1.log").write_text("new\nnot whole")
+    assert next(lines) == "driver  | f"
+    assert next(lines) == "node-n1 | new"
+    with driver.open("a") as file:
+        file.write("more\n")
+    assert next(lines) == "driver  | more"
