@@ -75,7 +75,7 @@ def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
     text = out.read_text()
     assert f"sick: {host}: paths: not readable: {needed / 'model'}; put it on a file system" in text
     assert f"excluded from the next attempt: {host}\n" in text
-    (taken,) = re.findall(r"nodes: (.+)", text)
+    (taken,) = re.findall(r"\] nodes: (.+)", text)
     assert len(taken.split()) == 2 and host not in taken.split()
     assert probed(tmp_path / f"logs/{job_id}/attempt_0")[host] == ["paths"]
 
