@@ -59,6 +59,9 @@ def wait() -> int:
     asked = [where.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     hosts = sorted(str(answer["host"]) for answer in ray.get(asked, timeout=30))
     print("SAVED", told[0].name, *hosts, flush=True)
+    # The launcher repeats its notice, also while this process ends, which takes its handlers away.
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     return 75
 
 
