@@ -25,6 +25,8 @@ from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, Data, Digest, dige
 from scalerl.checkpoint.store import fsync
 from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
 
+# Below the directory of a model in a checkpoint.
+DIST_CKPT = "dist_ckpt"
 # What of a tensor is copied from its device, read or checked at a time.
 MAX_PIECE_BYTES = 64 * 2**20
 # Small writes are collected up to this.

@@ -18,6 +18,8 @@ from scalerl.cluster.dispatch import (
     DispatchMode,
     Execute,
     Future,
+    OwnP,
+    OwnR,
     P,
     Registration,
     T,
@@ -125,6 +127,29 @@ class WorkerGroup:
             future = self._dispatched(name, registration, registration.dispatch, args, kwargs)
         return cast("T", future.get() if registration.blocking else future)
 
+    def ask(
+        self, rank: int, method: WorkerMethod[OwnP, OwnR, ..., Any], *args: OwnP.args, **kwargs: OwnP.kwargs
+    ) -> OwnR:
+        """The method on that rank alone, whatever its @register says; from any thread, between the calls of others.
+
+        Raises as `call`.
+        """
+        name = method.__name__
+        limit = self.limit(name)
+        try:
+            return ray.get(self.ranks[rank].run.remote(name, *args, **kwargs), timeout=limit.seconds)
+        except GetTimeoutError:
+            raise WorkerError(
+                f"{name}: rank {rank} did not answer within {limit.key}={limit.seconds:.0f} s; "
+                f"{last_words(self.ranks[rank])}"
+            ) from None
+        except (RayTaskError, RayActorError) as error:
+            raise self._explain(name, rank, error) from None
+
+    def limit(self, name: str) -> Limit:
+        """Of a method by that name."""
+        return self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
+
     def _dispatched(
         self, name: str, registration: Registration[..., Any], mode: DispatchMode[..., Any], args: Any, kwargs: Any
     ) -> Future[Any]:
@@ -203,7 +228,7 @@ class WorkerGroup:
     def _wait(self, name: str, refs: list[Any]) -> list[Any]:
         """Values in rank order. Raises WorkerError for the first rank that fails, or those missing at the deadline."""
         name = name.rpartition(":")[2]
-        limit = self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
+        limit = self.limit(name)
         deadline = time.monotonic() + limit.seconds
         pending, look_s = list(refs), FIRST_LOOK_S
         values: dict[Any, Any] = {}

@@ -7,7 +7,7 @@ tensor, so what is stored has no trace of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -21,17 +21,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from safetensors.torch import load_file, save_file
 
-from scalerl.checkpoint.pieces import Piece, WrittenFile, boxes, write_file, write_index
+from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import CheckpointWriteError, fsync
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
+from scalerl.parallel.host_copy import HostCopy
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
-DIST_CKPT = "dist_ckpt"
 RNG = "rng"
 COMMON = "common.pt"
 # First parts of the model's own keys; the optimizer's begin with `optimizer.`.
@@ -72,32 +72,48 @@ class _Part:
             yield at + self.start, whole, sizes
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank writes of a checkpoint, and what all ranks have alike (`common`)."""
+
+    rank: int
+    pieces: Iterable[Piece]
+    rng: dict[str, torch.Tensor]
+    common: dict[str, Any]
+
+    def write(self, directory: Path) -> WrittenFile:
+        """Into directory/dist_ckpt and directory/rng, which are made where they are missing; no collective."""
+        for name in (DIST_CKPT, RNG):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        rng_file = directory / RNG / f"rank_{self.rank}.safetensors"
+        save_file(self.rng, rng_file)
+        fsync(rng_file)
+        return write_file(directory / DIST_CKPT / f"__{self.rank}_0.distcp", self.pieces)
+
+
 def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """Collective. Writes directory/dist_ckpt and directory/rng/rank_*.safetensors; the caller commits the directory.
 
     Takes the memory of one piece at most. Raises CheckpointWriteError on every rank where one could not write.
     """
     directory = Path(directory)
-    engine.require_on_device(*_STATE, work="saving a checkpoint")
-    if dist.get_rank() == 0:
-        _together(lambda: [(directory / name).mkdir(parents=True) for name in (DIST_CKPT, RNG)])
-    else:
-        _together(lambda: None)
-    rank = dist.get_rank()
-
-    def write() -> WrittenFile:
-        rng_file = directory / RNG / f"rank_{rank}.safetensors"
-        save_file(_rng_state(), rng_file)
-        fsync(rng_file)
-        return write_file(directory / DIST_CKPT / f"__{rank}_0.distcp", _own_pieces(engine))
-
-    written = _together(write)
-    files: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    share = own_share(engine)
+    written = _together(lambda: share.write(directory))
+    files: list[Any] | None = [None] * dist.get_world_size() if share.rank == 0 else None
     dist.gather_object(written, files)
     if files is None:
         _together(lambda: None)
     else:
-        _together(lambda: write_index(directory / DIST_CKPT, files, _common_state(engine)))
+        _together(lambda: write_index(directory / DIST_CKPT, files, share.common))
+
+
+def own_share(engine: MegatronEngine, memory: HostCopy | None = None) -> Share:
+    """What this rank saves, as it is when it is written; with `memory`, as it is now. No collective."""
+    engine.require_on_device(*_STATE, work="saving a checkpoint")
+    pieces = _own_pieces(engine)
+    return Share(
+        dist.get_rank(), pieces if memory is None else memory.take(pieces), _rng_state(), _common_state(engine)
+    )
 
 
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
@@ -233,7 +249,10 @@ def _common_state(engine: MegatronEngine) -> dict[str, Any]:
     """What all ranks have alike."""
     scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
     common = {"num_updates": engine.num_updates, "layout": asdict(engine.groups.layout)}
-    return common | ({} if scaler is None else {"grad_scaler": scaler.state_dict()})
+    if scaler is None:
+        return common
+    state = {name: value.cpu() if torch.is_tensor(value) else value for name, value in scaler.state_dict().items()}
+    return common | {"grad_scaler": state}
 
 
 def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:

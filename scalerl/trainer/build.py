@@ -47,9 +47,17 @@ from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.run_description import describe
 from scalerl.trainer.sample_stream import SampleStream
+from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
 
+# Calls on the ranks that trainer.save_timeout_s is the limit of.
+_SAVES = (
+    MegatronWorker.save_checkpoint,
+    MegatronWorker.begin_save_checkpoint,
+    MegatronWorker.written_checkpoint,
+    MegatronWorker.load_checkpoint,
+)
 # Directory in trainer.default_local_dir for what trainer.val_only leaves.
 VAL_ONLY = "val_only"
 # Directory in trainer.default_local_dir for the logs of servers, and of Ray where a run fails.
@@ -117,6 +125,7 @@ def ppo_run(
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=stop,
+            saves=Saves(trainer),
             start=phases,
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
@@ -128,7 +137,8 @@ def ppo_run(
         collect_garbage()
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
-        yield run
+        with run.saves.finished():
+            yield run
 
 
 def start_order(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:
@@ -341,7 +351,7 @@ def start_workers(
         cls,
         layout,
         timeout_s=trainer.timeout_s,
-        limits={method.__name__: save for method in (MegatronWorker.save_checkpoint, MegatronWorker.load_checkpoint)},
+        limits={method.__name__: save for method in _SAVES},
         log_dir=log_directory(Path(trainer.default_local_dir)),
         device=device,
         # Not shorter than the driver's limits, which end in a report; the ranks wait for each other in a save too.

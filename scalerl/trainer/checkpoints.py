@@ -22,6 +22,7 @@ from scalerl.checkpoint.store import (
     write_trainer_state,
 )
 from scalerl.config.schema import RunConfig
+from scalerl.controller.training.background_save import Writing
 from scalerl.families import Head, ModelShape, files_beside_weights, value_model_config
 
 # What may differ between the models of two runs that continue each other.
@@ -63,12 +64,14 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None,
 class SavedModel:
     """A model of a checkpoint. write: its distributed checkpoint, into the directory given.
 
+    begin: the same of the weights as they are now; what it returns waits until all is written (`Writing`).
     model_path: what it began as, whose configuration and tokenizer go with it.  head: what it has by now.
     """
 
     write: Callable[[str], object]
     model_path: str
     head: Head = "lm"
+    begin: Callable[[str], Writing] | None = None
 
 
 def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role: str = "actor") -> None:
@@ -95,11 +98,17 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
 
 def save(root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None) -> Path:
     """One whole checkpoint, then rotation. models: role -> SavedModel; each gets a directory of its name."""
-    tmp = begin_save(root, step)
+    return complete(begin_save(root, step), root, step, models, state=state, keep=keep)
+
+
+def complete(
+    tmp: Path, root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None
+) -> Path:
+    """As `save`, in the directory that begin_save made."""
     try:
         for role, model in models.items():
             directory = tmp / role
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             model.write(str(directory))
             _describe(model, directory / "huggingface")
         write_trainer_state(tmp, state | {"step": step})

@@ -17,6 +17,7 @@ from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.rollout import Finished, Generation
+from scalerl.controller.training.background_save import Writing
 from scalerl.metrics import Metric
 
 Metrics = dict[str, Metric]
@@ -121,6 +122,10 @@ class Actor(Protocol):
         """Weights and optimizer, into an existing directory."""
         ...
 
+    def begin_save(self, directory: str) -> Writing:
+        """As `save`, of what they are now, while the run goes on; what it returns waits until all is written."""
+        ...
+
     def load(self, directory: str) -> None:
         """What `save` wrote."""
         ...
@@ -147,6 +152,10 @@ class Critic(Protocol):
 
     def save(self, directory: str) -> None:
         """Weights and optimizer, into an existing directory."""
+        ...
+
+    def begin_save(self, directory: str) -> Writing:
+        """As `save`, of what they are now, while the run goes on; what it returns waits until all is written."""
         ...
 
     def load(self, directory: str) -> None:

@@ -24,6 +24,7 @@ from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.one_pass import is_one_pass_enough
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.sample_stream import SampleStream
+from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 
@@ -49,12 +50,16 @@ class Run:
     timers: Timers
     total_steps: int
     stop: StopRequest
+    saves: Saves
     start: StartPhases = field(default_factory=StartPhases)
     step: int = 0
-    # The newest checkpoint: the one that the run went on from, then its own.
-    checkpoint: Path | None = None
     # The step whose weights the last validation was of.
     tested_at: int | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one: that which the run went on from, then its own."""
+        return self.saves.latest
 
 
 def fit(run: Run) -> dict[str, float]:
@@ -152,7 +157,10 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
     # The step's time is known, so this is in the next one's.
     with run.timers("metrics"):
         metrics = step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=run.step, epoch=epoch)
-        run.tracker.log({**metrics, **(more or {})}, step=run.step)
+        of_saves, lines = run.saves.news()
+        run.tracker.log({**metrics, **of_saves, **(more or {})}, step=run.step)
+    for line in lines:
+        run.tracker.message(line)
 
 
 def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
@@ -183,25 +191,26 @@ def validate(run: Run) -> dict[str, float]:
     return validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
 
 
-def save(run: Run) -> Path:
-    """The whole state of the run at this step."""
-    cfg = run.config
-    models = {"actor": checkpoints.SavedModel(run.actor.save, cfg.actor_rollout_ref.model.path)}
-    if run.critic is not None:
-        models["critic"] = checkpoints.SavedModel(run.critic.save, cfg.critic.model.path, head="value")
-    run.checkpoint = checkpoints.save(
-        cfg.trainer.default_local_dir,
+def save(run: Run) -> None:
+    """The whole state of the run at this step; with trainer.async_save it is written while the next steps run."""
+    cfg, actor, critic = run.config, run.actor, run.critic
+    models = {"actor": checkpoints.SavedModel(actor.save, cfg.actor_rollout_ref.model.path, begin=actor.begin_save)}
+    if critic is not None:
+        models["critic"] = checkpoints.SavedModel(
+            critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save
+        )
+    run.saves.save(
         run.step,
         models,
-        state={
+        {
             "prompts": run.samples.prompts.state_dict(),
             "samples": run.samples.state_dict(),
             "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
             "mlflow_run_id": run.tracker.run_id,
         },
-        keep=cfg.trainer.max_actor_ckpt_to_keep,
+        # Nothing runs beside the last one.
+        wait=run.step >= run.total_steps or run.stop.requested,
     )
-    return run.checkpoint
 
 
 def load(run: Run, resumed: checkpoints.Resumed) -> None:
@@ -217,4 +226,4 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # A run may have begun without it.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    run.step, run.checkpoint = resumed.step, resumed.directory
+    run.step, run.saves.latest = resumed.step, resumed.directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.processes import Processes, leased
 from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.config import SFTConfig, total_steps, world_size
+from scalerl.controller.training.background_save import begin_save
 from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
@@ -36,6 +38,7 @@ from scalerl.trainer.build import (
 )
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
+from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 
 
@@ -52,9 +55,13 @@ class SFTRun:
     packing: PackingRules
     total_steps: int
     stop: StopRequest
+    saves: Saves
     step: int = 0
-    # The newest checkpoint: the one that the run went on from, then its own.
-    checkpoint: Path | None = None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest one: that which the run went on from, then its own."""
+        return self.saves.latest
 
 
 def fit(run: SFTRun) -> None:
@@ -79,7 +86,10 @@ def fit(run: SFTRun) -> None:
         timing_s = run.timers.pop()
         # The step's time is known, so this is in the next one's.
         with run.timers("metrics"):
-            run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s), step=step)
+            of_saves, lines = run.saves.news()
+            run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | of_saves, step=step)
+        for line in lines:
+            run.tracker.message(line)
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
@@ -118,19 +128,18 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
     return metrics | ({} if utilization is None else {"train/mfu": utilization, "perf/mfu/actor": utilization})
 
 
-def save(run: SFTRun) -> Path:
+def save(run: SFTRun) -> None:
     def write(directory: str) -> None:
         run.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
 
-    cfg = run.config
-    run.checkpoint = checkpoints.save(
-        cfg.trainer.default_local_dir,
+    begin = functools.partial(begin_save, run.workers, "actor")
+    run.saves.save(
         run.step,
-        {"actor": checkpoints.SavedModel(write, cfg.model.path)},
-        state={"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
-        keep=cfg.trainer.max_actor_ckpt_to_keep,
+        {"actor": checkpoints.SavedModel(write, run.config.model.path, begin=begin)},
+        {"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
+        # Nothing runs beside the last one.
+        wait=run.step >= run.total_steps or run.stop.requested,
     )
-    return run.checkpoint
 
 
 @contextmanager
@@ -184,6 +193,7 @@ def sft_run(
             ),
             total_steps=num_steps,
             stop=stop,
+            saves=Saves(trainer),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
@@ -191,6 +201,7 @@ def sft_run(
         if resumed.directory is not None:
             workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
-            run.step, run.checkpoint = resumed.step, resumed.directory
+            run.step, run.saves.latest = resumed.step, resumed.directory
             tracker.message(f"resumed from {resumed.directory}")
-        yield run
+        with run.saves.finished():
+            yield run

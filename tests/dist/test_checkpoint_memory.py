@@ -55,6 +55,7 @@ def measured(work: Any) -> int:
 
 def save_and_load(model: str, directory: str) -> dict[str, int]:
     from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.parallel.background_save import BackgroundSave
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.parallel.optimizer import main_tensors
@@ -65,6 +66,9 @@ def save_and_load(model: str, directory: str) -> dict[str, int]:
     for number, tensor in enumerate(held):
         tensor.detach().fill_(number)
     found = {"save": measured(lambda: checkpoint.save_engine(engine, directory))}
+    beside = BackgroundSave()
+    found["begin_save"] = measured(lambda: beside.begin("actor", engine, f"{directory}_beside"))
+    found["written_beside"] = measured(beside.close)
     for tensor in held:
         tensor.detach().fill_(torch.nan)
     found["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
@@ -83,6 +87,9 @@ def test_a_rank_writes_and_reads_its_share_in_the_memory_of_a_piece(model: Path,
     weights = state * 2 / STATE_BYTES
     for rank in ranks:
         assert rank["shard"] == pytest.approx(state / WORLD_SIZE, rel=0.01)
+        # In the background: a copy of what the rank writes, its part of the weights included.
+        share = rank["shard"] * (STATE_BYTES + 2) / STATE_BYTES
+        assert share / 2 < rank["begin_save"] <= share + SMALL_BYTES and rank["written_beside"] <= SMALL_BYTES, rank
         assert rank["save"] <= SMALL_BYTES and rank["load"] <= SMALL_BYTES + weights, rank
     files = sorted((tmp_path / "actor" / "dist_ckpt").glob("*.distcp"))
     # 2 bytes of each weight beside the state.

@@ -44,7 +44,7 @@ LAYOUTS = {
 # Clocks and memory, which no two runs share.
 MEASURED = re.compile(
     r"timing_s/|timing_per_token_ms/|train/mfu|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
-    r"|perf/update_weights_gb_per_s"
+    r"|perf/update_weights_gb_per_s|checkpoint/background_s"
 )
 
 
@@ -157,15 +157,18 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     tmp_path: Path,
     layout: str,
 ) -> None:
+    """What it goes on from was written while step 3 ran; the other run waited for its saves."""
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = overrides(inputs, layout, run_dir, pause)
+    arguments = [*overrides(inputs, layout, run_dir, pause), "trainer.async_save=true"]
     pause.in_step(4)
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
     killed.assert_gone(but_agents=True)
-    assert sorted(Record.read(run_dir).final) == [0, 1, 2, 3]
+    logged = Record.read(run_dir).final
+    assert sorted(logged) == [0, 1, 2, 3]
+    assert any(logged[step].get("checkpoint/background_s", 0) > 0 for step in (2, 3))
     run_id = mlflow_run_id(run_dir, 2)
     broken = make_half_written(run_dir, step=3, like=2)
     pause.over()

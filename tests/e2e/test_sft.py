@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -43,16 +44,22 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     inputs: Inputs, kept: Kept, tmp_path: Path
 ) -> None:
     numbers: dict[str, dict[int, dict[str, float]]] = {}
+    saved: dict[str, dict[str, str]] = {}
     for name, lengths in (("whole", [4]), ("in parts", [2, 4])):
         run_dir = tmp_path / name.replace(" ", "_")
         for steps in lengths:
-            more = (f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2")
+            more = [f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2"]
+            # Step 2 of the whole run is written while step 3 trains; the other run ends with it.
+            more += ["trainer.async_save=true", "trainer.max_actor_ckpt_to_keep=null"]
             # The learning rate does not depend on how many steps there are.
             finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={run_dir}"))
             assert finished.code == 0, finished.tail()
         numbers[name] = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
+        digests = json.loads((run_dir / "global_step_2" / "COMPLETE").read_text())["digests"]
+        saved[name] = {file: digest for file, digest in digests.items() if file.endswith((".distcp", ".safetensors"))}
     assert numbers["whole"].keys() == {1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
     assert numbers["in parts"] == numbers["whole"]
+    assert len(saved["whole"]) == 4 and saved["in parts"] == saved["whole"]
 
 
 def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:

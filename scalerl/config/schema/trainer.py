@@ -49,6 +49,9 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     resume_from_path: str | None = key(None, or_null(TEXT))
     # Newest checkpoints that stay; null keeps all.
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
+    # Ranks only copy what they save, to host memory of that size, and go on; threads write it. A save that fails
+    # then ends no run; the last one is waited for.
+    async_save: bool = False
     # Seconds that writing or reading a checkpoint, as a whole, may take.
     save_timeout_s: float = key(3600.0, above(0))
     # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; 0: it

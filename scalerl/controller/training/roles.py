@@ -11,6 +11,7 @@ from scalerl.balance import StepPlan
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
+from scalerl.controller.training.background_save import Writing, begin_save
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, explained_variance_metrics
@@ -114,6 +115,9 @@ class MegatronActor:
     def save(self, directory: str) -> None:
         self.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
 
+    def begin_save(self, directory: str) -> Writing:
+        return begin_save(self.workers, "actor", directory)
+
     def load(self, directory: str) -> None:
         self.workers.call(MegatronWorker.load_checkpoint, "actor", directory)
 
@@ -146,6 +150,9 @@ class MegatronCritic:
 
     def save(self, directory: str) -> None:
         self.workers.call(MegatronWorker.save_checkpoint, "critic", directory)
+
+    def begin_save(self, directory: str) -> Writing:
+        return begin_save(self.workers, "critic", directory)
 
     def load(self, directory: str) -> None:
         self.workers.call(MegatronWorker.load_checkpoint, "critic", directory)

@@ -25,9 +25,11 @@ from scalerl.parallel.layout import Layout
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
+    from scalerl.checkpoint.pieces import WrittenFile
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.families import Head
     from scalerl.hybrid.handover import RankMemory
+    from scalerl.parallel.background_save import BackgroundSave
 
 W = TypeVar("W", bound="MegatronWorker")
 P = ParamSpec("P")
@@ -76,6 +78,8 @@ class MegatronWorker(Worker):
         self.engines: dict[str, Any] = {}
         # Phase -> seconds since `memory` in which parts of its model came to the device and left it.
         self.offload_s: dict[str, float] = {}
+        # With trainer.async_save, from the first save on.
+        self.background_save: BackgroundSave | None = None
         # On rank 0, until it has joined: where the ranks meet.
         self.listener: socket.socket | None = None
 
@@ -125,6 +129,8 @@ class MegatronWorker(Worker):
         """Parts from the other ranks; models, groups and user files of the run are gone then."""
         from scalerl.parallel.layout import leave
 
+        if self.background_save is not None:
+            self.background_save.close()
         super().leave()
         leave()
         forget_files()
@@ -192,6 +198,22 @@ class MegatronWorker(Worker):
 
         with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
             save_engine(self.engines[role], directory)
+
+    @register(Dispatch.ONE_TO_ALL, with_reading=True)
+    def begin_save_checkpoint(self, role: str, directory: str) -> None:
+        """As `save_checkpoint`, but what this rank saves is only copied; a thread writes it."""
+        from scalerl.parallel.background_save import BackgroundSave
+
+        if self.background_save is None:
+            self.background_save = BackgroundSave()
+        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
+            self.background_save.begin(role, self.engines[role], directory)
+
+    @register(Dispatch.RANK_ZERO)
+    def written_checkpoint(self, role: str) -> tuple[WrittenFile, dict[str, Any]] | None:
+        """What became of this rank's part of the save that was begun last: as `BackgroundSave.written`."""
+        assert self.background_save is not None, "no save was begun"
+        return self.background_save.written(role)
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def load_checkpoint(self, role: str, directory: str) -> None:

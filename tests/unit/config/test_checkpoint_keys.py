@@ -35,3 +35,16 @@ def test_numbers_that_differ_break_a_rule() -> None:
     cfg.trainer.max_actor_ckpt_to_keep, cfg.trainer.max_critic_ckpt_to_keep = 2, 3
     (found,) = validate_ppo(cfg)
     assert found.startswith(f"{CRITIC} = 3: ") and f"must be {ACTOR} = 2;" in found
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["actor_rollout_ref.actor.checkpoint.async_save=True", "critic.checkpoint.async_save=False"], True),
+        (["critic.checkpoint.async_save=True"], True),
+        (["actor_rollout_ref.actor.checkpoint.async_save=False"], False),
+        ([], False),
+    ],
+)
+def test_async_save_of_any_model_is_that_of_the_checkpoint(given: list[str], expected: bool) -> None:
+    assert compose("ppo", [*REQUIRED, *given]).trainer.async_save is expected

@@ -1,0 +1,62 @@
+"""Saves that the ranks write while they go on training: begun by one call, waited for in a thread of the driver."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scalerl.checkpoint.pieces import DIST_CKPT, WrittenFile, write_index
+from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.cluster.worker_group import WorkerGroup
+from scalerl.controller.training.worker import MegatronWorker
+from scalerl.errors import RunError, UserError
+
+# Waits until all of a save is on the disk. The event: nobody wants it any more.
+Writing = Callable[[threading.Event], None]
+# Seconds until a rank that still writes is asked again; twice as long each time.
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
+
+
+def begin_save(workers: WorkerGroup, role: str, directory: str) -> Writing:
+    """Every rank has copied what it saves when this returns, and writes it into the directory."""
+    workers.call(MegatronWorker.begin_save_checkpoint, role, directory)
+    return functools.partial(_finish, workers, role, Path(directory))
+
+
+def _finish(workers: WorkerGroup, role: str, directory: Path, given_up: threading.Event) -> None:
+    """Raises, when no rank writes any more, what the first that failed did; CheckpointWriteError when given up."""
+    deadline = time.monotonic() + workers.limit(MegatronWorker.written_checkpoint.__name__).seconds
+    files: list[WrittenFile] = []
+    common: dict[str, Any] = {}
+    failures: list[Exception] = []
+    # One after the other: they end at about the same time, and each is asked but once when it has ended.
+    for rank in range(workers.world_size):
+        try:
+            file, common = _written(workers, rank, role, deadline, given_up)
+            files.append(file)
+        except (RunError, UserError) as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    write_index(directory / DIST_CKPT, files, common)
+
+
+def _written(
+    workers: WorkerGroup, rank: int, role: str, deadline: float, given_up: threading.Event
+) -> tuple[WrittenFile, dict[str, Any]]:
+    look_s = _FIRST_LOOK_S
+    while True:
+        answer = workers.ask(rank, MegatronWorker.written_checkpoint, role)
+        if given_up.is_set():
+            raise CheckpointWriteError("the run ended before it was written")
+        if answer is not None:
+            return answer
+        if time.monotonic() > deadline:
+            limit = workers.limit(MegatronWorker.written_checkpoint.__name__)
+            raise CheckpointWriteError(f"rank {rank} still writes after {limit.key}={limit.seconds:.0f} s")
+        given_up.wait(look_s)
+        look_s = min(2 * look_s, _LAST_LOOK_S)

@@ -1,0 +1,144 @@
+"""The checkpoints that one run writes: while it waits, or while its next steps run (`trainer.async_save`)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scalerl.checkpoint.store import CheckpointWriteError, begin_save
+from scalerl.cluster.worker_group import WorkerError
+from scalerl.config.schema import RunConfig
+from scalerl.trainer import checkpoints
+from scalerl.trainer.checkpoints import SavedModel
+
+# How long the end of a run waits for a save in the background: after a signal, before a scheduler loses its patience;
+# after the loss of a rank, whose group may hang.
+_AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
+
+
+class Saves:
+    """One save at a time. What fails in the background is told by `news`, in the step in which it failed."""
+
+    def __init__(self, trainer: RunConfig) -> None:
+        self._root, self._in_background = trainer.default_local_dir, trainer.async_save
+        self._complete = functools.partial(
+            checkpoints.complete, root=trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep
+        )
+        # The newest checkpoint: the one that the run went on from, then its own.
+        self.latest: Path | None = None
+        self._running: _Running | None = None
+        self._news: dict[str, float] = {}
+        self._failures: list[CheckpointWriteError] = []
+
+    def save(self, step: int, models: Mapping[str, SavedModel], state: dict[str, Any], *, wait: bool) -> None:
+        """A checkpoint of what is now. It is there when this returns with `wait` or without trainer.async_save; else
+        `latest` becomes it later. Waits for a save that is still running.
+
+        Raises CheckpointWriteError where it waits for this one.
+        """
+        self._collect(wait=True)
+        if wait or not self._in_background:
+            self.latest = self._complete(begin_save(self._root, step), step=step, models=models, state=state)
+            return
+        try:
+            self._running = _Running(begin_save(self._root, step), step, models, state, self._complete)
+        except CheckpointWriteError as error:
+            self._failed(step, error)
+
+    def news(self) -> tuple[dict[str, float], list[str]]:
+        """Metrics and lines about saves that ended in the background since the last call."""
+        self._collect(wait=False)
+        metrics, self._news = self._news, {}
+        lines, self._failures = [f"{error}; the run goes on{self._stays()}" for error in self._failures], []
+        return metrics, lines
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """When the block ends no save runs any more. Raises CheckpointWriteError where the last one failed unheard."""
+        try:
+            yield
+        except BaseException as error:
+            limit_s = _AFTER_LOST_RANK_S if isinstance(error, WorkerError) else None
+            self._end(limit_s if isinstance(error, Exception) else _AFTER_INTERRUPT_S)
+            raise
+        self._collect(wait=True)
+        if self._failures:
+            raise CheckpointWriteError(f"{self._failures[-1]}{self._stays()}")
+
+    def _stays(self) -> str:
+        return "" if self.latest is None else f"; the newest checkpoint is {self.latest}"
+
+    def _end(self, limit_s: float | None) -> None:
+        if self._running is not None:
+            self._running.wait(limit_s)
+            self._collect(wait=False)
+            if self._running is not None:
+                self._running.given_up.set()
+
+    def _collect(self, *, wait: bool) -> None:
+        """What became of a save in the background, if it has ended; with `wait`, when it has."""
+        running = self._running
+        if running is None or not (wait or running.is_done):
+            return
+        running.wait()
+        self._running = None
+        self._news["checkpoint/background_s"] = running.seconds
+        if running.directory is None:
+            self._failed(running.step, running.error)
+        else:
+            self.latest = running.directory
+
+    def _failed(self, step: int, error: Exception | None) -> None:
+        self._news["checkpoint/failed_saves"] = self._news.get("checkpoint/failed_saves", 0.0) + 1
+        self._failures.append(CheckpointWriteError(f"the checkpoint of step {step} was not written: {error}"))
+
+
+class _Running:
+    """A save whose files are being written. It is committed by a thread, as soon as they are there."""
+
+    def __init__(
+        self,
+        tmp: Path,
+        step: int,
+        models: Mapping[str, SavedModel],
+        state: dict[str, Any],
+        complete: Callable[..., Path],
+    ) -> None:
+        """Every rank has copied what it saves when this returns."""
+        self.step, self.given_up = step, threading.Event()
+        self.directory: Path | None = None
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self._start = time.monotonic()
+        written = {role: self._begun(model, tmp / role) for role, model in models.items()}
+        # The run changes its state while the thread writes this one.
+        self._complete = functools.partial(complete, tmp, step=step, models=written, state=copy.deepcopy(state))
+        # A daemon: the end of a process that an interrupt ends does not wait for it.
+        self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, limit_s: float | None = None) -> None:
+        self._thread.join(limit_s)
+
+    def _begun(self, model: SavedModel, directory: Path) -> SavedModel:
+        assert model.begin is not None, "a model that cannot be saved in the background"
+        writing = model.begin(str(directory))
+        return replace(model, write=lambda _: writing(self.given_up))
+
+    def _run(self) -> None:
+        try:
+            self.directory = self._complete()
+        except Exception as error:
+            self.error = error
+        self.seconds = time.monotonic() - self._start

@@ -1,0 +1,100 @@
+"""Saves that a thread of each rank writes while it trains on: bitwise what a save that waits writes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scalerl.checkpoint import pieces
+from scalerl.checkpoint.digest import digest_of_file
+from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.parallel import checkpoint
+from scalerl.parallel.background_save import BackgroundSave
+from scalerl.parallel.optimizer import main_tensors
+from tests.dist.launch import run_ranks
+from tests.dist.trainee import Trainee
+from tests.tiny_models import make_tiny_model
+
+# dp 2, with a range of the optimizer on each rank; tp 2.
+LAYOUTS = {"dp2": (1, 1, 2), "tp2": (2, 1, 2)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def digests(directory: Path, rank: int) -> dict[str, str]:
+    """Of what this rank wrote."""
+    files = [directory / "dist_ckpt" / f"__{rank}_0.distcp", directory / "rng" / f"rank_{rank}.safetensors"]
+    return {file.name: digest_of_file(file) for file in files}
+
+
+class Held:
+    """Holds the writing thread before its second piece, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        add = pieces._File.add
+
+        def held(file: Any, piece: pieces.Piece) -> None:
+            add(file, piece)
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.go.wait(60)
+
+        monkeypatch.setattr(pieces._File, "add", held)
+
+
+def train_while_writing(model: str, layout: tuple[int, int, int], root: str) -> list[dict[str, str]]:
+    """Digests of a save that waits and of saves in the background, of the same weights."""
+    trainee, saves, found = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
+    rank = torch.distributed.get_rank()
+    trainee.update()
+    for step in range(2):
+        waited, beside = Path(root) / f"waited_{step}", Path(root) / f"beside_{step}"
+        checkpoint.save_engine(trainee.engine, waited)
+        with pytest.MonkeyPatch.context() as patch:
+            held = Held(patch)
+            saves.begin("actor", trainee.engine, beside)
+            assert held.reached.wait(60)
+            assert saves.written("actor") is None
+            trainee.update()
+            # What an update leaves as it is, too.
+            for _, _, tensors, _ in main_tensors(trainee.engine.optimizer):
+                for tensor in tensors.values():
+                    tensor.detach().mul_(1.5)
+            held.go.set()
+        saves.close() if step else saves._writing["actor"][1].result()
+        answer = saves.written("actor")
+        assert answer is not None and answer[1]["num_updates"] == step + 1
+        found += [digests(waited, rank), digests(beside, rank)]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_beside_the_next_updates_is_what_was_there(model: Path, tmp_path: Path, layout: str) -> None:
+    for waited, beside, waited_again, beside_again in run_ranks(
+        2, train_while_writing, str(model), LAYOUTS[layout], str(tmp_path)
+    ):
+        assert waited == beside and waited_again == beside_again
+        assert waited != waited_again
+
+
+def begin_nowhere(model: str, directory: str) -> str:
+    trainee, saves = Trainee(model, (1, 1, 1)), BackgroundSave()
+    saves.begin("actor", trainee.engine, directory)
+    saves.close()
+    with pytest.raises(CheckpointWriteError) as error:
+        saves.written("actor")
+    return str(error.value)
+
+
+def test_a_rank_says_why_it_could_not_write(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (message,) = run_ranks(1, begin_nowhere, str(model), str(tmp_path / "file" / "actor"))
+    assert "rank 0 could not write its part of the checkpoint: " in message and "Not a directory" in message

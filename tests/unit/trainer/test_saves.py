@@ -1,0 +1,189 @@
+"""A run's saves in the background: one at a time, committed without the loop, finished however the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.cluster.worker_group import WorkerError
+from scalerl.config.schema import TrainerConfig
+from scalerl.trainer import checkpoints, saves
+from scalerl.trainer.saves import Saves
+from tests.tiny_models import make_tiny_model
+
+# Seconds after which something that should happen has not.
+SOON_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
+
+
+class Ranks:
+    """Ranks that write when they are let go; `problem`: what they find then."""
+
+    def __init__(self, model: Path) -> None:
+        self.model, self.go, self.problem = model, threading.Event(), ""
+        # The weights, which training changes in place.
+        self.weights = ["first"]
+        self.writing = self.most_at_once = 0
+
+    def models(self) -> dict[str, checkpoints.SavedModel]:
+        return {"actor": checkpoints.SavedModel(self.write, str(self.model), begin=self.begin)}
+
+    def write(self, directory: str) -> None:
+        (Path(directory) / "weights").write_text(self.weights[0])
+
+    def begin(self, directory: str) -> Callable[[threading.Event], None]:
+        copy = self.weights[0]
+        self.writing += 1
+        self.most_at_once = max(self.writing, self.most_at_once)
+
+        def finish(given_up: threading.Event) -> None:
+            while not self.go.wait(0.01):
+                if given_up.is_set():
+                    raise CheckpointWriteError("given up")
+            self.writing -= 1
+            if self.problem:
+                raise CheckpointWriteError(self.problem)
+            (Path(directory) / "weights").write_text(copy)
+
+        return finish
+
+
+@pytest.fixture
+def ranks(model: Path) -> Ranks:
+    return Ranks(model)
+
+
+def begun(root: Path, *, async_save: bool = True, max_actor_ckpt_to_keep: int | None = None) -> Saves:
+    return Saves(
+        TrainerConfig(default_local_dir=str(root), async_save=async_save, max_actor_ckpt_to_keep=max_actor_ckpt_to_keep)
+    )
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("global_step_*"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(int(SOON_S / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not come")
+
+
+def test_a_save_is_committed_while_the_run_goes_on(tmp_path: Path, ranks: Ranks) -> None:
+    kept, state = begun(tmp_path), {"prompts": {"position": 1}}
+    kept.save(1, ranks.models(), state, wait=False)
+    # The next step's.
+    ranks.weights[0], state["prompts"]["position"] = "second", 2
+    assert kept.latest is None and kept.news() == ({}, [])
+    assert not (tmp_path / "global_step_1").exists()
+    ranks.go.set()
+    # Without a call of the loop's.
+    wait_until(lambda: (tmp_path / "latest_checkpointed_iteration.txt").exists())
+    found = checkpoints.find_resume_point(str(tmp_path), "auto", None)
+    assert found.state == {"prompts": {"position": 1}, "step": 1}
+    assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"
+    assert (found.directory / "actor" / "huggingface" / "config.json").is_file()
+    wait_until(lambda: "checkpoint/background_s" in kept.news()[0])
+    assert kept.latest == found.directory
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path, max_actor_ckpt_to_keep=1)
+    kept.save(1, ranks.models(), {}, wait=False)
+    timer = threading.Timer(0.2, ranks.go.set)
+    timer.start()
+    kept.save(2, ranks.models(), {}, wait=False)
+    assert kept.latest == tmp_path / "global_step_1" and ranks.most_at_once == 1
+    # The last one is waited for, and is written by the ranks themselves.
+    kept.save(3, ranks.models(), {}, wait=True)
+    assert kept.latest == tmp_path / "global_step_3" and names(tmp_path) == ["global_step_3"]
+
+
+def test_a_save_that_fails_is_told_and_ends_no_run(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path)
+    ranks.go.set()
+    kept.save(1, ranks.models(), {}, wait=False)
+    wait_until(lambda: bool(kept.news()[0]))
+    ranks.problem = "rank 3 could not write its part of the checkpoint: No space left on device"
+    with kept.finished():
+        kept.save(2, ranks.models(), {}, wait=False)
+        told: list[Any] = []
+        wait_until(lambda: bool(told.extend(kept.news()[1]) or told))
+        assert told == [
+            f"the checkpoint of step 2 was not written: {ranks.problem}; the run goes on; the newest checkpoint is "
+            f"{tmp_path / 'global_step_1'}"
+        ]
+        # Its room is given back, and the next one is written.
+        assert names(tmp_path) == ["global_step_1"]
+        ranks.problem = ""
+        kept.save(3, ranks.models(), {}, wait=False)
+    assert names(tmp_path) == ["global_step_1", "global_step_3"] and kept.latest == tmp_path / "global_step_3"
+
+
+def test_failures_are_counted_in_the_step(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path / "file" / "run")
+    (tmp_path / "file").write_text("in the way")
+    kept.save(1, ranks.models(), {}, wait=False)
+    metrics, lines = kept.news()
+    assert metrics == {"checkpoint/failed_saves": 1.0} and "Not a directory; the run goes on" in lines[0]
+    with pytest.raises(CheckpointWriteError, match="Not a directory"):
+        kept.save(2, ranks.models(), {}, wait=True)
+
+
+def test_the_end_of_a_run_waits_and_fails_with_the_last_save(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path)
+    with kept.finished():
+        kept.save(1, ranks.models(), {}, wait=False)
+        threading.Timer(0.2, ranks.go.set).start()
+    assert kept.latest == tmp_path / "global_step_1"
+    ranks.problem = "disk full"
+    with (
+        pytest.raises(
+            CheckpointWriteError, match=r"step 2 was not written: disk full; the newest checkpoint is .*global_step_1$"
+        ),
+        kept.finished(),
+    ):
+        kept.save(2, ranks.models(), {}, wait=False)
+
+
+@pytest.mark.parametrize("error", [ValueError("of a reward"), WorkerError("rank 1 died"), KeyboardInterrupt()])
+def test_an_exception_waits_for_the_save(tmp_path: Path, ranks: Ranks, error: BaseException) -> None:
+    kept = begun(tmp_path)
+    with contextlib.suppress(type(error)), kept.finished():
+        kept.save(1, ranks.models(), {}, wait=False)
+        threading.Timer(0.2, ranks.go.set).start()
+        raise error
+    assert names(tmp_path) == ["global_step_1"] and kept.latest == tmp_path / "global_step_1"
+
+
+@pytest.mark.parametrize("error", [WorkerError("rank 1 died"), KeyboardInterrupt()])
+def test_what_takes_too_long_is_given_up(
+    tmp_path: Path, ranks: Ranks, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "_AFTER_INTERRUPT_S", 0.1)
+    monkeypatch.setattr(saves, "_AFTER_LOST_RANK_S", 0.1)
+    kept = begun(tmp_path)
+    with pytest.raises(type(error)), kept.finished():
+        kept.save(1, ranks.models(), {}, wait=False)
+        raise error
+    wait_until(lambda: not names(tmp_path))
+    assert kept.latest is None
+
+
+def test_without_the_key_a_save_is_there_when_it_returns(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path, async_save=False)
+    kept.save(1, ranks.models(), {}, wait=False)
+    assert kept.latest == tmp_path / "global_step_1" and ranks.most_at_once == 0
