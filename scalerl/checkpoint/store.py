@@ -8,6 +8,7 @@ One run at a time writes to a root.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import socket
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -25,6 +27,8 @@ from scalerl.errors import RunError
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
 TRAINER_STATE_NAME = "trainer_state.json"
+# In the trainer state: what `rotate` tells the best by.
+METRICS = "metrics"
 DIRECTORY_FORMAT = "global_step_{}"
 _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
@@ -232,10 +236,27 @@ def _written_digests(root: Path) -> dict[str, str]:
     return found
 
 
-def rotate(root: str | os.PathLike[str], keep: int | None) -> list[str]:
+@dataclass(frozen=True)
+class Best:
+    """So many checkpoints with the largest (or, mode min, smallest) `metric` that their trainer state has stay."""
+
+    count: int
+    metric: str
+    mode: str = "max"
+
+    def of(self, values: Mapping[int, float]) -> set[int]:
+        """Steps. values: of the steps that have one; of equal ones the newer is the better."""
+        sign = -1.0 if self.mode == "min" else 1.0
+        return set(sorted(values, key=lambda step: (sign * values[step], step), reverse=True)[: self.count])
+
+
+def rotate(
+    root: str | os.PathLike[str], keep: int | None, *, best: Best | None = None, every: int | None = None
+) -> list[str]:
     """Removes all but the `keep` newest whole checkpoints; returns the names removed. Call after commit().
 
-    keep: at least 1; None keeps all. The tracked checkpoint always stays, and what is not whole is neither counted
+    keep: at least 1; None keeps all.  best, every: what stays beside the newest; steps that `every` divides.
+    The tracked checkpoint always stays, and what is not whole is neither counted
     nor removed. Also removes what killed saves and removals left behind.
     """
     if keep is not None and keep < 1:
@@ -246,11 +267,26 @@ def rotate(root: str | os.PathLike[str], keep: int | None) -> list[str]:
     if keep is None:
         return []
     whole = [s for s in checkpoint_steps(root) if integrity_problem(root / DIRECTORY_FORMAT.format(s)) is None]
-    surplus = max(0, len(whole) - keep)
-    removed = [DIRECTORY_FORMAT.format(step) for step in [s for s in whole if s != tracked][:surplus]]
+    # Counted among the newest, as it is one of them but for a run that went back.
+    others = [step for step in whole if step != tracked]
+    surplus = others[: max(0, len(whole) - keep)]
+    stay = {step for step in surplus if every is not None and step % every == 0}
+    if best is not None:
+        stay |= best.of(_metric_values(root, whole, best.metric))
+    removed = [DIRECTORY_FORMAT.format(step) for step in surplus if step not in stay]
     for name in removed:
         shutil.rmtree(_set_aside(root / name))
     return removed
+
+
+def _metric_values(root: Path, steps: Iterable[int], metric: str) -> dict[int, float]:
+    """Of the steps whose checkpoint has it as a number."""
+    found = {}
+    for step in steps:
+        value = read_trainer_state(root / DIRECTORY_FORMAT.format(step)).get(METRICS, {}).get(metric)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[step] = float(value)
+    return found
 
 
 def fsync(path: Path) -> None:

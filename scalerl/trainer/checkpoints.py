@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.store import (
+    Best,
     CheckpointWriteError,
     begin_save,
     check_checkpoint,
@@ -96,13 +97,30 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
         )
 
 
-def save(root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None) -> Path:
+def save(
+    root: str,
+    step: int,
+    models: Mapping[str, SavedModel],
+    *,
+    state: dict[str, Any],
+    keep: int | None,
+    best: Best | None = None,
+    every: int | None = None,
+) -> Path:
     """One whole checkpoint, then rotation. models: role -> SavedModel; each gets a directory of its name."""
-    return complete(begin_save(root, step), root, step, models, state=state, keep=keep)
+    return complete(begin_save(root, step), root, step, models, state=state, keep=keep, best=best, every=every)
 
 
 def complete(
-    tmp: Path, root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None
+    tmp: Path,
+    root: str,
+    step: int,
+    models: Mapping[str, SavedModel],
+    *,
+    state: dict[str, Any],
+    keep: int | None,
+    best: Best | None = None,
+    every: int | None = None,
 ) -> Path:
     """As `save`, in the directory that begin_save made."""
     try:
@@ -119,7 +137,7 @@ def complete(
         if isinstance(error, OSError):
             raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
         raise
-    rotate(root, keep)
+    rotate(root, keep, best=best, every=every)
     return directory
 
 
@@ -158,6 +176,11 @@ def announcement(trainer: RunConfig, total_steps: int) -> str:
         )
     first = f"every {every} steps and " if 0 < every < total_steps else ""
     kept = f"; the newest {keep} stay (trainer.max_actor_ckpt_to_keep)" if first and keep is not None else ""
+    if kept and trainer.best_ckpt_to_keep:
+        which = "largest" if trainer.best_ckpt_mode == "max" else "smallest"
+        kept += f", the {trainer.best_ckpt_to_keep} with the {which} {trainer.best_ckpt_metric}"
+    if kept and trainer.ckpt_every_to_keep is not None:
+        kept += f", those of every {trainer.ckpt_every_to_keep} steps"
     more = "" if first else "; trainer.save_freq=N for one every N steps"
     return f"checkpoints: {first}of the last step ({total_steps}), in {trainer.default_local_dir}{kept}{more}"
 

@@ -188,7 +188,9 @@ def validate(run: Run) -> dict[str, float]:
         texts = run.rollout.texts(samples, rows, "val", with_special_tokens=with_special)
         run.tracker.log_table("val/generations", *generations_table(columns, texts), step=run.step)
     run.rollout.drop(samples)
-    return validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
+    metrics = validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
+    run.saves.tested(run.step, metrics)
+    return metrics
 
 
 def save(run: Run) -> None:

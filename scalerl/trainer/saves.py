@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scalerl.checkpoint.store import CheckpointWriteError, begin_save
+from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, begin_save
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import RunConfig
+from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
 
@@ -28,9 +29,17 @@ class Saves:
 
     def __init__(self, trainer: RunConfig) -> None:
         self._root, self._in_background = trainer.default_local_dir, trainer.async_save
+        metric = trainer.best_ckpt_metric
+        self._metric = metric
         self._complete = functools.partial(
-            checkpoints.complete, root=trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep
+            checkpoints.complete,
+            root=trainer.default_local_dir,
+            keep=trainer.max_actor_ckpt_to_keep,
+            best=None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode),
+            every=trainer.ckpt_every_to_keep,
         )
+        # (step, value) of best_ckpt_metric.
+        self._tested: tuple[int, float] | None = None
         # The newest checkpoint: the one that the run went on from, then its own.
         self.latest: Path | None = None
         self._running: _Running | None = None
@@ -44,6 +53,8 @@ class Saves:
         Raises CheckpointWriteError where it waits for this one.
         """
         self._collect(wait=True)
+        if self._metric is not None and self._tested is not None and self._tested[0] == step:
+            state = state | {METRICS: {self._metric: self._tested[1]}}
         if wait or not self._in_background:
             self.latest = self._complete(begin_save(self._root, step), step=step, models=models, state=state)
             return
@@ -51,6 +62,17 @@ class Saves:
             self._running = _Running(begin_save(self._root, step), step, models, state, self._complete)
         except CheckpointWriteError as error:
             self._failed(step, error)
+
+    def tested(self, step: int, validation: Mapping[str, float]) -> None:
+        """What the validation of that step gave. Raises UserError when it has not trainer.best_ckpt_metric."""
+        if self._metric is None:
+            return
+        if self._metric not in validation:
+            raise UserError(
+                f"trainer.best_ckpt_metric = {self._metric}: no metric of the validation; it has "
+                f"{', '.join(sorted(validation))}"
+            )
+        self._tested = step, validation[self._metric]
 
     def news(self) -> tuple[dict[str, float], list[str]]:
         """Metrics and lines about saves that ended in the background since the last call."""

@@ -78,7 +78,9 @@ def fit(run: SFTRun) -> None:
         if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
                 rows = place(run, run.val, range(len(run.val)))
-                metrics = merge_metrics([metrics, run.workers.call(SFTWorker.evaluate_sft, rows).metrics])
+                tested = run.workers.call(SFTWorker.evaluate_sft, rows).metrics
+                run.saves.tested(step, to_floats(tested))
+                metrics = merge_metrics([metrics, tested])
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"):
                 save(run)

@@ -1,4 +1,4 @@
-"""Rules of a `trainer` section: resuming, and the names of its trackers."""
+"""Rules of a `trainer` section: resuming, the checkpoints that stay, and the names of its trackers."""
 
 from __future__ import annotations
 
@@ -27,6 +27,39 @@ def _resume(cfg: Any) -> Iterator[str]:
         )
 
 
+@rule(
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.best_ckpt_to_keep",
+    "trainer.best_ckpt_metric",
+    "trainer.ckpt_every_to_keep",
+    "trainer.test_freq",
+)
+def _kept_checkpoints(cfg: Any) -> Iterator[str]:
+    trainer = cfg.trainer
+    best, metric, every = trainer.best_ckpt_to_keep, trainer.best_ckpt_metric, trainer.ckpt_every_to_keep
+    if best and metric is None:
+        yield (
+            f"trainer.best_ckpt_metric = null: needed when trainer.best_ckpt_to_keep = {best}; set it to a metric of "
+            "the validation, or trainer.best_ckpt_to_keep=0"
+        )
+    if metric is not None and not best:
+        yield (
+            f"trainer.best_ckpt_metric = {metric}: has no effect when trainer.best_ckpt_to_keep = 0; set "
+            "trainer.best_ckpt_to_keep=1 or more, or trainer.best_ckpt_metric=null"
+        )
+    if best and trainer.test_freq == -1:
+        yield (
+            f"trainer.best_ckpt_to_keep = {best}: no checkpoint has a metric when trainer.test_freq = -1; set "
+            "trainer.test_freq so that it divides trainer.save_freq"
+        )
+    if (best or every) and trainer.max_actor_ckpt_to_keep is None:
+        key, value = ("best_ckpt_to_keep", best) if best else ("ckpt_every_to_keep", every)
+        yield (
+            f"trainer.{key} = {value}: all checkpoints stay when trainer.max_actor_ckpt_to_keep = null; set "
+            "trainer.max_actor_ckpt_to_keep to how many of the newest shall stay beside them"
+        )
+
+
 @rule("trainer.logger", IMPORT_FILES)
 def _known_loggers(cfg: Any) -> Iterator[str]:
     # A name that a file of the user's own registers is known once that file is imported.
@@ -41,4 +74,4 @@ def _known_loggers(cfg: Any) -> Iterator[str]:
         )
 
 
-TRAINER_RULES = [_resume, _known_loggers]
+TRAINER_RULES = [_resume, _kept_checkpoints, _known_loggers]

@@ -49,6 +49,14 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     resume_from_path: str | None = key(None, or_null(TEXT))
     # Newest checkpoints that stay; null keeps all.
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
+    # Checkpoints that stay beside the newest: so many of the best by best_ckpt_metric; those of steps that
+    # ckpt_every_to_keep divides. Both need max_actor_ckpt_to_keep.
+    best_ckpt_to_keep: int = key(0, at_least(0))
+    # A metric of the validation, as it is logged; a checkpoint whose step was not validated has none.
+    best_ckpt_metric: str | None = key(None, or_null(TEXT))
+    # Which is the better one: max or min.
+    best_ckpt_mode: str = key("max", one_of("max", "min"))
+    ckpt_every_to_keep: int | None = key(None, or_null(at_least(1)))
     # Ranks only copy what they save, to host memory of that size, and go on; threads write it. A save that fails
     # then ends no run; the last one is waited for.
     async_save: bool = False

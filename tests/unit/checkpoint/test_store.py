@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -263,3 +264,41 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(store.CheckpointWriteError, match=r"file/run: no checkpoint can be written here: Not a dir"):
         store.begin_save(tmp_path / "file" / "run", 1)
+
+
+def saved_with(root, step, **metrics):
+    tmp = store.begin_save(root, step)
+    store.write_trainer_state(tmp, {"step": step, "metrics": metrics})
+    return store.commit(tmp, root, step)
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, [6, 7]),
+        ({"best": store.Best(2, "score")}, [2, 5, 6, 7]),
+        ({"best": store.Best(2, "score", "min")}, [1, 3, 6, 7]),
+        # Of equal ones the newer; one of the newest is one of the best, too.
+        ({"best": store.Best(1, "tie")}, [6, 7]),
+        ({"best": store.Best(3, "nobody has it")}, [6, 7]),
+        ({"every": 2}, [2, 4, 6, 7]),
+        ({"every": 3, "best": store.Best(1, "score")}, [2, 3, 6, 7]),
+    ],
+)
+def test_the_best_and_every_nth_stay_beside_the_newest(tmp_path, options, left):
+    # The fourth has no number, the sixth was not validated.
+    scores = {1: 0.1, 2: 0.9, 3: 0.2, 4: math.nan, 5: 0.8, 7: 0.3}
+    for step in range(1, 8):
+        metrics = {"score": scores[step]} if step in scores else {}
+        saved_with(tmp_path, step, tie=1.0, **metrics)
+    store.rotate(tmp_path, 2, **options)
+    assert store.checkpoint_steps(tmp_path) == left
+    # And once more, as after the next step: what stayed still does.
+    assert store.rotate(tmp_path, 2, **options) == []
+
+
+def test_the_best_so_far_stay_as_checkpoints_come(tmp_path):
+    for step, score in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
+        saved_with(tmp_path, step, score=score)
+        store.rotate(tmp_path, 1, best=store.Best(1, "score"))
+    assert store.checkpoint_steps(tmp_path) == [2, 5]

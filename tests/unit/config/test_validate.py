@@ -226,6 +226,10 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "resume_from_path": ([""], [None]),
     "max_actor_ckpt_to_keep": ([0], [None, 1]),
     "max_critic_ckpt_to_keep": ([0], [None, 1]),
+    "best_ckpt_to_keep": ([-1], [0]),
+    "best_ckpt_metric": ([""], [None]),
+    "best_ckpt_mode": (["largest"], ["max", "min"]),
+    "ckpt_every_to_keep": ([0], [None]),
     "log_val_generations": ([-1], [0]),
     "rollout_data_dir": ([""], [None, "d"]),
     "rollout_data_outliers": ([-1], [0]),
@@ -408,6 +412,21 @@ PPO_RELATIONS = {
     ),
     "resume path missing": ({"trainer.resume_mode": "resume_path"}, ["resume_from_path = null"]),
     "resume path unused": ({"trainer.resume_from_path": "p"}, ["resume_from_path = p", "resume_mode=resume_path"]),
+    "best without a metric": (
+        {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+        | {"trainer.test_freq": 1},
+        ["trainer.best_ckpt_metric = null: needed"],
+    ),
+    "metric of no best": ({"trainer.best_ckpt_metric": "m"}, ["best_ckpt_metric = m: has no effect"]),
+    "best without validations": (
+        {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+        | {"trainer.best_ckpt_metric": "m"},
+        ["trainer.best_ckpt_to_keep = 2: no checkpoint has a metric", "trainer.test_freq"],
+    ),
+    "every step beside all": (
+        {"trainer.ckpt_every_to_keep": 5},
+        ["trainer.ckpt_every_to_keep = 5: all checkpoints stay", "trainer.max_actor_ckpt_to_keep"],
+    ),
     "replica over a node": (
         {"trainer.device": "cuda", f"{ROLLOUT}.tensor_model_parallel_size": 3},
         ["tensor_model_parallel_size = 3", "tensor_model_parallel_size=2 or 4"],

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.checkpoint.store import CheckpointWriteError, read_trainer_state
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import TrainerConfig
+from scalerl.errors import UserError
 from scalerl.trainer import checkpoints, saves
 from scalerl.trainer.saves import Saves
 from tests.tiny_models import make_tiny_model
@@ -187,3 +189,24 @@ def test_without_the_key_a_save_is_there_when_it_returns(tmp_path: Path, ranks: 
     kept = begun(tmp_path, async_save=False)
     kept.save(1, ranks.models(), {}, wait=False)
     assert kept.latest == tmp_path / "global_step_1" and ranks.most_at_once == 0
+
+
+def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ranks) -> None:
+    trainer = TrainerConfig(
+        default_local_dir=str(tmp_path), max_actor_ckpt_to_keep=1, best_ckpt_to_keep=1, best_ckpt_metric="val/score"
+    )
+    kept = Saves(trainer)
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.5)):
+        kept.tested(step, {"val/score": score})
+        kept.save(step, ranks.models(), {}, wait=True)
+    # A step that was not validated has not the value of the one before.
+    kept.save(4, ranks.models(), {}, wait=True)
+    assert names(tmp_path) == ["global_step_1", "global_step_4"]
+    assert "metrics" not in read_trainer_state(tmp_path / "global_step_4")
+    with pytest.raises(
+        UserError, match=r"trainer\.best_ckpt_metric = val/score: no metric of the validation; it has b"
+    ):
+        kept.tested(5, {"b": 1.0})
+    assert "the newest 1 stay (trainer.max_actor_ckpt_to_keep), the 1 with the largest val/score" in (
+        checkpoints.announcement(replace(trainer, save_freq=1), 5)
+    )
