@@ -6,6 +6,7 @@ import itertools
 import mmap
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class HostCopy:
     def release(self) -> None:
         """The pieces that were taken are gone then."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _reserve(self, num_bytes: int, *, pin: bool) -> None:
@@ -57,4 +58,8 @@ class HostCopy:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         if pin:
             # torch's own pinned memory comes in powers of two. Where it is refused the copies are slower, no more.
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+            self._pinned = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()
