@@ -86,6 +86,8 @@ class MegatronEngine:
         self.num_updates = 0
         # Megatron's; None for a frozen model.
         self.optimizer: Any = None
+        # Parameters are those of the update when the next forward pass asks for them, not when the update ends.
+        self._gathers_late = False
         self.schedule: Any = None
         if optim is None:
             for chunk in self.chunks:
@@ -100,6 +102,11 @@ class MegatronEngine:
                 **megatron_values("override_ddp_config", config.override_ddp_config),
             )
             self._forward_chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
+            if ddp.overlap_grad_reduce:
+                # As megatron's training loop: they are exchanged in the last micro-batch's backward pass.
+                waiting = [chunk.no_sync for chunk in self._forward_chunks]
+                self.config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
+            self._gathers_late = ddp.overlap_param_gather
             self.optimizer = build_optimizer(self._forward_chunks, optim, config, self.config.params_dtype)
             self.schedule = build_schedule(self.optimizer, optim)
             if loss_scale(self.optimizer) is not None:
@@ -279,6 +286,10 @@ class MegatronEngine:
         if finite:
             clip_gradients(self.optimizer, grad_norm)
             self.optimizer.step_with_ready_grads()
+            if self._gathers_late:
+                # What follows may be a sync of the weights, or a save.
+                for chunk in self._forward_chunks:
+                    chunk.start_param_sync(force_sync=True)
             # As megatron's training loop: a skipped update does not move the schedule.
             self.schedule.step(increment=1)
             self.num_updates += 1
@@ -381,7 +392,8 @@ def _shape_with_head(model_path: str, head: Head, *, trainable: bool) -> ModelSh
 
 def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -> tuple[Tensor, Tensor, dict]:
     loss, kept = finish(*read(batch, output), batch.columns | {"cu_seqlens": batch.cu_seqlens})
-    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
+    # Filled on the device: a tensor of a number on the host would be copied, which waits for the device.
+    num_tokens = torch.full((), batch.num_tokens, dtype=torch.int, device=loss.device)
     return loss, num_tokens, kept
 
 

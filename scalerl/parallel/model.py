@@ -75,6 +75,8 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         moe_token_dispatcher_type="alltoall",
         # With two stages the next is also the previous: only megatron's unbatched order keeps both directions apart.
         batch_p2p_comm=not on_cpu and layout.vpp_size == 1,
+        # Waiting for the whole device after each exchange is for older versions of torch.
+        batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
         # Losses arrive divided by the global token count already: megatron must neither average over micro-batches nor
         # over dp ranks, and the count it would divide by is dropped in _finalize_grads.

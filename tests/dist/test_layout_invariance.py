@@ -15,7 +15,7 @@ import torch
 
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
-from tests.lanes import mostly_full
+from tests.lanes import full, mostly_full
 from tests.tiny_models import make_tiny_model
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
@@ -70,6 +70,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         dtype="float32",
         sequence_parallel=options.get("sequence_parallel", True),
         use_distributed_optimizer=options.get("use_distributed_optimizer", True),
+        override_ddp_config=options.get("ddp", {}),
     )
     engine = MegatronEngine(model_path, megatron, groups, optim=OptimConfig(lr=1e-3, clip_grad=0.5))
     generator = torch.Generator().manual_seed(3)
@@ -214,6 +215,26 @@ def test_loss_aggregation(qwen3: Path, mode: str) -> None:
 def test_without(qwen3: Path, option: str) -> None:
     expected = run(qwen3, ONE)
     assert_same(run(qwen3, LAYOUTS["tp2_dp2"], **{option: False}), expected)
+
+
+# Small buckets, so that there are several.
+OVERLAPS = [{"overlap_grad_reduce": True, "bucket_size": 5000}]
+OVERLAPS += [OVERLAPS[0] | {"overlap_param_gather": True}]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ddp"),
+    [
+        ("dp2", OVERLAPS[1]),
+        full("dp2", OVERLAPS[0]),
+        *(full(layout, OVERLAPS[1]) for layout in ("pp2_dp2", "tp2_dp2", "cp2_dp2")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " and ".join(list(value)[::2]),
+)
+def test_overlap_of_data_parallel_exchange(
+    qwen3: Path, one_process: Callable[[str], Outcome], layout: str, ddp: dict[str, Any]
+) -> None:
+    assert_same(run(qwen3, LAYOUTS[layout], ddp=ddp), one_process("qwen3"))
 
 
 def test_the_comparison_sees_a_lost_all_reduce(qwen3: Path) -> None:
