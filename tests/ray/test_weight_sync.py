@@ -22,6 +22,7 @@ from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import TOKENS, MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
+from scalerl.hybrid.feeds import plan_leads
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 from scalerl.servers.client import GenerateRequest, RolloutClient, SamplingParams
@@ -175,9 +176,10 @@ def test_servers_serve_what_was_trained(
     (weights, *others) = trainer.call(SyncingWorker.exported)
     assert not any(others)
     parts = trainer.call(RLWorker.sync_weights, 7, verify=True)
-    # Every rank takes part, and each sees the whole model pass.
-    num_bytes = sum(array.nbytes for array in weights.values())
-    assert [part["num_bytes"] for part in parts] == [num_bytes] * trainer.layout.world_size
+    # Every rank takes part; of a broadcast those that send to a server, and no others, have the model.
+    num_bytes, world_size = sum(array.nbytes for array in weights.values()), trainer.layout.world_size
+    senders = plan_leads(len(KINDS), world_size) if transport == "broadcast" else range(world_size)
+    assert [part["num_bytes"] for part in parts] == [num_bytes * (rank in senders) for rank in range(world_size)]
     assert parts[0]["num_buckets"] > 1
     hf = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).eval()
     hf.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in weights.items()})
