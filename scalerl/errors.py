@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 EXIT_USER_ERROR = 2
 # EX_SOFTWARE of sysexits.h: the same command may succeed when it is started again.
@@ -24,6 +26,13 @@ class RunError(RuntimeError):
 
     The message says which one, and its last output; the cause is not in the input or the configuration.
     """
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose errors begin as all others do, the usage behind them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USER_ERROR, f"error: {message}\n\n{self.format_usage()}")
 
 
 def run_main(fn: Callable[..., int | None], *args: object) -> int:

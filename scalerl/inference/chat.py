@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scalerl.errors import RunError, UserError
+from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.inference.serve import API_KEY, DEFAULT_PORT, add_server_options, serving
 
 ANSWER_TIMEOUT_S = 600.0
@@ -24,7 +24,7 @@ HELP = f"Ctrl-D ends, {NEW} begins anew."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Raises UserError where no server answers or it refuses, RunError where an answer breaks off."""
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     with _server(arguments) as url:
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scalerl chat", description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="scalerl chat", description=__doc__)
     parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="of the server (default %(default)s)")

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scalerl.config.schema import ServerConfig
-from scalerl.errors import RunError, UserError
+from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.servers.access import NO_KEY
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer
@@ -33,7 +33,7 @@ SERVE = Purpose("the server", "scalerl serve")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 after Ctrl-C. Raises UserError for what cannot be served, RunError where the server ends by itself."""
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     began = time.monotonic()
     with serving(arguments) as server:
         print(_ready(server.url, Path(arguments.model), time.monotonic() - began), flush=True)
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise RunError(f"the server at {server.url} has gone. {server.end()}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
         prog="scalerl serve",
         description=__doc__,
         epilog=f"{API_KEY} in the environment: whoever asks must send this key, as a bearer token.",
@@ -70,7 +70,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def serving(arguments: argparse.Namespace) -> Iterator[RolloutServer]:
-    """A server that answers; it ends with the block. arguments: as `_parser` gives them."""
+    """A server that answers; it ends with the block. arguments: as `build_parser` gives them."""
     key = os.environ.get(API_KEY, "")
     _check_address(arguments.host, arguments.port, key)
     launch = _launch(arguments)

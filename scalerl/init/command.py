@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalerl.errors import UserError
+from scalerl.errors import CommandParser, UserError
 from scalerl.init.files import Machine, make_files
 
 QUICKSTART_MODEL = Path("outputs/quickstart/sft_model")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scalerl init", description=__doc__)
+    parser = CommandParser(prog="scalerl init", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there; no file is replaced")
     parser.add_argument(
         "--model", metavar="DIR", help=f"Hugging Face model directory; asked for if not given ({QUICKSTART_MODEL}?)"

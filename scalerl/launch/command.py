@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from scalerl.errors import UserError
+from scalerl.errors import CommandParser, UserError
 
 USAGE = """\
 usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
@@ -169,7 +169,7 @@ def _cancel(arguments: list[str]) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"scalerl launch {command}", allow_abbrev=False)
+    parser = CommandParser(prog=f"scalerl launch {command}", allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="trainer.default_local_dir of the run")
     return parser
 

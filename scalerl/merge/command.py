@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.data.model_source import model_directory
+from scalerl.errors import CommandParser
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
@@ -36,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="scalerl.merge", description="Turn a distributed checkpoint into a Hugging Face model, offline."
     )
     operations = parser.add_subparsers(dest="operation", required=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from scalerl.checkpoint.store import (
     read_trainer_state,
 )
 from scalerl.checkpoint.torch_dist import DistCheckpoint
+from scalerl.errors import CommandParser
 from scalerl.families import ModelShape
 
 # First parts of keys -> what these tensors are. What begins with none of them is the model's.
@@ -34,7 +34,7 @@ _LAYOUT = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size",
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 with one message on standard error where it is no whole checkpoint, or not what was saved."""
-    parser = argparse.ArgumentParser(prog="scalerl inspect", description="What is in a checkpoint of a training run.")
+    parser = CommandParser(prog="scalerl inspect", description="What is in a checkpoint of a training run.")
     parser.add_argument("checkpoint", help="global_step_N, or the run's directory: the one that it would go on from")
     parser.add_argument("--check", action="store_true", help="read all of it and compare every digest")
     args = parser.parse_args(argv)

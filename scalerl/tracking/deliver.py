@@ -3,12 +3,12 @@ of a run that it did not take at the time."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from scalerl.errors import CommandParser
 from scalerl.tracking.backend import first_line, safe_uri
 from scalerl.tracking.mlflow_backend import SPOOL, make_client, send
 from scalerl.tracking.spool import Spool
@@ -32,7 +32,7 @@ def deliver(run_dir: Path, tracking_uri: str) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scalerl.tracking.deliver", description=__doc__)
+    parser = CommandParser(prog="python -m scalerl.tracking.deliver", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="trainer.default_local_dir of the run")
     parser.add_argument(
         "--tracking-uri", default=os.environ.get("MLFLOW_TRACKING_URI"), help="default: MLFLOW_TRACKING_URI"
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sent = deliver(args.run_dir, args.tracking_uri)
     except Exception as error:
-        print(f"{safe_uri(args.tracking_uri)} did not take a record: {first_line(error)}", file=sys.stderr)
+        print(f"error: {safe_uri(args.tracking_uri)} did not take a record: {first_line(error)}", file=sys.stderr)
         return 1
     for run_id, number in sent.items():
         print(f"{run_id}: {number} records delivered")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from scalerl.errors import UserError
+from scalerl.errors import CommandParser, UserError
 from scalerl.translate.report import command_of, report_on
 from scalerl.translate.script import Command, Script, read_script
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="scalerl translate", description=__doc__)
+    parser = CommandParser(prog="scalerl translate", description=__doc__)
     parser.add_argument("script", help="a shell script that runs a program of verl, or a file with one argument a line")
     text = Path(parser.parse_args(argv).script).read_text(encoding="utf-8")
     print(translated(text))

@@ -58,6 +58,45 @@ def test_a_users_error_is_one_message(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: bad row\n"
 
 
+# Of each command what its user may get wrong: an option, a value, a path.
+MISTAKES = {
+    "train": [
+        "+trainer.nnode=1",
+        "trainer.nnodes=x",
+        "trainer.nnodes",
+        "--config-name",
+        "data.train_files=none.parquet",
+    ],
+    "sft": ["model.path=none", "--nonsense"],
+    "generate": ["model.path=none", "rollout.n=2"],
+    "eval": ["data.path=none.parquet"],
+    "init": ["", "here --model none", "here --nonsense"],
+    "serve": ["", "none", "none --port x"],
+    "chat": ["--nonsense", "--url http://127.0.0.1:1 hi"],
+    "data": ["", "nonsense", "own --local none.csv --out out", "gsm8k --local none --out out"],
+    "translate": ["", "none.sh"],
+    "launch": ["nonsense", "status none", "slurm slurm.tim=1", "logs none --lines x"],
+    "merge": ["", "--backend megatron --local_dir none --target_dir out", "--backend x"],
+    "inspect": ["", "none"],
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_every_mistake_is_an_error_in_one_form(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for mistake in MISTAKES[command]:
+        try:
+            code = cli.main([command, *mistake.split()])
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr().err
+        # What is wrong with a checkpoint is 1.
+        assert code in ((1, 2) if command in ("merge", "inspect") else (2,)), mistake
+        assert said.startswith("error: ") and "Traceback" not in said, f"{mistake}: {said}"
+    assert not list(tmp_path.iterdir())
+
+
 def test_usage(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out

@@ -19,6 +19,7 @@ from scalerl.data.prepare.rows import SOURCES, Source
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
 from scalerl.data.prepare.writing import schema_of, write_all
 from scalerl.data.problems import DataError, FileProblems
+from scalerl.errors import CommandParser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +97,7 @@ _MAX_FILES_SHOWN = 20
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="scalerl data",
         description="Prepare data for scalerl train or sft: your own files, a known data set, or a generated task.",
     )
