@@ -179,6 +179,8 @@ OWNED: dict[str, dict[str, Owned]] = {
 
 
 def _same_section(match: re.Match[str], value: Any, _: Context) -> Outcome:
+    if value is None and match[2] in ("recompute_method", "recompute_num_layers"):
+        return AlreadySo("counts only with megatron.recompute_granularity=full")
     return Becomes({f"{match[1]}megatron.{match[2]}": value})
 
 

@@ -225,7 +225,7 @@ _MODEL_KEYS = [
         instead="leave it out, and change config.json",
     ),
     absent(
-        f"({_MODEL}|critic.model).override_config",
+        f"({_MODEL}|critic.model).override_config|({_MODEL}|critic.model).override_config.(model_config|moe_config)",
         {},
         None,
         why="a model is what its config.json says",
@@ -383,8 +383,8 @@ _OPTIMIZER = [
 _ACTOR_KEYS = [
     same(f"{_ACTOR}.calculate_entropy", why="entropy is a metric of every step"),
     same(f"{_ACTOR}.calculate_sum_pi_squared", False, why="no estimator here wants it"),
-    absent(f"{_ACTOR}.router_replay.mode", "disabled", None, why="routers choose anew in every pass"),
-    goes_with(f"{_ACTOR}.router_replay.*", f"{_ACTOR}.router_replay.mode"),
+    absent(f"({_ACTOR}|{_REF}).router_replay.mode", "disabled", None, why="routers choose anew in every pass"),
+    goes_with(f"({_ACTOR}|{_REF}).router_replay.*", f"{_ACTOR}.router_replay.mode"),
     same(f"{_ACTOR}.freeze_vision_tower", why="models are language models"),
     absent(f"{_ACTOR}.(use_prefix_grouper|freeze_moe_router)", *_OFF, why="every token of a sample is computed"),
     computed(

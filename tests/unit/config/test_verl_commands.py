@@ -12,7 +12,8 @@ from scalerl.config import ConfigError, PPOConfig, composed, translation_table
 from scalerl.config.keys import KeyTable
 from scalerl.config.verl import Translation
 
-# Arguments of four of verl's example scripts, and (further) of its vocabulary, one a line.
+# Arguments of four of verl's example scripts, of its vocabulary (further), and every key of ppo_megatron_trainer with
+# its default (megatron), one a line.
 COMMANDS = Path(__file__).parent / "verl_commands"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", f"{ROLLOUT}.n=4"]
@@ -51,6 +52,7 @@ COUNTS = {
     "dsv3": (67, 15, 17, 0),
     "dapo_npu": (69, 17, 14, 3),
     "further": (55, 37, 104, 4),
+    "megatron": (133, 19, 180, 0),
 }
 
 
