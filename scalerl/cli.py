@@ -25,6 +25,7 @@ commands:
   chat      talk with it, or one question and its answer
   data      your own files, a known data set, or a generated task -> parquet for train and sft
   translate a launch script of verl, not run -> the scalerl command, and what became of each key
+  plan      memory of each device of a run, on a cluster that is not here
   launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
   inspect   what is in a checkpoint, and whether it is what was saved
@@ -100,6 +101,12 @@ def _data(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _plan(argv: list[str]) -> int | None:
+    from scalerl.memory_plan.command import main as program
+
+    return program(argv)
+
+
 def _launch(argv: list[str]) -> int | None:
     from scalerl.launch.command import main as program
 
@@ -140,6 +147,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "serve": _serve,
     "chat": _chat,
     "data": _data,
+    "plan": _plan,
     "launch": _launch,
     "translate": _translate,
     "merge": _merge,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from scalerl.config.device_memory import DEVICE_MEMORY_LIMIT, is_device_memory
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -64,6 +66,9 @@ def _is_number(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.strip() != ""
+
+
+DEVICE_MEMORY = Domain(is_device_memory, DEVICE_MEMORY_LIMIT, "80GB")
 
 
 def _is_distinct_texts(value: Any) -> bool:

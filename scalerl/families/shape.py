@@ -21,10 +21,14 @@ REQUIRED_KEYS = {
 }
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# What a dense family's yarn has of these; the others scale attention, which transformers and SGLang read differently.
+DENSE_YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+DENSE_YARN_REFUSED = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor")
 # Supported rope types, with the keys that each must have.
-ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS}
+ROPE_TYPES = {"default": (), "llama3": LLAMA3_ROPE_KEYS, "yarn": DENSE_YARN_KEYS}
 LATENT_ROPE_TYPES = {"default": (), "yarn": YARN_ROPE_KEYS}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+DENSE_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 LATENT_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DTYPES = ("float32", "bfloat16", "float16")
 Head = Literal["lm", "value"]
@@ -37,8 +41,9 @@ class ModelShape:
     """The architecture of a decoder, dense or with a mixture of experts in some or all layers.
 
     rope_scaling: None, or {"rope_type": "llama3", factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings}, or with latent attention {"rope_type": "yarn", factor,
-    original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim}.
+    original_max_position_embeddings}, or {"rope_type": "yarn", factor, original_max_position_embeddings, beta_fast,
+    beta_slow, truncate}, with latent attention mscale and mscale_all_dim in the place of truncate.
+    max_position_embeddings: with yarn those that it extends the model to.
     dtype: data type of the stored weights: float32, bfloat16 or float16.
     eos_token_ids: from config.json and generation_config.json, ascending.
     num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
@@ -130,7 +135,7 @@ class ModelShape:
             or config.get("head_dim")
             or family.default_head_dim
             or config["hidden_size"] // heads,
-            max_position_embeddings=config.get("max_position_embeddings") or 32768,
+            max_position_embeddings=max_positions(config),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -163,6 +168,16 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; give a local Hugging Face model directory")
     return _read_json(model_dir / "config.json", required=True)
+
+
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Tokens that a model of this config.json can attend to: yarn extends its original positions by its factor."""
+    positions = config.get("max_position_embeddings") or 32768
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original, factor = rope.get("original_max_position_embeddings") or positions, rope.get("factor")
+    if (rope.get("rope_type") or rope.get("type")) == "yarn" and factor:
+        return max(positions, int(original * factor))
+    return positions
 
 
 def value_model_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,12 +233,16 @@ def _rope(
         return theta, None, [f"rope type {rope_type!r} is not supported (one of {', '.join(supported)})"]
     # Latent attention states the size of its rotary part, so the factor means nothing there.
     partial = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    is_partial = partial != 1.0 and "yarn" not in supported
+    is_latent = supported is LATENT_ROPE_TYPES
+    is_partial = partial != 1.0 and not is_latent
     problems = [f"partial_rotary_factor {partial} is not supported (only 1.0)"] if is_partial else []
     if rope_type == "default":
         return theta, None, problems
     if rope_type == "yarn":
-        rope = YARN_DEFAULTS | {key: value for key, value in rope.items() if value is not None}
+        rope = {key: value for key, value in rope.items() if value is not None}
+        refused = [] if is_latent else [key for key in DENSE_YARN_REFUSED if key in rope]
+        problems += [f"rope type yarn with {key} {rope[key]!r} is not supported: leave it out" for key in refused]
+        rope = (YARN_DEFAULTS if is_latent else DENSE_YARN_DEFAULTS) | rope
     problems += [f"rope type {rope_type} needs {key}" for key in supported[rope_type] if rope.get(key) is None]
     return theta, {"rope_type": rope_type} | {key: rope.get(key) for key in supported[rope_type]}, problems
 

@@ -13,19 +13,23 @@ from scalerl.families import ModelShape
 
 
 class Rotary:
-    """The model's rotary embedding (arXiv 2104.09864), with Llama 3's scaling where config.json asks for it."""
+    """The model's rotary embedding (arXiv 2104.09864), with Llama 3's scaling or YaRN where config.json asks for it."""
 
     def __init__(self, shape: ModelShape, device: str) -> None:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         frequencies = 1.0 / shape.rope_theta**exponents
-        if shape.rope_scaling:
+        # What queries and keys are multiplied with.
+        self.scale = 1.0
+        if shape.rope_scaling and shape.rope_scaling["rope_type"] == "yarn":
+            frequencies, self.scale = _yarn(frequencies, shape.rope_scaling, shape.rope_theta)
+        elif shape.rope_scaling:
             frequencies = _llama3(frequencies, shape.rope_scaling)
         self.frequencies = frequencies.to(device)
 
     def tables(self, position_ids: Tensor) -> Tensor:
         """position_ids: [T] int64 -> [2, T, head_dim / 2] float32: cosines and sines."""
         angles = position_ids[:, None].float() * self.frequencies
-        return torch.stack([angles.cos(), angles.sin()])
+        return torch.stack([angles.cos(), angles.sin()]) * self.scale
 
 
 def _llama3(frequencies: Tensor, scaling: dict) -> Tensor:
@@ -34,6 +38,31 @@ def _llama3(frequencies: Tensor, scaling: dict) -> Tensor:
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling["factor"])
+
+
+def _yarn(frequencies: Tensor, scaling: dict, theta: float) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071, section 3.2 and eq. 22): (frequencies, scale of queries and keys).
+
+    Pairs that turn more than beta_fast times over the original positions are kept, those that turn less than beta_slow
+    times are stretched by `factor`, those between blended by their number.
+    """
+    num_pairs, factor = len(frequencies), scaling["factor"]
+
+    def pair_of(turns: float) -> float:
+        """The number of the pair that turns so often over the original positions."""
+        return (
+            num_pairs * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+        )
+
+    first, last = pair_of(scaling["beta_fast"]), pair_of(scaling["beta_slow"])
+    if scaling["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    # One step where both are the same.
+    width = (last - first) or 0.001
+    stretched = ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+    blended = frequencies * (1 - stretched) + frequencies / factor * stretched
+    return blended, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from scalerl.families.shape import max_positions
+
 
 def check_context_length(
     model_path: str | Path, max_model_len: int, keys: str = "data.max_prompt_length + data.max_response_length"
@@ -18,9 +20,13 @@ def check_context_length(
         return  # the server will report what is wrong with the directory
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    limit = config.get("max_position_embeddings")
-    # A scaling factor (yarn, linear, ...) extends the positions, by an amount that the engine decides.
-    if limit is not None and "factor" not in rope and max_model_len > limit:
+    if config.get("max_position_embeddings") is None:
+        return
+    is_yarn = (rope.get("rope_type") or rope.get("type")) == "yarn"
+    limit = max_positions(config)
+    # Another factor (linear, dynamic, ...) extends the positions by an amount that the engine decides.
+    if (is_yarn or "factor" not in rope) and max_model_len > limit:
+        factor = ", extended by rope_scaling," if is_yarn else ""
         raise ValueError(
-            f"{keys} = {max_model_len} tokens exceed max_position_embeddings={limit} of {path}; lower them"
+            f"{keys} = {max_model_len} tokens exceed max_position_embeddings={limit}{factor} of {path}; lower them"
         )

@@ -33,8 +33,8 @@ from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference, MegatronRewardModel
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor
-from scalerl.families import ModelShape
-from scalerl.metrics import FlopsShape, Timers
+from scalerl.families.flops import flops_shape
+from scalerl.metrics import Timers
 from scalerl.parallel.layout import Layout
 from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.garbage import collect_garbage
@@ -360,26 +360,3 @@ def start_workers(
         user_files=absolute(user_files),
     )
     return lease.add(workers)
-
-
-def flops_shape(shape: ModelShape) -> FlopsShape:
-    whole = FlopsShape(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        vocab_size=shape.vocab_size,
-        num_moe_layers=sum(shape.moe_layers),
-        num_experts=shape.num_experts,
-        num_experts_per_token=shape.num_experts_per_token,
-        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
-        shared_expert_ffn_hidden_size=shape.shared_expert_ffn_hidden_size,
-        q_lora_rank=shape.q_lora_rank,
-        kv_lora_rank=shape.kv_lora_rank,
-        qk_nope_head_dim=shape.qk_nope_head_dim or 0,
-        qk_rope_head_dim=shape.qk_rope_head_dim or 0,
-        v_head_dim=shape.v_head_dim or 0,
-    )
-    return whole.as_critic() if shape.head == "value" else whole

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         return 0
 
     # Imported here: --help and a configuration that cannot be read must not wait for torch.
+    from scalerl.memory_plan.report import summary
     from scalerl.trainer import checkpoints
     from scalerl.trainer.build import ppo_run
     from scalerl.trainer.custom_fit import call_fit
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     phases.end()
     print(devices_line(cfg.trainer, inputs.device), flush=True)
     print(batch_table(cfg, len(inputs.train)), flush=True)
+    if inputs.memory is not None:
+        print(summary(inputs.memory), flush=True)
     if not cfg.trainer.val_only:
         num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
         print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)

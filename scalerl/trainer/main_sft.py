@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
         return 0
 
+    from scalerl.memory_plan.report import summary
     from scalerl.trainer import checkpoints
     from scalerl.trainer.preflight import check_sft
     from scalerl.trainer.sft import fit, sft_run
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     phases.end()
     num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
     print(devices_line(cfg.trainer, inputs.device), flush=True)
+    if inputs.memory is not None:
+        print(summary(inputs.memory), flush=True)
     print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
     if dry_run:
         print(checkpoints.dry_run_text(inputs.resumed))

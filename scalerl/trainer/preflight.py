@@ -30,6 +30,8 @@ from scalerl.config.schema import (
 )
 from scalerl.data.model_source import fetch_models, model_directory
 from scalerl.families import ModelShape
+from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
+from scalerl.memory_plan.plan import MemoryPlan
 from scalerl.probes.gpu import start_violations
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.runtime.device import resolve_device
@@ -65,6 +67,7 @@ class PPOInputs:
     resumed: checkpoints.Resumed
     # trainer.custom_fit.
     fit: Fit | None = None
+    memory: MemoryPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class SFTInputs:
     val: SFTDataset | None
     device: str
     resumed: checkpoints.Resumed
+    memory: MemoryPlan | None = None
 
 
 def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
@@ -110,6 +114,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     )
     # Of sizes that do not fit each other nothing can be said against a model or the data.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
+    memory = _check_memory(errors, cfg, shapes, device)
     _check_judge(errors, cfg.reward_model.judge)
     train = val = None
     if tokenizer is not None:
@@ -130,7 +135,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     resumed = _check_resume(errors, cfg.trainer, cfg.data, trained, train, digests=digests)
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
-    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit)
+    return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory)
 
 
 def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
@@ -216,6 +221,26 @@ def _check_models(
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
+def _check_memory(
+    errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], device: str
+) -> MemoryPlan | None:
+    """The plan of a run of which nothing else is known to be wrong; refused where it does not fit its devices.
+
+    Gives every replica of the policy the plan's KV cache.
+    """
+    wanted = 1 + (len(model_roles(cfg)) if isinstance(cfg, PPOConfig) else 0)
+    if errors.violations or len(shapes) < wanted:
+        return None
+    found = errors.attempt(lambda: checked_plan(cfg, shapes, known_memory(cfg.trainer, device), on_cpu=device == "cpu"))
+    if found is None:
+        return None
+    plan, violations = found
+    errors.violations.extend(violations)
+    if isinstance(cfg, PPOConfig) and device == "cuda":
+        with_kv_cache(cfg, plan)
+    return plan
+
+
 def _check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import require_chat_template
@@ -248,6 +273,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
+    memory = _check_memory(errors, cfg, {} if shape is None else {"actor": shape}, device)
     tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
     if shape is not None and tokenizer is not None:
         errors.violations.extend(vocabulary_violations("model.path", cfg.model.path, shape.vocab_size, tokenizer))
@@ -261,7 +287,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     resumed = _check_resume(errors, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train, digests=digests)
     errors.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
-    return SFTInputs(shape, train, val, device, resumed)
+    return SFTInputs(shape, train, val, device, resumed, memory)
 
 
 def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimConfig]:

@@ -20,6 +20,7 @@ from scalerl.controller.training.background_save import begin_save
 from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
+from scalerl.families.flops import flops_shape
 from scalerl.metrics import Timers, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
 from scalerl.runtime.stop import StopRequest
@@ -27,7 +28,6 @@ from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.build import (
-    flops_shape,
     log_directory,
     open_tracker,
     say_how_to_open,

@@ -24,8 +24,8 @@ LAYERS = [
     {"servers"},
     # hybrid joins parallel and servers.
     {"hybrid", "rollout"},
-    # The workers host engines, weight sync and checkpoints.
-    {"controller", "probes"},
+    # The workers host engines, weight sync and checkpoints. memory_plan counts what all of these take.
+    {"controller", "memory_plan", "probes"},
     {"inference", "trainer", "translate", "doctor", "init"},
     # It checks a run as the trainer does before it starts.
     {"launch"},

@@ -56,6 +56,10 @@ class ServerConfig(SamplingConfig):
     dtype: str = key("bfloat16", DTYPE)
     # Share of the device's memory for the server's weights and KV cache (GPU only).
     gpu_memory_utilization: float = key(0.85, above(0, below=1, example=0.5))
+    # Tokens of a replica's KV cache, the same for every replica and after a restart (SGLang's max_total_tokens). null:
+    # on a GPU what `scalerl plan` says for gpu_memory_utilization, where the device's memory is known, else what SGLang
+    # finds free; on a CPU enough for max_num_seqs requests of full length.
+    kv_cache_tokens: int | None = key(None, or_null(at_least(1)))
     # Requests that one replica runs at a time.
     max_num_seqs: int = key(256, at_least(1))
     # Seconds that a server may take to start.

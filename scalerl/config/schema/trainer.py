@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from scalerl.config.schema.devices import DevicesConfig
 from scalerl.config.schema.fields import key, same_as
-from scalerl.config.value_checks import SAVE_FREQ, TEXT, TEXTS, above, all_or_at_least, at_least, one_of, or_null
+from scalerl.config.value_checks import (
+    DEVICE_MEMORY,
+    SAVE_FREQ,
+    TEXT,
+    TEXTS,
+    above,
+    all_or_at_least,
+    at_least,
+    one_of,
+    or_null,
+)
 
 # Tracking backends that are scalerl's own.
 LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
@@ -25,6 +35,9 @@ class UserFilesConfig:
 class RunConfig(UserFilesConfig, DevicesConfig):
     """What `scalerl train` and `scalerl sft` have in common."""
 
+    # Memory of a device for the plan that a run is checked against: 80GB, 79.1GiB or a name (h100, h200);
+    # null: what the device of this machine reports, on a CPU unlimited.
+    device_memory: str | None = key(None, or_null(DEVICE_MEMORY))
     project_name: str = key("scalerl", TEXT)
     experiment_name: str = key("default", TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with

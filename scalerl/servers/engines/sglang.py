@@ -82,6 +82,9 @@ class SGLangEngine(Engine):
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
+        if config.kv_cache_tokens is not None:
+            # Less than what gpu_memory_utilization leaves; SGLang takes the smaller of both.
+            arguments["max_total_tokens"] = config.kv_cache_tokens
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
         if on_cpu:
             # Added to the user's loaders.

@@ -189,6 +189,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "num_replicas": ([0], [None, 1]),
     "gpu_memory_utilization": ([0.0, 1.0], [0.1]),
     "max_num_seqs": ([0], [1]),
+    "kv_cache_tokens": ([0, -1], [None, 1]),
+    "device_memory": (["80", "0GB", ""], [None, "80GB", "h100"]),
     "update_weights_bucket_megabytes": ([0], [1]),
     "verify_weights_every": ([-1], [0]),
     "start_timeout_s": ([0.0], [0.1]),

@@ -134,7 +134,8 @@ def test_eos_tokens_of_both_files(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types sliding_attention"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'.*default, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear'.*default, llama3, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type yarn needs original_max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type llama3 needs low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .fp8."),
@@ -200,12 +201,24 @@ def test_number_of_experts_as_both_transformers_write_it(key):
     assert (shape.num_experts, shape.router_normalizes) == (6, True)
 
 
-def test_yarn_belongs_to_latent_attention():
-    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0}
-    config = SMALL | {"rope_scaling": yarn}
-    with pytest.raises(ValueError, match="rope type 'yarn' is not supported"):
-        ModelShape.from_config(config)
-    shape = ModelShape.from_config(config | OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3"})
+def test_yarn():
+    """Latent attention has scales of its own; those of a dense model are read in different ways: it may have none."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64}
+    dense = ModelShape.from_config(SMALL | {"rope_scaling": yarn, "max_position_embeddings": 128})
+    assert dense.max_position_embeddings == 40 * 64
+    assert dense.rope_scaling == {
+        "rope_type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+    }
+    scaled = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    with pytest.raises(ValueError, match=r"rope type yarn with mscale 1\.0 is not supported: leave it out"):
+        ModelShape.from_config(SMALL | {"rope_scaling": scaled})
+    latent = SMALL | OF_EXPERTS["deepseek_v3"] | {"model_type": "deepseek_v3", "rope_scaling": scaled}
+    shape = ModelShape.from_config(latent)
     assert shape.rope_scaling["rope_type"] == "yarn"
     assert (shape.rope_scaling["beta_fast"], shape.rope_scaling["mscale_all_dim"]) == (32.0, 1.0)
 

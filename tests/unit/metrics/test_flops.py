@@ -10,8 +10,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from scalerl.families import ModelShape
+from scalerl.families.flops import flops_shape
 from scalerl.metrics import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
-from scalerl.trainer.build import flops_shape
 
 SHAPE = FlopsShape(
     num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, ffn_hidden_size=48, vocab_size=71

@@ -47,6 +47,16 @@ def test_gpu_command_leaves_the_device_memory_to_the_configured_share() -> None:
     assert not {"--max-total-tokens", "--device", "--trust-remote-code"} & set(command)
 
 
+def test_a_cache_of_a_given_size_is_the_same_in_every_server() -> None:
+    """On a GPU beside the share of the memory, of which SGLang takes less; on a CPU in the place of its own number."""
+    config = RolloutConfig(kv_cache_tokens=123_456)
+    for device in ("cuda", "cpu"):
+        arguments, _ = sglang_command(config, device)
+        assert arguments[arguments.index("--max-total-tokens") + 1] == "123456"
+        assert arguments.count("--max-total-tokens") == 1
+    assert "--max-total-tokens" not in sglang_command(RolloutConfig(), "cuda")[0]
+
+
 def test_engine_kwargs_have_the_last_word() -> None:
     kwargs = {"attention_backend": "fa3", "skip_server_warmup": None, "enable-metrics": True, "cuda_graph_bs": [1, 2]}
     rollout = RolloutConfig(engine_kwargs={"sglang": kwargs})
@@ -73,6 +83,8 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path) -> Non
         json.dumps({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
     )
     check_context_length(tmp_path, 2048)
+    with pytest.raises(ValueError, match=r"max_position_embeddings=2048, extended by rope_scaling,"):
+        check_context_length(tmp_path, 2049)
 
 
 def run_python(program: str) -> str:

@@ -189,6 +189,28 @@ def test_more_ranks_of_a_server_than_heads_that_its_checksums_know(
     assert check_ppo(on_gpu) is not None
 
 
+def test_a_run_that_does_not_fit_its_devices_is_refused(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device whose memory is in the configuration stands for one that reports it."""
+    memory = "trainer.device_memory"
+    (found,) = violations(config(directory, "qwen3", "sglang", 10, f"{memory}=1MB"))
+    assert found.startswith(f"{memory} = 0.0 GiB a device: the run does not fit") and "trainer: " in found
+    fitting = check_ppo(config(directory, "qwen3", "sglang", 10, f"{memory}=1GB"))
+    assert fitting.memory is not None and fitting.memory.memory_bytes == 10**9
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_sft(sft(directory, tmp_path, f"{memory}=1MB"))
+    # A GPU's servers get the plan's cache, a CPU's have their own rule.
+    on_cpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100")
+    check_ppo(on_cpu)
+    assert on_cpu.actor_rollout_ref.rollout.kv_cache_tokens is None
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: "cuda")
+    on_gpu = config(directory, "qwen3", "sglang", 10, f"{memory}=h100", "trainer.device=auto")
+    found_plan = check_ppo(on_gpu).memory
+    assert found_plan is not None and found_plan.server is not None
+    assert on_gpu.actor_rollout_ref.rollout.kv_cache_tokens == found_plan.server.kv_tokens
+
+
 def test_the_ranks_of_a_judges_server_cut_its_heads(directory: Path, tmp_path: Path) -> None:
     judge = "reward_model.judge"
     on = [

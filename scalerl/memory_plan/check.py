@@ -1,0 +1,57 @@
+"""Whether a run fits its devices, and what their memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scalerl.config import PPOConfig, SFTConfig
+from scalerl.config.device_memory import GIB, device_memory_bytes
+from scalerl.config.schema import RunConfig
+from scalerl.families import ModelShape
+from scalerl.memory_plan.plan import MemoryPlan, memory_plan
+from scalerl.memory_plan.suggest import fitting_changes
+
+
+def known_memory(trainer: RunConfig, device: str) -> int | None:
+    """Bytes of a device: trainer.device_memory, else what the GPU of this machine reports; None where neither is
+    known.  device: cuda or cpu."""
+    if trainer.device_memory is not None:
+        return device_memory_bytes(trainer.device_memory)
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_properties(0).total_memory
+    return None
+
+
+def checked_plan(
+    cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], memory_bytes: int | None, *, on_cpu: bool = False
+) -> tuple[MemoryPlan, list[str]]:
+    """The plan, and one violation where it does not fit: what is too large, and the nearest settings that fit.
+
+    Raises ValueError where a layout cannot hold its model.
+    """
+    plan = memory_plan(cfg, shapes, memory_bytes=memory_bytes, on_cpu=on_cpu)
+    problems = plan.problems()
+    if not problems:
+        return plan, []
+    assert memory_bytes is not None, "nothing is too large for memory that is not known"
+    changes = fitting_changes(cfg, shapes, memory_bytes=memory_bytes, on_cpu=on_cpu)
+    advice = (
+        "set " + "\n  or ".join(changes)
+        if changes
+        else "no change of recompute, micro-batches, layout or offload makes it fit; take more or larger devices"
+    )
+    title = f"trainer.device_memory = {memory_bytes / GIB:.1f} GiB a device: the run does not fit (scalerl plan):"
+    return plan, ["\n".join([title, *(f"  {problem}" for problem in problems), advice])]
+
+
+def with_kv_cache(cfg: PPOConfig, plan: MemoryPlan) -> None:
+    """Gives every replica the KV cache of the plan, so that one that is restarted beside a trainer has no smaller one.
+
+    A number of the user's own stays; on a CPU, or where the device's memory is not known, nothing changes.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.kv_cache_tokens is None and plan.server is not None and plan.server.kv_tokens:
+        rollout.kv_cache_tokens = plan.server.kv_tokens

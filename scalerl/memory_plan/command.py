@@ -1,0 +1,105 @@
+"""`scalerl plan`: what a run would take of devices that are not here, and what makes it fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, model_roles, validate_ppo, validate_sft
+from scalerl.config.device_memory import DEVICE_MEMORY_LIMIT
+from scalerl.errors import UserError
+from scalerl.families import Head, ModelShape
+
+USAGE = f"""\
+usage: scalerl plan [train | sft] [FILE.yaml] key=value ... [--device-memory MEMORY] [--summary]
+
+Memory of each device of a run, phase by phase, from its configuration and the config.json of its models: no device,
+no data and no weights are needed. A run that does not fit is refused with the nearest settings that do (exit code 2).
+
+  FILE.yaml        the same as --config-dir and --config-name of that file
+  --device-memory  {DEVICE_MEMORY_LIMIT}; the same as trainer.device_memory
+  model.path       a directory with config.json, or the path of such a file (configs/models has those of large models)
+  --summary        what a run prints at its start, without the table
+
+Keys are those of `scalerl train --help`; with trainer.device=cpu the tensors of the CPU's operations are counted.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0 where the run fits, or where the device's memory is not known."""
+    if not argv or not {"-h", "--help"}.isdisjoint(argv):
+        print(USAGE)
+        return 0
+    kind, overrides, only_summary = read_arguments(argv)
+    cfg = composed(kind, overrides, rules=False).config
+    from scalerl.memory_plan.check import checked_plan, known_memory
+    from scalerl.memory_plan.report import summary, table
+
+    on_cpu = cfg.trainer.device == "cpu"
+    device = "cpu" if on_cpu else "cuda"
+    if broken := validate_sft(cfg, device=device) if kind == "sft" else validate_ppo(cfg, device=device):
+        raise ConfigError(broken)
+    shapes = shapes_of(cfg)
+    plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
+    print((summary if only_summary else table)(plan))
+    if isinstance(cfg, PPOConfig) and plan.concurrency:
+        from scalerl.memory_plan.seconds import predicted_seconds
+
+        print(f"a step on H100s: {predicted_seconds(cfg, shapes, plan):.0f} s (predicted, nothing is measured)")
+    if violations:
+        raise ConfigError(violations)
+    return 0
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[str, list[str], bool]:
+    """(schema, overrides, whether only the summary is asked for)."""
+    arguments = list(argv)
+    command = arguments.pop(0) if arguments[0] in ("train", "sft") else "train"
+    overrides: list[str] = []
+    only_summary = False
+    while arguments:
+        argument = arguments.pop(0)
+        if argument == "--summary":
+            only_summary = True
+        elif argument.startswith("--device-memory"):
+            _, _, value = argument.partition("=")
+            if not value and not arguments:
+                raise UserError(f"--device-memory: needs {DEVICE_MEMORY_LIMIT}")
+            overrides.append(f"trainer.device_memory={value or arguments.pop(0)}")
+        elif argument.endswith((".yaml", ".yml")) and "=" not in argument and not argument.startswith("-"):
+            file = Path(argument)
+            if not file.is_file():
+                raise UserError(f"plan {argument}: there is no such file (working directory {Path.cwd()})")
+            overrides += ["--config-dir", str(file.absolute().parent), "--config-name", file.stem]
+        else:
+            overrides.append(argument)
+    return ("sft" if command == "sft" else "ppo"), overrides, only_summary
+
+
+def _shape(path: str) -> ModelShape:
+    """Of a model's directory, or of a config.json by its path.  Raises ValueError."""
+    file = Path(path)
+    if file.suffix == ".json" and file.is_file():
+        return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
+    return ModelShape.from_hf(path)
+
+
+def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
+    """Role -> shape of its model, with the head of its role; config.json alone is read, no weights.
+
+    Raises ConfigError for models that cannot be read.
+    """
+    model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
+    paths: dict[str, tuple[str, Head]] = {"actor": (model.path, "lm")}
+    if isinstance(cfg, PPOConfig):
+        paths |= {role.name: (str(role.model_path), role.head) for role in model_roles(cfg)}
+    found, violations = {}, []
+    for role, (path, head) in paths.items():
+        try:
+            found[role] = _shape(path).with_head(head)
+        except ValueError as error:
+            violations.append(f"{role}: {error}")
+    if violations:
+        raise ConfigError(list(dict.fromkeys(violations)))
+    return found

@@ -1,0 +1,136 @@
+"""How many numbers of a model a rank of each pipeline stage holds, counted in the family's table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from scalerl.families import ModelShape, Param, family_of
+from scalerl.parallel.layout import Layout
+
+# Bytes of float32.
+FLOAT = 4
+ITEMSIZE = {"float32": FLOAT, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """Numbers on one rank of a pipeline stage, by who holds copies of them.
+
+    layers: global indices of the stage's layers.  shared: of everything but experts; copies: dp x cp ranks.
+    experts: of its experts; copies: the ranks of the stage that have the same ones.  buffers: float32, without
+    gradient (biases of routers).  largest: of the largest tensor that has a gradient.
+    """
+
+    layers: tuple[int, ...]
+    shared: int
+    experts: int
+    buffers: int
+    largest: int
+    shared_copies: int
+    expert_copies: int
+
+    @property
+    def trained(self) -> int:
+        """Numbers that have a gradient."""
+        return self.shared + self.experts
+
+    def weight_bytes(self, itemsize: int) -> int:
+        return itemsize * self.trained + FLOAT * self.buffers
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Main gradients are float32 whatever the model's type."""
+        return FLOAT * self.trained
+
+    def optimizer_numbers(self, *, distributed: bool) -> int:
+        """Numbers whose state this rank keeps."""
+        if not distributed:
+            return self.trained
+        return -(-self.shared // self.shared_copies) + -(-self.experts // self.expert_copies)
+
+    def optimizer_bytes(self, itemsize: int, *, distributed: bool) -> int:
+        """Adam's two moments and, unless the weights are float32 themselves, the main parameter; each float32."""
+        tensors = 2 if itemsize == FLOAT else 3
+        return tensors * FLOAT * self.optimizer_numbers(distributed=distributed)
+
+
+def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]:
+    """Of every pipeline stage.  Raises ValueError where the layout cannot hold the model."""
+    params = [param for param, _ in counted_params(shape)]
+    experts_here = shape.num_experts // layout.ep_size
+    stages = []
+    for pp_rank in range(layout.pp_size):
+        layers = {layer for chunk in layout.layers(shape.num_layers, pp_rank) for layer in chunk}
+        shared = experts = buffers = largest = 0
+        for param in params:
+            if not _is_on_stage(param, shape, layout, pp_rank, layers):
+                continue
+            size = layout.tp_size if param.expert is None else layout.etp_size
+            numbers = prod(param.mcore_shape(shape, size))
+            if param.keeps_float32:
+                buffers += numbers
+            elif param.expert is None:
+                shared += numbers
+                largest = max(largest, numbers)
+            else:
+                # A rank's experts of a layer are one tensor.
+                experts += numbers * experts_here
+                largest = max(largest, numbers * experts_here)
+        stages.append(
+            StageParameters(
+                layers=tuple(sorted(layers)),
+                shared=shared,
+                experts=experts,
+                buffers=buffers,
+                largest=largest,
+                shared_copies=layout.dp_size * layout.cp_size,
+                expert_copies=max(1, layout.stage_size // layout.experts_size),
+            )
+        )
+    return stages
+
+
+def _is_on_stage(param: Param, shape: ModelShape, layout: Layout, pp_rank: int, layers: set[int]) -> bool:
+    is_first, is_last = pp_rank == 0, pp_rank == layout.pp_size - 1
+    if param.layer is not None:
+        return param.layer in layers
+    if param.stage_part == "first":
+        # Tied weights: the last stage keeps a copy of the embedding.
+        return is_first or (is_last and shape.tie_word_embeddings and shape.head == "lm")
+    return is_last
+
+
+def counted_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
+    """(parameter, how many there are like it): one expert of a layer stands for all."""
+    with_one = replace(shape, num_experts=min(1, shape.num_experts))
+    for param in family_of(shape).params(with_one):
+        yield param, 1 if param.expert is None else shape.num_experts
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Of the whole model, as its files hold them."""
+    return sum(count * _numbers(param, shape) for param, count in counted_params(shape))
+
+
+def model_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Of the whole model in Hugging Face's tensors: what a weight sync sends."""
+    return sum(
+        count * (FLOAT if param.keeps_float32 else itemsize) * _numbers(param, shape)
+        for param, count in counted_params(shape)
+    )
+
+
+def largest_tensor(shape: ModelShape) -> int:
+    """Numbers of the largest tensor, as a bucket of a weight sync has it."""
+    return max(_numbers(param, shape) for param, _ in counted_params(shape))
+
+
+def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
+    """Of a checkpoint's tensors: the weights, and float32 main parameter and two moments of each."""
+    return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
+
+
+def _numbers(param: Param, shape: ModelShape) -> int:
+    return sum(prod(size) for size in param.hf_shapes(shape).values())

@@ -1,0 +1,62 @@
+"""A memory plan as text: the summary that a run prints at its start, and the whole table of `scalerl plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from scalerl.config.device_memory import GIB
+from scalerl.memory_plan.plan import SOURCES, DevicePlan, MemoryPlan
+
+
+def summary(plan: MemoryPlan) -> str:
+    """A line for each kind of device with its peak, one for the servers, one for what is sent and saved."""
+    return "\n".join([*(_peak_line(device, plan.memory_bytes) for device in _ends(plan.devices)), *_totals(plan)])
+
+
+def table(plan: MemoryPlan) -> str:
+    """Every phase of every kind of device, part by part, in GiB; then where the numbers come from."""
+    lines: list[str] = []
+    for device in _ends(plan.devices):
+        layers = f" ({len(device.layers)} layers)" if device.layers else ""
+        lines.append(f"{device.name}{layers}")
+        for phase in device.phases:
+            mark = " <- peak" if phase is device.peak else ""
+            lines.append(f"  {phase.name:<28}{phase.num_bytes / GIB:>8.1f} GiB{mark}")
+            lines += [f"    {name:<26}{size / GIB:>8.2f}" for name, size in phase.parts.items() if size]
+    names = {name for device in plan.devices for phase in device.phases for name in phase.parts}
+    lines += ["", "where the numbers come from"]
+    lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
+    return "\n".join([*lines, "", *_totals(plan)])
+
+
+def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:
+    """Of a pipeline the first, the fullest of those between, and the last stage; of everything else all."""
+    stages = [device for device in devices if device.name.startswith("trainer")]
+    others = [device for device in devices if device not in stages]
+    if len(stages) > 3:
+        stages = [stages[0], max(stages[1:-1], key=lambda device: device.peak.num_bytes), stages[-1]]
+    return [*stages, *others]
+
+
+def _peak_line(device: DevicePlan, memory_bytes: int | None) -> str:
+    peak = device.peak
+    of = "" if memory_bytes is None else f" of {memory_bytes / GIB:.1f}"
+    parts = sorted((part for part in peak.parts.items() if part[1]), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts[:4])
+    return f"memory of {device.name}: at most {peak.num_bytes / GIB:.1f}{of} GiB, in {peak.name} ({shown})"
+
+
+def _totals(plan: MemoryPlan) -> Iterator[str]:
+    yield f"parameters: {plan.num_parameters / 1e9:.2f} billion; checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB" + (
+        f"; a weight sync sends {plan.sync_bytes / GIB:.1f} GiB to each replica" if plan.server else ""
+    )
+    if plan.server is None:
+        return
+    per_token = f"{plan.server.kv_token_bytes / 1024:.1f} KiB per token"
+    if plan.server.kv_tokens is None:
+        yield f"KV cache: {per_token} and device; its size needs the device's memory (trainer.device_memory)"
+    else:
+        yield (
+            f"KV cache: {max(0, plan.server.kv_tokens)} tokens in each replica, {per_token} and device: "
+            f"{plan.concurrency} samples of {plan.longest_sample} tokens at a time"
+        )

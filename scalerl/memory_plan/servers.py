@@ -1,0 +1,75 @@
+"""What a rollout server takes of each of its devices: weights, KV cache by the token, and what it needs beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from scalerl.config.device_memory import GIB
+from scalerl.config.schema import ServerConfig
+from scalerl.families import ModelShape
+from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE, counted_params
+
+# Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
+CONTEXT_BYTES = 1 * GIB
+GRAPH_BYTES = 2 * GIB
+# Of the tokens that would fit, those that a server is told to have: no replica finds less room than that.
+KV_SURE_FRAC = 0.95
+# Tokens of a KV cache come in multiples of this.
+KV_GRANULE = 256
+
+
+@dataclass(frozen=True)
+class ServerBytes:
+    """One device of a server. kv_token_bytes: of each token of the KV cache.
+
+    kv_tokens: of the whole cache, what each replica gets; None where the device's memory is not known, negative where
+    not even the weights fit.
+    """
+
+    weights: int
+    kv_token_bytes: int
+    kv_tokens: int | None
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_token_bytes * max(0, self.kv_tokens or 0)
+
+
+def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None) -> ServerBytes:
+    """free_bytes: of the device when the server starts; None: not known.
+
+    config.kv_cache_tokens is what it says; null is what gpu_memory_utilization leaves.
+    """
+    weights = weight_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
+    token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
+    if config.kv_cache_tokens is not None:
+        return ServerBytes(weights, token, config.kv_cache_tokens)
+    if free_bytes is None:
+        return ServerBytes(weights, token, None)
+    room = int(config.gpu_memory_utilization * free_bytes) - weights
+    tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
+    return ServerBytes(weights, token, tokens)
+
+
+def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
+    """Split over the server's ranks; norms, routers and latent down projections are whole on each of them."""
+    found = 0
+    for param, count in counted_params(shape):
+        sizes = [prod(size) for size in param.hf_shapes(shape).values()]
+        if param.kind == "qkv" and tp_size > shape.num_kv_heads:
+            # A rank has one key and value head at least.
+            query, *others = sizes
+            numbers = query // tp_size + sum(size // shape.num_kv_heads for size in others)
+        else:
+            numbers = sum(sizes) if param.kind == "replicated" else -(-sum(sizes) // tp_size)
+        found += count * numbers * (FLOAT if param.keeps_float32 else itemsize)
+    return found
+
+
+def kv_token_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
+    """Keys and values of all layers; with latent attention the compressed ones, whole on every rank."""
+    if shape.kv_lora_rank is not None:
+        return shape.num_layers * (shape.kv_lora_rank + (shape.qk_rope_head_dim or 0)) * itemsize
+    heads = max(1, shape.num_kv_heads // tp_size)
+    return 2 * shape.num_layers * heads * shape.head_dim * itemsize

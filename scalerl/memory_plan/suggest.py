@@ -1,0 +1,193 @@
+"""The nearest settings with which a run fits its devices: each is tried, by making the plan again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+
+from scalerl.config import PPOConfig, SFTConfig, model_roles, validate_ppo, validate_sft
+from scalerl.config.batch_sizes import longest_sample, tokens_needed
+from scalerl.config.schema import MegatronConfig
+from scalerl.config.sections import ACTOR, ROLLOUT
+from scalerl.families import ModelShape
+from scalerl.memory_plan.plan import memory_plan
+
+Config = PPOConfig | SFTConfig
+# As a user writes it -> what it does to a configuration.
+Change = tuple[str, Callable[[Config], None]]
+# Alternatives that are named.
+_MOST = 3
+_LARGEST_TP = 8
+
+
+def fitting_changes(
+    cfg: Config, shapes: Mapping[str, ModelShape], *, memory_bytes: int, on_cpu: bool = False
+) -> list[str]:
+    """Overrides, each of which makes the run fit; where none does alone, one line with the first few that do together.
+
+    Empty where nothing that is known helps on these devices.
+    """
+
+    def fits(config: Config) -> bool:
+        is_ppo = isinstance(config, PPOConfig)
+        device = "cpu" if on_cpu else "cuda"
+        if validate_ppo(config, device=device) if is_ppo else validate_sft(config, device=device):
+            return False
+        try:
+            return not memory_plan(config, shapes, memory_bytes=memory_bytes, on_cpu=on_cpu).problems()
+        except ValueError:
+            return False
+
+    alone = [text for text, change in _changes(cfg, shapes) if fits(_changed(cfg, change))]
+    if alone:
+        return alone[:_MOST]
+    chosen: list[Change] = []
+    for change in _strongest(cfg, shapes):
+        chosen.append(change)
+        if fits(_changed(cfg, *(make for _, make in chosen))):
+            return [" ".join(text for text, _ in _needed(cfg, chosen, fits))]
+    return []
+
+
+def _needed(cfg: Config, changes: list[Change], fits: Callable[[Config], bool]) -> list[Change]:
+    """Of changes that fit together, without those that are not needed."""
+    for change in changes:
+        others = [other for other in changes if other is not change]
+        if fits(_changed(cfg, *(make for _, make in others))):
+            return _needed(cfg, others, fits)
+    return changes
+
+
+def _changed(cfg: Config, *changes: Callable[[Config], None]) -> Config:
+    changed = copy.deepcopy(cfg)
+    for change in changes:
+        change(changed)
+    return changed
+
+
+def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    """Those that cost the least speed first."""
+    yield from _budgets(cfg)
+    yield from _shares(cfg)
+    yield from _server_splits(cfg)
+    yield from _recomputes(cfg)
+    yield from _tensor_splits(cfg, shapes)
+    yield from _stage_splits(cfg, shapes)
+    yield from _offloads(cfg)
+    yield f"trainer.nnodes={2 * cfg.trainer.nnodes}", _more_nodes(2)
+
+
+def _strongest(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    """The last of each kind, to be made one after the other."""
+    yield _megatron(cfg, recompute_granularity="full")
+    for kind in (_tensor_splits(cfg, shapes), _budgets(cfg), _offloads(cfg), _server_splits(cfg), _shares(cfg)):
+        yield from list(kind)[-1:]
+    yield from _stage_splits(cfg, shapes)
+    for times in (2, 4, 8):
+        yield f"trainer.nnodes={times * cfg.trainer.nnodes}", _more_nodes(2)
+
+
+def _sections(cfg: Config) -> list[MegatronConfig]:
+    """Of the trained model and of those that share its processes."""
+    if isinstance(cfg, SFTConfig):
+        return [cfg.megatron]
+    return [cfg.actor_rollout_ref.actor.megatron, *(r.megatron for r in model_roles(cfg) if not r.has_own_pool)]
+
+
+def _prefix(cfg: Config) -> str:
+    return "megatron" if isinstance(cfg, SFTConfig) else f"{ACTOR}.megatron"
+
+
+def _megatron(cfg: Config, **values: object) -> Change:
+    def change(config: Config) -> None:
+        for section in _sections(config):
+            for name, value in values.items():
+                setattr(section, name, value)
+
+    texts = (f"{_prefix(cfg)}.{name}={_written(value)}" for name, value in values.items())
+    return " ".join(texts), change
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "").replace("'", "")
+
+
+def _recomputes(cfg: Config) -> Iterator[Change]:
+    now = _sections(cfg)[0]
+    if now.recompute_granularity is None:
+        yield _megatron(cfg, recompute_granularity="selective", recompute_modules=["layernorm", "mlp"])
+    if now.recompute_granularity != "full":
+        yield _megatron(cfg, recompute_granularity="full")
+
+
+def _offloads(cfg: Config) -> Iterator[Change]:
+    if not _sections(cfg)[0].optimizer_offload:
+        yield _megatron(cfg, optimizer_offload=True, grad_offload=True)
+    yield _megatron(cfg, optimizer_offload=True, grad_offload=True, param_offload=True)
+
+
+def _budgets(cfg: Config) -> Iterator[Change]:
+    """Smaller micro-batches, down to one sample of the greatest length."""
+    if isinstance(cfg, SFTConfig):
+        key, now, least = "data.max_token_len_per_gpu", cfg.data.max_token_len_per_gpu, cfg.data.max_length
+    else:
+        key, now = f"{ACTOR}.ppo_max_token_len_per_gpu", cfg.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        least = tokens_needed(longest_sample(cfg), cfg.actor_rollout_ref.actor.megatron)
+    while now > least:
+        now = max(now // 2, least)
+        yield f"{key}={now}", _budget(now)
+
+
+def _budget(tokens: int) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        if isinstance(config, SFTConfig):
+            config.data.max_token_len_per_gpu = tokens
+            return
+        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens
+        config.critic.ppo_max_token_len_per_gpu = min(config.critic.ppo_max_token_len_per_gpu, tokens)
+        ref = config.actor_rollout_ref.ref
+        ref.log_prob_max_token_len_per_gpu = min(ref.log_prob_max_token_len_per_gpu, tokens)
+
+    return change
+
+
+def _tensor_splits(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    size = _sections(cfg)[0].tensor_model_parallel_size
+    while 2 * size <= min(_LARGEST_TP, shapes["actor"].num_kv_heads):
+        size *= 2
+        yield _megatron(cfg, tensor_model_parallel_size=size)
+
+
+def _stage_splits(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    stages = 2 * _sections(cfg)[0].pipeline_model_parallel_size
+    if shapes["actor"].num_layers % stages == 0:
+        yield _megatron(cfg, pipeline_model_parallel_size=stages)
+
+
+def _server(name: str, value: float) -> Change:
+    def change(config: Config) -> None:
+        assert isinstance(config, PPOConfig)
+        setattr(config.actor_rollout_ref.rollout, name, value)
+
+    return f"{ROLLOUT}.{name}={value}", change
+
+
+def _shares(cfg: Config) -> Iterator[Change]:
+    if isinstance(cfg, PPOConfig):
+        yield from (_server("gpu_memory_utilization", share) for share in (0.4, 0.3, 0.6, 0.7, 0.8, 0.85))
+
+
+def _server_splits(cfg: Config) -> Iterator[Change]:
+    if isinstance(cfg, SFTConfig):
+        return
+    size = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    while 2 * size <= cfg.trainer.n_gpus_per_node:
+        size *= 2
+        yield _server("tensor_model_parallel_size", size)
+
+
+def _more_nodes(times: int) -> Callable[[Config], None]:
+    def change(config: Config) -> None:
+        config.trainer.nnodes *= times
+
+    return change

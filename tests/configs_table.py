@@ -1,0 +1,60 @@
+"""The table of docs/models.md: devices, bytes and predicted seconds of the runs in configs/."""
+
+from __future__ import annotations
+
+from scalerl.config import compose, world_size
+from scalerl.config.device_memory import GIB, device_memory_bytes
+from scalerl.families import ModelShape
+from scalerl.memory_plan.plan import MemoryPlan, memory_plan
+from scalerl.memory_plan.seconds import predicted_seconds
+from tests.model_configs import FILES, model_of, read_config
+
+_COLUMNS = (
+    "file",
+    "devices",
+    "parameters, 10^9",
+    "trainer's peak, GiB",
+    "server, GiB",
+    "KV tokens of a replica",
+    "checkpoint, GiB",
+    "step, s",
+)
+
+
+def docs_table(memory_bytes: int) -> str:
+    """A row for each file. memory_bytes: of a device."""
+    return "\n".join(
+        [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|", *(_row(name, memory_bytes) for name in FILES)]
+    )
+
+
+def _row(name: str, memory_bytes: int) -> str:
+    cfg = compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
+    actor = ModelShape.from_config(read_config(model_of(name)))
+    shapes = {"actor": actor, "ref": actor, "critic": actor.with_head("value")}
+    plan = memory_plan(cfg, shapes, memory_bytes=memory_bytes)
+    server = plan.server
+    assert server is not None and server.kv_tokens is not None
+    fits = " (refused)" if plan.problems() else ""
+    cells = [
+        f"`{name}`",
+        str(world_size(cfg)),
+        f"{plan.num_parameters / 1e9:.1f}",
+        f"{_trainers_peak(plan) / GIB:.1f}",
+        f"{(server.weights + server.kv_bytes) / GIB:.1f}{fits}",
+        f"{max(0, server.kv_tokens):,}",
+        f"{plan.checkpoint_bytes / GIB:.0f}",
+        f"{predicted_seconds(cfg, shapes, plan):.0f}" if plan.concurrency else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _trainers_peak(plan: MemoryPlan) -> int:
+    """Of all phases, without the weights and the KV cache of servers."""
+    of_servers = ("server weights", "KV cache")
+    phases = [phase for device in plan.devices for phase in device.phases]
+    return max(sum(size for part, size in phase.parts.items() if part not in of_servers) for phase in phases)
+
+
+if __name__ == "__main__":
+    print(docs_table(device_memory_bytes("80GB")))

@@ -1,0 +1,128 @@
+"""The memory plan against real ranks: bytes of weights, gradients and optimizer, and the peak of an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.launch import run_ranks
+from tests.lanes import mostly_full
+from tests.tiny_models import make_tiny_model
+
+NUM_SEQUENCES, LENGTH, NUM_MICRO_BATCHES = 8, 256, 4
+TOKENS = NUM_SEQUENCES * LENGTH // NUM_MICRO_BATCHES
+SIZES: dict[str, Any] = dict(
+    num_layers=4, hidden_size=128, ffn_size=384, num_heads=8, num_kv_heads=4, vocab_size=512, tied=False
+)
+# (tp_size, pp_size, world_size)
+ONE, TP2, PP2, DP2 = (1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 2)
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "core_attn": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+    "full": {"recompute_granularity": "full"},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+}
+# (family, layout, dtype, mode)
+CASES = [
+    *(("qwen3", ONE, "bfloat16", mode) for mode in MODES),
+    ("qwen2", ONE, "float32", "none"),
+    ("qwen3_moe", ONE, "bfloat16", "none"),
+    ("qwen3_moe", ONE, "bfloat16", "full"),
+    ("qwen3", PP2, "bfloat16", "none"),
+    ("qwen3", PP2, "bfloat16", "full"),
+]
+USUAL = [("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")]
+RELATIVE = 0.1
+
+
+def peak_bytes(work: Any) -> int:
+    """Most that torch's allocator handed out while `work` ran and had not yet got back."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    profiler: Any = recorded.profiler
+    events: list[Any] = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def measured_and_planned(model: str, layout: tuple[int, int, int], megatron: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: bytes of its parts, and the peak of an update beside them; both as measured and as planned."""
+    from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
+    from scalerl.families import ModelShape
+    from scalerl.memory_plan.plan import memory_plan
+    from scalerl.protocol import DataProto, Jagged
+    from tests.dist.trainee import Trainee
+
+    trainee = Trainee(model, layout, **megatron)
+    dp_size = trainee.groups.layout.dp_size
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 500, (LENGTH,), generator=generator) for _ in range(NUM_SEQUENCES // dp_size)]
+    trainee.shard = DataProto({"input_ids": Jagged.from_list(rows, torch.int64)})
+    each = len(rows) // NUM_MICRO_BATCHES or 1
+    trainee.micro_batches = [range(start, start + each) for start in range(0, len(rows), each)]
+    trainee.update()
+    peak = peak_bytes(trainee.update)
+    cfg = SFTConfig(
+        data=SFTDataConfig(
+            train_files="none",
+            max_token_len_per_gpu=each * LENGTH,
+            max_length=LENGTH,
+            train_batch_size=len(trainee.micro_batches) * dp_size,
+        ),
+        model=ModelConfig(path=model),
+        megatron=MegatronConfig(
+            **megatron,
+            tensor_model_parallel_size=layout[0],
+            pipeline_model_parallel_size=layout[1],
+            expert_tensor_parallel_size=1,
+        ),
+        trainer=SFTTrainerConfig(n_gpus_per_node=layout[2]),
+    )
+    plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
+    device = plan.devices[trainee.groups.at.pp_rank]
+    parts = next(phase for phase in device.phases if phase.name == "actor update").parts
+    state = {"params": "actor weights", "grads": "actor gradients", "optimizer": "actor optimizer"}
+    return {
+        "state": (trainee.engine.device_bytes(), {part: parts[name] for part, name in state.items()}),
+        "peak": (peak, sum(size for name, size in parts.items() if name not in state.values())),
+    }
+
+
+def made(tmp_path_factory: pytest.TempPathFactory, family: str) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp(family), family, **SIZES))
+
+
+@pytest.mark.parametrize(("family", "layout", "dtype", "mode"), mostly_full(CASES, lambda case: case in USUAL))
+def test_an_update_takes_what_is_planned(
+    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, int, int], dtype: str, mode: str
+) -> None:
+    model = made(tmp_path_factory, family)
+    for rank in run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": dtype} | MODES[mode]):
+        measured, planned = rank["peak"]
+        assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mostly_full(
+        [("qwen3", PP2), ("qwen3", DP2), ("llama", TP2), ("qwen2", PP2), ("qwen3_moe", DP2), ("deepseek_v3", TP2)],
+        lambda case: case in (("qwen3", DP2), ("deepseek_v3", TP2)),
+    ),
+)
+def test_weights_gradients_and_optimizer_are_counted(
+    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, int, int]
+) -> None:
+    """Up to what DDP pads its buffers by: each parameter to 64 numbers."""
+    model = made(tmp_path_factory, family)
+    for rank in run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": "bfloat16"}):
+        measured, planned = rank["state"]
+        for part in measured:
+            assert planned[part] == pytest.approx(measured[part], rel=0.02), (part, rank)

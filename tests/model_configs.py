@@ -1,0 +1,54 @@
+"""config.json of the models that configs/ trains, and transformers' models of them on the meta device."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+MODELS = Path(__file__).parents[1] / "configs" / "models"
+# The runs of configs/.
+FILES = {path.stem: path for path in sorted(MODELS.parent.glob("*.yaml"))}
+# Model directories that they name -> config.json in configs/models.
+NAMES = {
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen3-8B": "qwen3-8b",
+    "Qwen3-8B-YaRN": "qwen3-8b-yarn",
+    "Qwen3-32B": "qwen3-32b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "DeepSeek-V3-bf16": "deepseek-v3",
+}
+CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
+
+
+def read_config(name: str) -> dict[str, Any]:
+    return json.loads(CONFIGS[name].read_text(encoding="utf-8"))
+
+
+def model_of(run: str) -> str:
+    """The name in CONFIGS of the model that a file of configs/ trains."""
+    path = yaml.safe_load(FILES[run].read_text(encoding="utf-8"))["actor_rollout_ref"]["model"]["path"]
+    return NAMES[Path(path).name]
+
+
+@cache
+def meta_model(name: str) -> PreTrainedModel:
+    """transformers' own, without memory for its weights."""
+    config = read_config(name)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def model_directory(name: str, directory: Path) -> Path:
+    """A directory with the config.json alone."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(CONFIGS[name].read_text(encoding="utf-8"), encoding="utf-8")
+    return directory

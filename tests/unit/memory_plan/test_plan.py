@@ -1,0 +1,228 @@
+"""The plan of a whole run: what shares a device, what is refused, and what is said to fit does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scalerl.config import ConfigError, PPOConfig, compose
+from scalerl.config.device_memory import DEVICES_GIB, GIB, device_memory_bytes
+from scalerl.config.schema import RunConfig
+from scalerl.families import ModelShape
+from scalerl.memory_plan.activations import micro_batches_in_flight
+from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
+from scalerl.memory_plan.command import main, read_arguments
+from scalerl.memory_plan.plan import MemoryPlan, memory_plan
+from scalerl.memory_plan.report import summary
+from scalerl.parallel.layout import Layout
+from tests.model_configs import model_directory, read_config
+
+EIGHT = ("trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8")
+MEGATRON = "actor_rollout_ref.actor.megatron"
+ROLLOUT = "actor_rollout_ref.rollout"
+H100 = device_memory_bytes("h100")
+
+
+@cache
+def _composed(*overrides: str) -> PPOConfig:
+    needed = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    return compose("ppo", [*needed, *EIGHT, *overrides])
+
+
+def config(*overrides: str) -> PPOConfig:
+    return copy.deepcopy(_composed(*overrides))
+
+
+def shapes(name: str = "qwen3-8b") -> dict[str, ModelShape]:
+    actor = ModelShape.from_config(read_config(name))
+    return {"actor": actor, "ref": actor, "critic": actor.with_head("value")}
+
+
+def plan(*overrides: str, name: str = "qwen3-8b", memory: int | None = H100) -> MemoryPlan:
+    return memory_plan(config(*overrides), shapes(name), memory_bytes=memory)
+
+
+def phase(found: MemoryPlan, name: str, device: int = 0) -> dict[str, int]:
+    return next(dict(p.parts) for p in found.devices[device].phases if p.name == name)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("80GB", 80 * 10**9), ("79.1 GiB", int(79.1 * GIB)), ("H100", int(79.1 * GIB))]
+)
+def test_memory_of_a_device(text: str, num_bytes: int) -> None:
+    assert device_memory_bytes(text) == num_bytes
+    assert known_memory(RunConfig(device_memory=text), "cpu") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["80", "h1000", "0GB", "GB"])
+def test_memory_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="80GB"):
+        device_memory_bytes(text)
+
+
+def test_such_a_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device_memory = '?80'?: must be .*80GB"):
+        config("trainer.device_memory='80'")
+
+
+def test_what_is_on_a_device_in_an_update() -> None:
+    """Qwen3-8B on 8 devices with full recompute: 8.19e9 parameters, weights 2 B, gradients 4 B, optimizer 12 / 8 B."""
+    parts = phase(plan(f"{MEGATRON}.recompute_granularity=full"), "actor update")
+    numbers = 8_190_735_360
+    assert parts["actor weights"] == pytest.approx(2 * numbers, rel=1e-3)
+    assert parts["actor gradients"] == pytest.approx(4 * numbers, rel=1e-3)
+    assert parts["actor optimizer"] == pytest.approx(12 * numbers / 8, rel=1e-3)
+    # A token's input of each layer, and the end of the last stage.
+    assert parts["actor activations"] == pytest.approx(16384 * 2 * 4096 * 38, rel=0.01)
+    assert "KV cache" not in parts and "server weights" not in parts, "released"
+
+
+def test_recompute_keeps_less() -> None:
+    kept = [
+        phase(plan(f"{MEGATRON}.recompute_granularity={mode}", *more), "actor update")["actor activations"]
+        for mode, more in (
+            ("null", ()),
+            ("selective", ()),
+            ("selective", (f"{MEGATRON}.recompute_modules=[core_attn,layernorm,mlp]",)),
+            ("full", ()),
+        )
+    ]
+    assert kept == sorted(kept, reverse=True) and kept[-1] < kept[0] / 10
+
+
+def test_offloaded_parts_are_there_when_they_are_needed() -> None:
+    found = plan(f"{MEGATRON}.param_offload=true", f"{MEGATRON}.optimizer_offload=true", "+recipe=ppo")
+    critic = phase(found, "critic update")
+    assert "actor weights" not in critic and "actor optimizer" not in critic and "actor gradients" in critic
+    assert {"critic weights", "critic gradients", "critic optimizer"} <= critic.keys()
+    assert "actor weights" in phase(found, "actor log-probs") and "actor optimizer" in phase(found, "save")
+    assert "actor optimizer" not in phase(found, "weight sync") and "server weights" in phase(found, "weight sync")
+
+
+def test_servers_stay_with_what_does_not_release() -> None:
+    parts = phase(plan(f"{ROLLOUT}.free_cache_engine=false", f"{ROLLOUT}.kv_cache_tokens=1024"), "actor update")
+    assert parts["KV cache"] == 1024 * 147_456 and parts["server weights"] > 0
+
+
+def test_a_pool_of_its_own_has_its_devices() -> None:
+    found = plan("+recipe=ppo", "critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=8")
+    assert [device.name for device in found.devices] == ["trainer", "critic"]
+    assert not any(part.startswith("critic") for part in phase(found, "actor update"))
+    assert phase(found, "critic update", device=1)["critic weights"] > 0
+
+
+def test_stages_of_a_pipeline() -> None:
+    """The first stage has the embedding and holds the most micro-batches, the last one the vocabulary's end."""
+    found = plan(f"{MEGATRON}.pipeline_model_parallel_size=4", f"{MEGATRON}.tensor_model_parallel_size=2")
+    assert [len(device.layers) for device in found.devices] == [9, 9, 9, 9]
+    kept = [phase(found, "actor update", stage)["actor activations"] for stage in range(4)]
+    assert kept[0] == pytest.approx(4 * kept[3], rel=0.1) and kept[0] == 2 * kept[2]
+    assert "actor vocabulary" in phase(found, "actor log-probs", 3) and "actor vocabulary" not in phase(
+        found, "actor log-probs", 0
+    )
+
+
+def test_micro_batches_in_flight_by_hand() -> None:
+    plain, interleaved = Layout(4, pp_size=4), Layout(4, pp_size=4, vpp_size=2)
+    assert [micro_batches_in_flight(plain, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
+    assert [micro_batches_in_flight(plain, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    # megatron's warm-up: 2 (stages - stage - 1) + (chunks - 1) stages, and the one under way; each half a stage.
+    assert [micro_batches_in_flight(interleaved, stage, 8) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
+
+
+def test_what_does_not_fit_is_refused_with_what_does() -> None:
+    cfg = config("data.max_response_length=2048", f"{MEGATRON}.tensor_model_parallel_size=2")
+    found, violations = checked_plan(cfg, shapes(), H100)
+    assert found.problems() and len(violations) == 1
+    advice = violations[0].split("set ")[1].replace("\n  or ", "\n").splitlines()
+    assert advice[0] == "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
+    for line in advice:
+        changed = config("data.max_response_length=2048", f"{MEGATRON}.tensor_model_parallel_size=2", *line.split(" "))
+        assert checked_plan(changed, shapes(), H100)[1] == [], line
+
+
+def test_several_changes_where_one_is_not_enough() -> None:
+    cfg = config(f"{ROLLOUT}.tensor_model_parallel_size=8")
+    _, violations = checked_plan(cfg, shapes("qwen3-32b"), H100)
+    (line,) = violations[0].split("set ")[1].splitlines()
+    changes = line.split(" ")
+    assert len(changes) > 1
+    assert checked_plan(config(f"{ROLLOUT}.tensor_model_parallel_size=8", *changes), shapes("qwen3-32b"), H100)[1] == []
+
+
+def test_what_nothing_makes_fit() -> None:
+    _, violations = checked_plan(config(), shapes("llama-3.1-70b"), 2 * GIB)
+    assert "take more or larger devices" in violations[0]
+
+
+def test_without_memory_nothing_is_refused() -> None:
+    found, violations = checked_plan(config(), shapes(), None)
+    assert violations == [] and found.server is not None and found.server.kv_tokens is None
+    assert "needs the device's memory" in summary(found)
+
+
+def test_a_cache_that_holds_no_sample_is_refused() -> None:
+    found = plan(f"{ROLLOUT}.kv_cache_tokens=1000", "data.max_response_length=2048")
+    assert found.concurrency == 0 and "1000 tokens" in found.problems()[-1]
+
+
+def test_every_replica_gets_the_cache_of_the_plan() -> None:
+    """Also one that starts later beside a trainer: the number does not depend on what is free then."""
+    cfg = config(f"{MEGATRON}.tensor_model_parallel_size=4")
+    found = memory_plan(cfg, shapes(), memory_bytes=H100)
+    with_kv_cache(cfg, found)
+    assert found.server is not None and found.server.kv_tokens and found.server.kv_tokens > 50_000
+    assert cfg.actor_rollout_ref.rollout.kv_cache_tokens == found.server.kv_tokens
+    again = memory_plan(cfg, shapes(), memory_bytes=H100)
+    assert again.server == found.server
+    mine = config(f"{ROLLOUT}.kv_cache_tokens=4096")
+    with_kv_cache(mine, memory_plan(mine, shapes(), memory_bytes=H100))
+    assert mine.actor_rollout_ref.rollout.kv_cache_tokens == 4096
+
+
+def test_sums() -> None:
+    found = plan()
+    for device in found.devices:
+        assert device.peak.num_bytes == max(sum(p.parts.values()) for p in device.phases)
+    assert all(value > 0 for value in DEVICES_GIB.values())
+    assert dataclasses.replace(found, memory_bytes=None).problems() == []
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A YAML file is taken by its path; what does not fit is refused; no weights and no data are there."""
+    model = model_directory("qwen3-0.6b", tmp_path / "model")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"actor_rollout_ref: {{model: {{path: {model}}}, rollout: {{n: 8}}}}\ndata: {{train_files: t, val_files: v}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main([file.name, "trainer.n_gpus_per_node=1", "--device-memory", "80GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "actor update" in shown and "where the numbers come from" in shown and "KV cache" in shown
+    with pytest.raises(ConfigError, match="does not fit"):
+        main([str(file), "trainer.n_gpus_per_node=1", "--device-memory=8GB", "--summary"])
+    assert "where the numbers" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="actor: "):
+        main([file.name, "actor_rollout_ref.model.path=nowhere"])
+
+
+def test_sft_has_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_directory("qwen3-8b", tmp_path)
+    arguments = ["sft", f"model.path={model}", "data.train_files=t", "trainer.n_gpus_per_node=8"]
+    with pytest.raises(ConfigError, match=r"set megatron|set data\.max_token"):
+        main([*arguments, "--device-memory=h100"])
+    assert main([*arguments, "megatron.recompute_granularity=full", "--device-memory=h100"]) == 0
+    assert "KV cache" not in capsys.readouterr().out.split("Adam")[-1]
+
+
+def test_arguments() -> None:
+    assert read_arguments(["train", "a=1", "--device-memory", "h100"]) == (
+        "ppo",
+        ["a=1", "trainer.device_memory=h100"],
+        False,
+    )
+    assert read_arguments(["sft", "--summary"]) == ("sft", [], True)
