@@ -27,8 +27,9 @@ class SlurmConfig:
     spare_nodes: int = key(0, at_least(0))
     # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
     preflight: bool = True
-    # Free space below which a node counts as sick: of the directory for temporary files, and of /dev/shm.
+    # Free space of the directory for temporary files below which a node counts as sick.
     min_disk_gib: float = key(5.0, at_least(0))
+    # The same of /dev/shm.
     min_shm_gib: float = key(1.0, at_least(0))
     # Gbit/s of an all-reduce with a neighbour below which a node counts as sick; 0: not measured.
     min_bandwidth_gbit: float = key(0.0, at_least(0))

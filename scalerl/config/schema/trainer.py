@@ -69,6 +69,7 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     best_ckpt_metric: str | None = key(None, or_null(TEXT))
     # Which is the better one: max or min.
     best_ckpt_mode: str = key("max", one_of("max", "min"))
+    # Steps whose checkpoints stay are multiples of this; null: none stays for its step.
     ckpt_every_to_keep: int | None = key(None, or_null(at_least(1)))
     # Ranks only copy what they save, to host memory of that size, and go on; threads write it. A save that fails
     # then ends no run; the last one is waited for.
