@@ -104,7 +104,8 @@ class MegatronEngine:
             self._forward_chunks = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
             if ddp.overlap_grad_reduce:
                 # As megatron's training loop: they are exchanged in the last micro-batch's backward pass.
-                waiting = [chunk.no_sync for chunk in self._forward_chunks]
+                # A list for a pipeline of several chunks, though its type says one function.
+                waiting: Any = [chunk.no_sync for chunk in self._forward_chunks]
                 self.config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
             self._gathers_late = ddp.overlap_param_gather
             self.optimizer = build_optimizer(self._forward_chunks, optim, config, self.config.params_dtype)
