@@ -4,8 +4,9 @@ python benchmarks/checkpoint.py                       # a model of 0.1 billion p
 python benchmarks/checkpoint.py --layout tp2 --directory /data
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
-conv=fsync. A load is `load_engine`, every digest compared; dd reads the files that were written. Both meet the same
-page cache.
+conv=fsync. A save in the background (`trainer.async_save`) stops the run for a copy of what each rank writes:
+blocking_share is the time of the copy over that of a save. A load is `load_engine`, every digest compared; dd reads the
+files that were written. All meet the same page cache.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
     from scalerl.checkpoint import store
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel import checkpoint
+    from scalerl.parallel.background_save import BackgroundSave
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
 
     world_size, tp_size = layout
     groups = initialize(Layout(world_size, tp_size), backend="gloo", timeout_s=600, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=OptimConfig())
-    found = []
+    found, beside = [], BackgroundSave()
     for repeat in range(repeats + 1):
         tmp = [str(store.begin_save(root, repeat)) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(tmp)
@@ -64,8 +66,14 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
                 store.commit(tmp[0], root, repeat)
         with _timed(seconds, "load"):
             checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
-        if dist.get_rank() == 0 and repeat:
-            shutil.rmtree(f"{root}/global_step_{repeat - 1}")
+        with _timed(seconds, "begin"):
+            beside.begin("actor", engine, f"{root}/beside")
+        with _timed(seconds, "write"):
+            beside.wait("actor")
+        if dist.get_rank() == 0:
+            shutil.rmtree(f"{root}/beside")
+            if repeat:
+                shutil.rmtree(f"{root}/global_step_{repeat - 1}")
         dist.barrier()
         found.append(seconds)
     return found[1:]
@@ -125,15 +133,21 @@ def main(arguments: list[str] | None = None) -> int:
             for copy in copies:
                 Path(copy).unlink()
             reads.append(dd([[f"if={file}", "of=/dev/null"] for file in files]))
-    saves, loads = ([of_run[name] for of_run in ranks[0]] for name in ("save", "load"))
+    saves, loads, begins, writes_beside = (
+        [of_run[name] for of_run in ranks[0]] for name in ("save", "load", "begin", "write")
+    )
     result = {
         "checkpoint_bytes": size,
         "save_gb_per_s": record.spread([size / s / 1e9 for s in saves]),
         "load_gb_per_s": record.spread([size / s / 1e9 for s in loads]),
         "dd_write_gb_per_s": record.spread([size / s / 1e9 for s in writes]),
         "dd_read_gb_per_s": record.spread([size / s / 1e9 for s in reads]),
+        "begin_s": record.spread(begins),
+        "write_beside_s": record.spread(writes_beside),
+        "blocking_share": record.spread([begin / save for begin, save in zip(begins, saves, strict=True)]),
         "peak_bytes_of_a_rank": {
-            name: max(of_run[f"{name}_peak_bytes"] for rank in ranks for of_run in rank) for name in ("save", "load")
+            name: max(of_run[f"{name}_peak_bytes"] for rank in ranks for of_run in rank)
+            for name in ("save", "load", "begin", "write")
         },
     }
     rows = [("checkpoint", f"{size / 1e9:.2f} GB", f"{len(files)} files")]
@@ -142,6 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
         result[f"{name}_over_dd"] = ours / theirs
         note = f"dd {theirs:.2f}: {ours / theirs:.2f} of it"
         rows.append((name, f"{ours:.2f} GB/s", note))
+    share = result["blocking_share"]["median"]
+    rows.append(("async save", f"{result['begin_s']['median']:.3f} s", f"that the run waits: {share:.3f} of a save"))
     print(record.table(rows))
     return record.keep("checkpoint", arguments, vars(args), ran_on, result, device="cpu")
 

@@ -28,10 +28,14 @@ class BackgroundSave:
 
         The directory is made where it is missing.
         """
-        if role in self._writing:
-            self._writing[role][1].exception()
+        self.wait(role)
         share = own_share(engine, self._memory.setdefault(role, HostCopy()))
         self._writing[role] = share, self._writer.submit(share.write, Path(directory))
+
+    def wait(self, role: str) -> None:
+        """Until nothing of that role is being written."""
+        if role in self._writing:
+            self._writing[role][1].exception()
 
     def written(self, role: str) -> tuple[WrittenFile, dict[str, Any]] | None:
         """The file of the save that was begun last, and what all ranks have alike; None while it is being written.

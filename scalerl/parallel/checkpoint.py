@@ -156,9 +156,9 @@ def _together(work: Callable[[], Any]) -> Any:
 
 def _own_pieces(engine: MegatronEngine) -> Iterator[Piece]:
     """What this rank saves."""
-    for tensor, parts, (dp_rank, dp_size) in _model_tensors(engine):
-        yield from _pieces("{key}", tensor.detach().view(-1), 0, parts, dp_rank, dp_size)
     places = {tensor: (parts, place) for tensor, parts, place in _model_tensors(engine)}
+    for tensor, (parts, (dp_rank, dp_size)) in places.items():
+        yield from _pieces("{key}", tensor.detach().view(-1), 0, parts, dp_rank, dp_size)
     for parameter, start, tensors, is_range in main_tensors(engine.optimizer):
         parts, (dp_rank, dp_size) = places[parameter]
         for name, tensor in tensors.items():

@@ -69,7 +69,7 @@ def train_while_writing(model: str, layout: tuple[int, int, int], root: str) -> 
                 for tensor in tensors.values():
                     tensor.detach().mul_(1.5)
             held.go.set()
-        saves.close() if step else saves._writing["actor"][1].result()
+        saves.close() if step else saves.wait("actor")
         answer = saves.written("actor")
         assert answer is not None and answer[1]["num_updates"] == step + 1
         found += [digests(waited, rank), digests(beside, rank)]
