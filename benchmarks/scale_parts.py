@@ -209,7 +209,8 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     servers.handover, servers.parts_s, servers.workers = Handover(), {}, group
     count = max(1, group.world_size // RANKS_OF_A_SERVER)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
-    servers.server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)  # type: ignore[assignment]
+    server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)
+    servers._server_set = server_set  # type: ignore[assignment]
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
     rollout = CountingRollout.__new__(CountingRollout)
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
