@@ -159,8 +159,8 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
         metrics = step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=run.step, epoch=epoch)
         of_saves, lines = run.saves.news()
         run.tracker.log({**metrics, **of_saves, **(more or {})}, step=run.step)
-    for line in lines:
-        run.tracker.message(line)
+        for line in lines:
+            run.tracker.message(line)
 
 
 def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:

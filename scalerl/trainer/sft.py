@@ -90,8 +90,8 @@ def fit(run: SFTRun) -> None:
         with run.timers("metrics"):
             of_saves, lines = run.saves.news()
             run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | of_saves, step=step)
-        for line in lines:
-            run.tracker.message(line)
+            for line in lines:
+                run.tracker.message(line)
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:

@@ -137,7 +137,7 @@ def test_everything_wrong_is_named_at_once():
         "trainer.save_freq = 1.5: wrong type, must be int",
         "data.shuffle = maybe: wrong type, must be bool",
         "data.seed = [1]: wrong type, must be int",
-        "data = 3: is a section; set one of data.cache_dir, data.train_files",
+        "data = 3: is a section; set one of data.cache_dir, data.chat_template_kwargs, ",
         "trainer.balance_batch = false: the samples of a step are balanced",
         "data.train_files: missing",
         "data.val_files: missing",
