@@ -29,6 +29,8 @@ commands:
   launch    a run as a Slurm job: checked, submitted, watched, ended
   merge     a checkpoint -> a Hugging Face model directory
   inspect   what is in a checkpoint, and whether it is what was saved
+  verify-resume  whether a run that stops goes on to the same numbers, with your configuration
+  replay    a step again from its dump and the checkpoint before it: loss, gradient norm, weights
   doctor    versions, devices, what is missing and what that changes
 
 `scalerl COMMAND --help` explains a command; `scalerl --version` prints the version.
@@ -132,6 +134,22 @@ def _inspect(argv: list[str]) -> int | None:
     return program(argv)
 
 
+def _verify_resume(argv: list[str]) -> int | None:
+    from scalerl.verify.resume import USAGE as usage
+    from scalerl.verify.resume import main as program
+
+    if not {"-h", "--help"}.isdisjoint(argv):
+        _print(usage)
+        return 0
+    return program(argv)
+
+
+def _replay(argv: list[str]) -> int | None:
+    from scalerl.verify.replay import main as program
+
+    return program(argv)
+
+
 def _doctor(argv: list[str]) -> int | None:
     from scalerl.doctor import main as program
 
@@ -152,6 +170,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "translate": _translate,
     "merge": _merge,
     "inspect": _inspect,
+    "verify-resume": _verify_resume,
+    "replay": _replay,
     "doctor": _doctor,
 }
 # Commands that take the keys of a config schema.

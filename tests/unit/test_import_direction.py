@@ -28,7 +28,7 @@ LAYERS = [
     {"controller", "memory_plan", "probes"},
     {"inference", "trainer", "translate", "doctor", "init"},
     # It checks a run as the trainer does before it starts.
-    {"launch"},
+    {"launch", "verify"},
     # Nothing of a run imports compat.
     {"cli", "compat"},
 ]
@@ -41,7 +41,7 @@ ONLY_IN = {
     "wandb": {"tracking"},
     "swanlab": {"tracking"},
     "reasoning_gym": {"data", "rewards"},
-    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference"},
+    "ray": {"compat", "cluster", "servers", "controller", "trainer", "inference", "verify"},
     "hydra": {"config"},
     "omegaconf": {"config"},
 }

@@ -1,0 +1,352 @@
+"""`scalerl replay RUN STEP`: a step again, from the samples that it dumped and the checkpoint before it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
+from scalerl.config import PPOConfig, compose, num_devices, trained_layout
+from scalerl.config.save import RESOLVED_CONFIG
+from scalerl.config.schema import MegatronConfig
+from scalerl.errors import UserError
+from scalerl.user_code import forget_files
+from scalerl.verify.differences import (
+    Finding,
+    compare_models,
+    finding,
+    metric_differences,
+    read_metrics,
+    reproducible,
+    table,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from scalerl.balance import StepPlan
+    from scalerl.cluster.batch import BatchRef, PlacedBatch
+    from scalerl.cluster.processes import Processes
+    from scalerl.config.schema import CriticConfig, RefConfig, RewardModelConfig
+    from scalerl.metrics import Metric
+    from scalerl.protocol import DataProto
+    from scalerl.trainer.ppo import Run
+    from scalerl.trainer.preflight import PPOInputs
+
+DIRECTORY = "replay"
+# Relative, where another layout computes.
+TOLERANCE = 1e-5
+# What every layout computes alike.
+_ANY_LAYOUT = ("actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/vf_loss", "critic/grad_norm", "critic/lr")
+TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
+# Of a dump, what a step cannot be computed without.
+_NEEDED = (
+    *TOKEN_COLUMNS,
+    "uid",
+    "prompt_uid",
+    "sample_index",
+    "prompt_length",
+    "prompt_length_before",
+    "response_length",
+    "num_sampled_tokens",
+    "policy_version",
+    "finish_reason",
+    "reward_style",
+    "data_source",
+    "reward_extra",
+    "score",
+)
+# What the step made of the samples, and what only a reader wants.
+_MADE = ("prompt", "response", "rewards", "num_loss_tokens", "mini_batch", "dp_rank", "micro_batch")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a step is computed again from. before: None: the model that the run began with."""
+
+    run_dir: Path
+    step: int
+    dump: Path
+    before: Path | None
+    after: Path | None
+
+
+def main(argv: Sequence[str], processes: Processes | None = None) -> int:
+    """0: it agrees; 1: it does not. processes: as `main_ppo.main`."""
+    parser = argparse.ArgumentParser(
+        prog="scalerl replay",
+        description="Computes a step of a run again from its dump (trainer.rollout_data_dir) and the checkpoint before "
+        "it, and says whether loss, gradient norm and weights agree: bit for bit on the same layout, within 1e-5 on "
+        "another. Exit code 0 where they do, 1 where not.",
+    )
+    parser.add_argument("run", type=Path, help="trainer.default_local_dir of the run")
+    parser.add_argument("step", type=int)
+    parser.add_argument("keys", nargs="*", help="key=value of scalerl train, such as +layout=tp2")
+    options = parser.parse_args(list(argv))
+    if not (options.run / RESOLVED_CONFIG).is_file():
+        raise UserError(f"{options.run} has no {RESOLVED_CONFIG}: it is not the directory of a run")
+    cfg = config_of(options.run, options.keys)
+    source = find_source(options.run, options.step, cfg)
+    forget_files()
+    print(f"replay: step {source.step} of {source.run_dir}, from {source.before or cfg.actor_rollout_ref.model.path}")
+    work = options.run / DIRECTORY
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        metrics = compute(source, cfg, work, processes)
+        findings = compare(source, cfg, metrics, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(table(findings))
+    return 0 if all(found.difference is None for found in findings) else 1
+
+
+def config_of(run_dir: Path, keys: Sequence[str] = ()) -> PPOConfig:
+    """What the run was started with last, and `keys`. Models in the actor's processes take its layout with them."""
+    fixed = ("trainer.resume_mode=disable", "trainer.val_only=false", "trainer.logger=[file]")
+    given = ["--config-dir", str(run_dir.absolute()), "--config-name", Path(RESOLVED_CONFIG).stem, *fixed]
+    before, cfg = (compose("ppo", [*given, *more], rules=False) for more in ((), keys))
+    for was, role in zip(_others(before), _others(cfg), strict=True):
+        if role.resource_pool.nnodes:
+            continue
+        for field in dataclasses.fields(MegatronConfig):
+            of_actor = getattr(before.actor_rollout_ref.actor.megatron, field.name)
+            if getattr(was.megatron, field.name) == getattr(role.megatron, field.name) == of_actor:
+                setattr(role.megatron, field.name, getattr(cfg.actor_rollout_ref.actor.megatron, field.name))
+    return cfg
+
+
+def _others(cfg: PPOConfig) -> tuple[RefConfig, CriticConfig, RewardModelConfig]:
+    return cfg.actor_rollout_ref.ref, cfg.critic, cfg.reward_model
+
+
+def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> Source:
+    """Raises UserError naming what is not there."""
+    if step < 1:
+        raise UserError(f"step {step}: the first step of a run is 1")
+    if not cfg.trainer.rollout_data_dir:
+        raise UserError(f"{run_dir} dumped no samples: trainer.rollout_data_dir was not set")
+    dump = Path(cfg.trainer.rollout_data_dir) / f"step_{step}.parquet"
+    if not dump.exists():
+        raise UserError(f"{dump} is not there; trainer.rollout_data_freq says which steps are dumped")
+    before = None
+    if step > 1:
+        before = run_dir / f"global_step_{step - 1}"
+        if not before.is_dir():
+            found = sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_[0-9]*"))
+            steps = ", ".join(str(n + 1) for n in [0, *found])
+            raise UserError(
+                f"{before} is not there: step {step} began from it. Of this run, steps {steps} can be computed again, "
+                "where they were dumped"
+            )
+        check_checkpoint(before, digests=True)
+    after = run_dir / f"global_step_{step}"
+    return Source(run_dir, step, dump, before, after if after.is_dir() else None)
+
+
+# --- the samples ---
+
+
+def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
+    """Token columns, and sample columns as the rollout made them.
+
+    Raises UserError for a dump that lacks some: it is of a version that did not write them.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+
+    from scalerl.protocol import DataProto, Jagged
+
+    found = pq.read_table(path)
+    missing = [name for name in _NEEDED if name not in found.column_names]
+    if missing:
+        raise UserError(
+            f"{path} has no column {', '.join(missing)}: an earlier version of scalerl wrote it, without all that a "
+            "step is computed from; it cannot be computed again"
+        )
+    dtypes = dict(zip(TOKEN_COLUMNS, (torch.int64, torch.bool, torch.float32), strict=True))
+    tokens = {name: Jagged.from_list(found[name].to_pylist(), dtype) for name, dtype in dtypes.items()}
+    samples: dict[str, np.ndarray] = {}
+    for name in found.column_names:
+        if name in _MADE or pa.types.is_list(found.schema.field(name).type):
+            continue
+        values = found[name].to_pylist()
+        if pa.types.is_string(found.schema.field(name).type):
+            samples[name] = np.empty(len(values), dtype=object)
+            samples[name][:] = [json.loads(value) for value in values] if name == "reward_extra" else values
+        else:
+            samples[name] = found[name].to_numpy()
+    return DataProto(tokens), samples
+
+
+class DumpedSamples:
+    """In the place of the run's `SampleStream` and `Rollout`: the step's samples are there, nothing is generated."""
+
+    def __init__(self, path: Path) -> None:
+        from scalerl.cluster.batch import BatchRef
+
+        self.tokens, samples = read_dump(path)
+        self.batch = BatchRef(cast("Any", None), samples)
+
+    def take(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+        return self.batch, {}
+
+    def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:
+        from scalerl.trainer.advantages import GREEDY_SCORE
+
+        if GREEDY_SCORE not in samples.samples:
+            raise UserError(f"the dump has no column {GREEDY_SCORE}: it was not written with this estimator")
+        return samples.samples[GREEDY_SCORE], {}
+
+    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+        import ray
+
+        from scalerl.cluster.batch import PlacedBatch
+        from scalerl.controller.training.roles import TOKENS
+
+        role, plan = next(iter(plans.items()))
+        fragments = [ray.put(self.tokens.select(list(plan.rows(dp_rank)))) for dp_rank in range(plan.dp_size)]
+        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, fragments)
+
+    def sync_weights(self, policy_version: int) -> dict[str, Metric]:
+        return {}
+
+    def faults(self) -> dict[str, Metric]:
+        return {}
+
+    def release_device(self) -> None:
+        """No server has it."""
+
+    def drop(self, samples: BatchRef) -> None:
+        """They go with the process."""
+
+    def trained(self) -> None:
+        """Nobody counts them."""
+
+
+# --- the step ---
+
+
+def compute(source: Source, cfg: PPOConfig, work: Path, processes: Processes | None) -> dict[str, float]:
+    """Metrics of the step; the models after it are in `work`, one directory for each."""
+    from scalerl.trainer.ppo import train_step
+    from scalerl.trainer.preflight import check_ppo
+    from scalerl.trainer.step_metrics import step_metrics
+
+    inputs = check_ppo(cfg)
+    # The step dumps what it was computed from, which is there.
+    cfg = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, rollout_data_dir=None))
+    with trainer_run(source, cfg, inputs, processes) as run:
+        outcome = train_step(run, source.step)
+        timing_s = run.timers.pop()
+        for role, model in {"actor": run.actor, "critic": run.critic}.items():
+            if model is not None:
+                (work / role).mkdir(parents=True)
+                model.save(str(work / role))
+    return step_metrics(cfg, outcome, {}, timing_s, step=source.step, epoch=0)
+
+
+@contextmanager
+def trainer_run(source: Source, cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None) -> Iterator[Run]:
+    """The run's models, where the checkpoint left them, with the dump in the place of servers."""
+    from scalerl.algorithms import KLController
+    from scalerl.cluster.processes import leased
+    from scalerl.controller.training.roles import (
+        MegatronActor,
+        MegatronCritic,
+        MegatronReference,
+        MegatronRewardModel,
+    )
+    from scalerl.metrics import Timers
+    from scalerl.runtime.stop import StopRequest
+    from scalerl.trainer.beginning import StartPhases
+    from scalerl.trainer.build import LOGS, build_models, planners, start_groups, start_pool, unique
+    from scalerl.trainer.ppo import Run
+    from scalerl.trainer.saves import Saves
+
+    samples = cast("Any", DumpedSamples(source.dump))
+    kl = KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None
+    temperature, correction = cfg.actor_rollout_ref.rollout.temperature, cfg.algorithm.rollout_correction
+    with ExitStack() as stack:
+        lease = stack.enter_context(
+            leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=source.run_dir / LOGS)
+        )
+        pool = start_pool(lease, cfg.trainer, inputs.device, cfg.trainer.timeout_s)
+        groups = start_groups(lease, cfg, pool, inputs.device)
+        build_models(cfg, groups, StartPhases(say=lambda text: None))
+        run = Run(
+            config=cfg,
+            samples=samples,
+            rollout=samples,
+            actor=MegatronActor(groups["actor"], cfg.actor_rollout_ref.actor, temperature, correction),
+            reference=MegatronReference(groups["ref"], temperature) if "ref" in groups else None,
+            critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
+            reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
+            kl=kl,
+            worker_groups=unique(groups),
+            planners=planners(cfg, inputs),
+            mfu_bases={},
+            tracker=cast("Any", None),
+            timers=Timers(),
+            total_steps=source.step,
+            stop=StopRequest(),
+            saves=Saves(cfg.trainer),
+        )
+        if source.before is not None:
+            run.actor.load(str(source.before / "actor"))
+            if run.critic is not None:
+                run.critic.load(str(source.before / "critic"))
+            state = read_trainer_state(source.before).get("kl_ctrl")
+            if kl is not None and state:
+                kl.load_state_dict(state)
+        yield run
+
+
+# --- the comparison ---
+
+
+def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: Path) -> list[Finding]:
+    tolerance = 0.0 if is_same_layout(source, cfg) else TOLERANCE
+    logged = reproducible(read_metrics(source.run_dir).get(source.step, {}))
+    both = sorted(logged.keys() & reproducible(metrics).keys() - {"training/epoch"})
+    if tolerance:
+        both = [key for key in both if key in _ANY_LAYOUT]
+    how = "bit for bit" if not tolerance else f"within {tolerance:g}, of another layout"
+    found = []
+    for what, wanted in (
+        ("loss", [key for key in both if key in ("actor/pg_loss", "critic/vf_loss")]),
+        ("gradient norm", [key for key in both if key.endswith("/grad_norm")]),
+        ("other metrics", [key for key in both if not key.endswith(("/pg_loss", "/vf_loss", "/grad_norm"))]),
+    ):
+        if wanted:
+            differences = metric_differences(
+                {source.step: logged}, {source.step: metrics}, wanted=set(wanted).__contains__, tolerance=tolerance
+            )
+            found.append(finding(what, f"{len(wanted)} numbers {how}", differences))
+    if not found:
+        found.append(Finding("loss", "the run has no metrics.jsonl (trainer.logger without file)", is_compared=False))
+    if source.after is None:
+        found.append(Finding("weights", f"there is no global_step_{source.step}", is_compared=False))
+    else:
+        found += compare_models(source.after, work, tolerance=tolerance)
+    return found
+
+
+def is_same_layout(source: Source, cfg: PPOConfig) -> bool:
+    """Whether the step was computed on the layout of `cfg`; where no checkpoint says it, that of the configuration."""
+    import torch
+
+    layout = dataclasses.asdict(trained_layout(cfg))
+    if source.after is not None:
+        common = torch.load(source.after / "actor" / "dist_ckpt" / "common.pt", weights_only=True)
+        stored = common["layout"]
+        return all(stored[key] == value for key, value in layout.items() if key in stored)
+    return layout == dataclasses.asdict(trained_layout(config_of(source.run_dir)))

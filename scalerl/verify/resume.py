@@ -1,0 +1,187 @@
+"""`scalerl verify-resume`: whether a run that stops and goes on has the numbers of one that nobody stopped."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalerl.config import compose
+from scalerl.errors import UserError
+from scalerl.user_code import forget_files
+from scalerl.verify.differences import (
+    Finding,
+    compare_models,
+    compare_random_states,
+    compare_samples,
+    compare_states,
+    finding,
+    metric_differences,
+    read_metrics,
+    table,
+)
+
+if TYPE_CHECKING:
+    from scalerl.cluster.processes import Processes
+
+USAGE = """\
+scalerl verify-resume key=value ... [--steps N] [--at K] [--keep]
+
+Trains N steps (default 4) in one go, and again K steps (default N/2), a stop, and the rest, with the keys of scalerl
+train; then compares weights, optimizers, learning rates, random states, sampled tokens, metrics and MLflow's history
+bit for bit. Exit code 0 where all is the same, 1 where something differs, whose name is printed. Writes to
+DIR/verify_resume (DIR: trainer.default_local_dir) and removes it, unless --keep is given or something differs. With
+SGLang, whose sampler has no state that could be saved, it compares steps, prompts, learning rates and the state of the
+run.
+"""
+DIRECTORY = "verify_resume"
+# Of the runs; what of the user's keys they replace.
+_KEYS = (
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.val_only=false",
+    "trainer.resume_mode=auto",
+    "trainer.resume_from_path=null",
+    "trainer.rollout_data_freq=1",
+    "trainer.logger=[file,mlflow]",
+)
+# Columns of a dump that say what was asked for, not what came.
+_ASKED = ("prompt_uid", "uid", "sample_index", "seed", "policy_version")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Directories of the run in one go and of the one that was stopped, and their steps."""
+
+    straight: Path
+    resumed: Path
+    num_steps: int
+    stopped_at: int
+
+    @property
+    def checkpoints(self) -> tuple[Path, Path]:
+        straight, resumed = (at / f"global_step_{self.num_steps}" for at in (self.straight, self.resumed))
+        return straight, resumed
+
+
+def main(argv: Sequence[str], processes: Processes | None = None) -> int:
+    """0: the same; 1: a difference. processes: as `main_ppo.main`."""
+    parser = argparse.ArgumentParser(prog="scalerl verify-resume", usage=USAGE, add_help=False)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--at", type=int, default=None)
+    parser.add_argument("--keep", action="store_true")
+    options, keys = parser.parse_known_args(list(argv))
+    at = options.steps // 2 if options.at is None else options.at
+    if not 0 < at < options.steps:
+        raise UserError(f"--steps {options.steps} --at {at}: a run can be stopped after step 1 to {options.steps - 1}")
+    cfg = compose("ppo", keys, rules=False)
+    root = Path(cfg.trainer.default_local_dir) / DIRECTORY
+    if root.exists():
+        raise UserError(f"{root} is there already, of an earlier verification: remove it, or give another directory")
+    pair = Pair(root / "straight", root / "resumed", options.steps, at)
+    print(f"verify-resume: {options.steps} steps in one go", flush=True)
+    train(run_keys(keys, pair.straight, options.steps), processes)
+    print(f"verify-resume: {at} steps, then a stop", flush=True)
+    train(run_keys(keys, pair.resumed, options.steps), processes, stop_after=at)
+    print(f"verify-resume: steps {at + 1} to {options.steps}, resumed", flush=True)
+    train(run_keys(keys, pair.resumed, options.steps), processes)
+    is_exact = cfg.actor_rollout_ref.rollout.name == "embedded"
+    findings = compare(pair, is_exact=is_exact)
+    print(table(findings))
+    if not is_exact:
+        print(
+            "  not compared: tokens, weights, optimizers and other metrics. "
+            f"{cfg.actor_rollout_ref.rollout.name} draws others after a resume: its sampler has no state that could be "
+            "saved (rollout.name=embedded has)"
+        )
+    same = all(found.difference is None for found in findings)
+    if same and not options.keep:
+        shutil.rmtree(root)
+    else:
+        print(f"both runs are in {root}")
+    return 0 if same else 1
+
+
+def run_keys(keys: Sequence[str], run_dir: Path, num_steps: int) -> list[str]:
+    """The user's, and those of a run of this verification."""
+    return [
+        *keys,
+        *_KEYS,
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.default_local_dir={run_dir}",
+        f"trainer.rollout_data_dir={run_dir / 'rollouts'}",
+        f"trainer.mlflow_tracking_uri={_mlflow_uri(run_dir)}",
+    ]
+
+
+def train(keys: Sequence[str], processes: Processes | None, *, stop_after: int | None = None) -> None:
+    """As `scalerl train`; stop_after: ends after that step, with a checkpoint."""
+    from scalerl.trainer.build import ppo_run
+    from scalerl.trainer.custom_fit import call_fit
+    from scalerl.trainer.ppo import fit
+    from scalerl.trainer.preflight import check_ppo
+
+    forget_files()
+    cfg = compose("ppo", keys, rules=False)
+    inputs = check_ppo(cfg)
+    with ppo_run(cfg, inputs, processes) as run:
+        run.total_steps = stop_after or run.total_steps
+        if inputs.fit is None:
+            fit(run)
+        else:
+            call_fit(inputs.fit, run)
+
+
+def compare(pair: Pair, *, is_exact: bool) -> list[Finding]:
+    """is_exact: the sampler draws the same again."""
+    steps = range(1, pair.num_steps + 1)
+    metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
+    dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]
+    lr = {"actor/lr", "critic/lr"}
+    found = [
+        Finding("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
+        compare_samples(dumps[0], dumps[1], steps, None if is_exact else _ASKED),
+        compare_states(*pair.checkpoints),
+        finding("learning rates", f"{pair.num_steps} steps", metric_differences(*metrics, wanted=lr.__contains__)),
+    ]
+    if is_exact:
+        found += compare_models(*pair.checkpoints)
+        found.append(compare_random_states(*pair.checkpoints))
+        num_metrics = sum(map(len, metrics[0].values()))
+        found.append(finding("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
+    return [*found, _histories(pair, is_exact)]
+
+
+def _steps(metrics: dict[int, dict[str, float]], num_steps: int) -> str | None:
+    return None if sorted(metrics) == list(range(1, num_steps + 1)) else f"logged steps are {sorted(metrics)}"
+
+
+def _histories(pair: Pair, is_exact: bool) -> Finding:
+    from scalerl.tracking.mlflow_history import read_histories
+
+    found = [read_histories(_mlflow_uri(at)) for at in (pair.straight, pair.resumed)]
+    numbers = sum(len(data) for history in found[0].values() for data in history.values())
+
+    def differences() -> Iterator[str]:
+        if len(found[1]) != 1:
+            yield f"the resumed run is {len(found[1])} runs in MLflow"
+            return
+        ours, theirs = (next(iter(histories.values())) for histories in found)
+        wanted = (
+            (lambda key: not key.startswith(("val-", "system/"))) if is_exact else {"training/global_step"}.__contains__
+        )
+        yield from metric_differences(ours, theirs, wanted=wanted)
+
+    return finding("MLflow's history", f"{numbers} numbers of one run", differences())
+
+
+def _of_history(key: str) -> bool:
+    return not key.startswith(("val-", "system/"))
+
+
+def _mlflow_uri(run_dir: Path) -> str:
+    return f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"

@@ -1,0 +1,160 @@
+"""`scalerl verify-resume` and `scalerl replay` on a tiny run: they agree with what is right, and name what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from scalerl.data import PromptCursor
+from scalerl.errors import UserError, run_main
+from scalerl.verify import replay, resume
+from scalerl.verify.resume import Pair, compare
+from tests.e2e.jobs import Inputs
+from tests.e2e.kept import Kept
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What verify-resume said of two steps, stopped after the first, and the directories that it left."""
+
+    code: int
+    said: str
+    pair: Pair
+
+
+def call(program: Callable[..., int], arguments: Sequence[str], kept: Kept) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = run_main(program, arguments, kept.processes)
+    return code, out.getvalue()
+
+
+def verify(inputs: Inputs, kept: Kept, run_dir: Path, *more: str) -> Verified:
+    keys = inputs.overrides(run_dir, "trainer.n_gpus_per_node=1", *more)
+    code, said = call(resume.main, [*keys, "--steps", "2", "--keep"], kept)
+    root = run_dir / "verify_resume"
+    return Verified(code, said, Pair(root / "straight", root / "resumed", 2, 1))
+
+
+@pytest.fixture(scope="module")
+def verified(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Verified:
+    return verify(inputs, kept, tmp_path_factory.mktemp("verified"))
+
+
+def test_a_resumed_run_is_the_same(verified: Verified) -> None:
+    assert verified.code == 0, verified.said
+    for what in (
+        "steps",
+        "sampled tokens",
+        "state of the run",
+        "learning rates",
+        "actor: weights",
+        "actor: optimizer",
+        "random states",
+        "metrics",
+        "MLflow's history",
+    ):
+        (line,) = [line for line in verified.said.splitlines() if line.startswith(f"  {what} ")]
+        assert line.endswith(" same")
+    assert "32 samples of 2 steps" in verified.said and "DIFFERENT" not in verified.said
+    assert (verified.pair.resumed / "global_step_1").is_dir(), "it stopped there"
+
+
+def test_any_difference_is_found(verified: Verified) -> None:
+    """Each is put into what the resumed run left, alone."""
+
+    def first() -> str:
+        found = compare(verified.pair, is_exact=True)
+        return next((f"{one.what}: {one.difference}" for one in found if one.difference is not None), "none")
+
+    assert first() == "none"
+    at = verified.pair.resumed
+    metrics, state = at / "metrics.jsonl", at / "global_step_2" / "trainer_state.json"
+    dump = at / "rollouts" / "step_2.parquet"
+    rows = pq.read_table(dump)
+    ids = rows["input_ids"].to_pylist()
+    ids[3][-1] += 1
+    other_ids = rows.set_column(rows.column_names.index("input_ids"), "input_ids", [ids])
+    whole = {path: path.read_bytes() for path in (metrics, state, dump)}
+    changed = json.loads(state.read_text())
+    changed["prompts"]["position"] = -1
+    grad_norm = json.loads(metrics.read_text().splitlines()[-1])["data"]["actor/grad_norm"]
+    for path, content, words in (
+        (
+            metrics,
+            whole[metrics].replace(repr(grad_norm).encode(), b"0.5"),
+            f"step 2: actor/grad_norm {grad_norm!r}, 0.5",
+        ),
+        (metrics, b"\n".join(whole[metrics].splitlines()[:1]), "steps: logged steps are [1]"),
+        (state, json.dumps(changed).encode(), "state of the run: prompts.position: "),
+        (dump, None, "sampled tokens: step 2: input_ids of sample 3"),
+    ):
+        if content is None:
+            pq.write_table(other_ids, path)
+        else:
+            path.write_bytes(content)
+        assert words in first()
+        path.write_bytes(whole[path])
+    assert first() == "none"
+
+
+@pytest.mark.full
+def test_a_cursor_that_is_not_resumed_is_found(
+    inputs: Inputs, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptCursor, "load_state_dict", lambda self, state: None)
+    found = verify(inputs, kept, tmp_path)
+    assert found.code == 1
+    assert "first difference, in sampled tokens: step 2: " in found.said
+
+
+@pytest.mark.full
+def test_with_sglang_it_says_what_it_compares(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    found = verify(inputs, kept, tmp_path, "actor_rollout_ref.rollout.name=sglang")
+    assert found.code == 0, found.said
+    assert "not compared: tokens, weights, optimizers" in found.said
+    for what in ("steps", "prompts", "state of the run", "learning rates", "MLflow's history"):
+        assert f"  {what} " in found.said
+    assert "actor: weights" not in found.said
+
+
+def test_a_step_is_computed_again(verified: Verified, kept: Kept) -> None:
+    """As the run was, to the bit; with another learning rate it says what differs."""
+    run = str(verified.pair.resumed)
+    code, said = call(replay.main, [run, "2"], kept)
+    assert code == 0, said
+    assert "DIFFERENT" not in said and said.count(" same") == 6 and "bit for bit" in said
+    code, said = call(replay.main, [run, "2", "actor_rollout_ref.actor.optim.lr=2e-3"], kept)
+    assert code == 1
+    assert "  actor: weights " in said and "first difference, in loss" in said
+    assert not (verified.pair.resumed / "replay").exists()
+
+
+@pytest.mark.full
+def test_a_step_is_computed_again_on_another_layout(verified: Verified, kept: Kept) -> None:
+    code, said = call(replay.main, [str(verified.pair.resumed), "2", "+layout=tp2", "trainer.n_gpus_per_node=2"], kept)
+    assert code == 0, said
+    assert "within 1e-05, of another layout" in said and "  actor: weights " in said
+
+
+def test_what_cannot_be_computed_again_is_said(verified: Verified, tmp_path: Path) -> None:
+    straight = verified.pair.straight
+    with pytest.raises(UserError, match=r"global_step_1 is not there: step 2 began from it. .* steps 1, 3 can be"):
+        replay.main([str(straight), "2"])
+    with pytest.raises(UserError, match=r"step_7.parquet is not there; trainer.rollout_data_freq"):
+        replay.main([str(straight), "7"])
+    with pytest.raises(UserError, match=r"has no config.yaml: it is not the directory of a run"):
+        replay.main([str(tmp_path), "1"])
+    rows = pq.read_table(verified.pair.straight / "rollouts" / "step_1.parquet")
+    pq.write_table(rows.drop_columns(["num_sampled_tokens"]), tmp_path / "step_1.parquet")
+    with pytest.raises(UserError, match=r"has no column num_sampled_tokens: an earlier version of scalerl wrote it"):
+        replay.read_dump(tmp_path / "step_1.parquet")
+    with pytest.raises(UserError, match="a run can be stopped after step 1 to 1"):
+        resume.main(["--steps", "2", "--at", "2"])
