@@ -196,7 +196,7 @@ class DumpedSamples:
         self.tokens, samples = read_dump(path)
         self.batch = BatchRef(cast("Any", None), samples)
 
-    def take(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
+    def next_batch(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
         return self.batch, {}
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:

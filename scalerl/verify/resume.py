@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from scalerl.config import compose
 from scalerl.errors import UserError
+from scalerl.tracking.chart_sections import SECTIONS
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
     Finding,
@@ -171,16 +172,15 @@ def _histories(pair: Pair, is_exact: bool) -> Finding:
             yield f"the resumed run is {len(found[1])} runs in MLflow"
             return
         ours, theirs = (next(iter(histories.values())) for histories in found)
-        wanted = (
-            (lambda key: not key.startswith(("val-", "system/"))) if is_exact else {"training/global_step"}.__contains__
-        )
-        yield from metric_differences(ours, theirs, wanted=wanted)
+        yield from metric_differences(ours, theirs, wanted=_of_history if is_exact else "training/global_step".__eq__)
 
     return finding("MLflow's history", f"{numbers} numbers of one run", differences())
 
 
 def _of_history(key: str) -> bool:
-    return not key.startswith(("val-", "system/"))
+    # Charts have numbers a second time, of which some are measured.
+    copies = (f"{section}/" for section, _ in SECTIONS)
+    return not key.startswith(("val-", "system/", *copies))
 
 
 def _mlflow_uri(run_dir: Path) -> str:
