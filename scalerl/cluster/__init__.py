@@ -1,1 +1,1 @@
-"""Ray: who runs where, processes that outlive a run, and calls on a group of workers as calls on its ranks."""
+"""Everything on Ray: placing processes on devices, keeping them for the next run, and calling groups of workers."""

@@ -1,4 +1,4 @@
-"""Values of calls to single actors; a failure as the cause that the user can read."""
+"""Waits for calls to single actors, and raises a failure as an error that the user can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from scalerl.cluster.worker_logs import last_words
 
 
 def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.timeout_s") -> list[Any]:
-    """Raises what the actor raised, WorkerError when it died or did not answer in time.  key: that sets timeout_s."""
+    """Waits for the values of calls to actors.
+
+    what: the calls, for errors.  key: the configuration key that sets timeout_s.
+    Raises what the actor raised; WorkerError when it died or did not answer in time.
+    """
     try:
         return ray.get(refs, timeout=timeout_s)
     except RayTaskError as error:
@@ -25,5 +29,5 @@ def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.
 
 
 def answer_of(who: str, method: Any, *args: Any, timeout_s: float) -> Any:
-    """What a method of an actor returns; errors as `values_of`, with the names of both."""
+    """Calls a method of an actor and waits for its value; raises as `values_of`, naming `who` and the method."""
     return values_of(f"{who} {method._method_name}", [method.remote(*args)], timeout_s)[0]

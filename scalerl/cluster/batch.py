@@ -1,4 +1,4 @@
-"""What the controller holds of a step's batch: one row of metadata per sample and references to the rest."""
+"""A step's batch as the controller holds it: one row of metadata per sample, and references to the tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from scalerl.cluster.dispatch import MicroBatches
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a batch that one rollout worker holds. rows: where in its batch.  places: which of those asked for."""
+    """Requested rows that are in one batch of one rollout worker.
+
+    rows: their positions in that batch.  places: their positions among the requested rows.
+    """
 
     worker: int
     batch_id: int
@@ -27,7 +30,7 @@ class Piece:
 class HeldRows:
     """Where the rows of a batch are. batches: (rollout worker, id of a batch that it holds).
 
-    batch_S, row_S: [S] which of these has the row, and where in it.
+    batch_S, row_S: [S] index into `batches`, and position in that batch, of each row.
     """
 
     batches: tuple[tuple[int, int], ...]
@@ -35,15 +38,15 @@ class HeldRows:
     row_S: np.ndarray
 
     def pieces(self, rows: Sequence[int]) -> list[Piece]:
-        """Of these rows, one for each batch that has some; in each they keep their order."""
+        """Splits the requested rows into one Piece per batch that has any of them; in each they keep their order."""
         rows_R = np.asarray(rows, dtype=np.int64)
         batch_R, row_R = self.batch_S[rows_R], self.row_S[rows_R]
-        found = []
+        pieces = []
         for batch in np.unique(batch_R).tolist():
             places = np.flatnonzero(batch_R == batch)
             worker, batch_id = self.batches[batch]
-            found.append(Piece(worker, batch_id, row_R[places].tolist(), places.tolist()))
-        return found
+            pieces.append(Piece(worker, batch_id, row_R[places].tolist(), places.tolist()))
+        return pieces
 
     def select(self, rows: Sequence[int]) -> HeldRows:
         return HeldRows(self.batches, self.batch_S[list(rows)], self.row_S[list(rows)])
@@ -89,7 +92,7 @@ class Column:
 
     @cached_property
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[S]: the fragment that has a row; [S]: where in it; [fragments]: rows of each."""
+        """[S]: the fragment of each row; [S]: its position in that fragment; [fragments]: number of rows of each."""
         sizes = np.array([len(rows) for rows in self.rows_of_fragments])
         fragment_S, position_S = np.empty(sizes.sum(), np.int64), np.empty(sizes.sum(), np.int64)
         for fragment, rows in enumerate(self.rows_of_fragments):
@@ -100,8 +103,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank needs of a column. order: rows of the fragments, joined end to end, in the rank's order; None: as
-    they are."""
+    """The fragments of a column that have a rank's rows. order: positions of these rows in the fragments joined end to
+    end; None: the fragments have exactly the rank's rows, in its order."""
 
     fragments: tuple[Any, ...]
     order: tuple[int, ...] | None = None
@@ -109,7 +112,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a data-parallel rank gets of a pass beside its token columns.
+    """What a data-parallel rank gets for a pass, apart from its token columns.
 
     micro_batches: positions in its rows.  samples: column -> [rows].
     parts: per token column, how many fragments it has and `Part.order`.
@@ -122,7 +125,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """What one pass gets: samples and token columns for the data-parallel ranks of its plan.
+    """The input of one pass: samples and token columns, to be cut for the data-parallel ranks of its plan.
 
     A column that was made under another plan is put together from the fragments that have the rank's rows.
     """
@@ -140,14 +143,14 @@ class ShardedBatch:
         return {name: column[self.plan.rows_by_rank] for name, column in self.samples.items()}
 
     def joined_samples(self, shards: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Column -> [S] in the batch's order. shards[dp_rank]: columns of the rows of plan.rows(dp_rank)."""
+        """Joins sample columns into column -> [S] in the batch's order. shards[dp_rank]: rows of plan.rows(dp_rank)."""
         if not shards[0]:
             return {}
         order = np.argsort(self.plan.rows_by_rank)
         return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
 
     def parts(self, dp_rank: int) -> list[Part]:
-        """One for each column."""
+        """The rank's Part of each column, in the order of `columns`."""
         return [self._part(column, dp_rank) for column in self.columns]
 
     def _part(self, column: Column, dp_rank: int) -> Part:
@@ -174,9 +177,9 @@ class ShardedBatch:
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A step's batch as the loop holds it.
+    """A step's batch as the training loop holds it.
 
-    samples: column -> [S] in the batch's order.  plans: role -> how its model sees the batch.  columns: name -> Column.
+    samples: column -> [S] in the batch's order.  plans: role -> split over its ranks.  columns: name -> Column.
     """
 
     samples: dict[str, np.ndarray]
@@ -184,7 +187,7 @@ class PlacedBatch:
     columns: Mapping[str, Column] = field(default_factory=dict)
 
     def shards(self, role: str, *columns: str) -> ShardedBatch:
-        """The samples, and the columns that are named, for that role's ranks."""
+        """The samples and the named columns, to be cut for that role's ranks. Raises KeyError for a missing column."""
         missing = [name for name in columns if name not in self.columns]
         if missing:
             raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
@@ -193,7 +196,10 @@ class PlacedBatch:
     def with_column(
         self, name: str, role: str, fragments: Sequence[Any], rows: Sequence[tuple[int, ...]] | None = None
     ) -> PlacedBatch:
-        """fragments[dp_rank]: as that role's ranks returned them.  rows: of each, where they are cut otherwise."""
+        """The batch with one more token column.
+
+        fragments[dp_rank]: as that role's ranks returned them.  rows: of each fragment, if not cut by the role's plan.
+        """
         column = Column(self.plans[role], tuple(fragments), None if rows is None else tuple(rows))
         return replace(self, columns={**self.columns, name: column})
 

@@ -1,4 +1,4 @@
-"""`@register`: how a group of workers calls a method of theirs, and the types of such a call."""
+"""`@register`: declares how a `WorkerGroup` calls a method of its workers, and gives the call its types."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ OwnT = TypeVar("OwnT")
 
 
 class Collected(NamedTuple):
-    """What the group makes of the results of a DP_COMPUTE_PROTO method.
+    """The results of a DP_COMPUTE_PROTO method, collected from the ranks.
 
     metrics: merged over all ranks.  samples: sample column -> [S] in the batch's order.
     columns[dp_rank]: a reference to the token columns, which the driver never fetches.
-    Columns are those of the output rank of each dp rank.
+    Columns come from the output rank of each dp rank.
     """
 
     metrics: dict[str, Metric]
@@ -58,19 +58,19 @@ class Collected(NamedTuple):
 
 
 class Dispatch(Enum):
-    """What each rank gets, and what the group returns."""
+    """Built-in dispatch modes: which arguments each rank gets, and what the call through the group returns."""
 
-    # Rank 0 alone runs; its value.
+    # Rank 0 alone runs the method; the call returns its value.
     RANK_ZERO = auto()
-    # Every rank gets the same arguments; the list of their values in rank order.
+    # Every rank gets the same arguments; the call returns the list of their values in rank order.
     ONE_TO_ALL = auto()
-    # The first argument is a ShardedBatch: every rank gets its dp rank's part. The method returns a Result, the group
-    # what it Collected of all of them.
+    # The first argument is a ShardedBatch: every rank gets its dp rank's part. The method returns a Result on each
+    # rank, the call one Collected.
     DP_COMPUTE_PROTO = auto()
 
 
 class DispatchMode(TypedDict, Generic[P, T]):
-    """A dispatch mode of one's own, for `register`. Both functions run on the driver.
+    """A user-defined dispatch mode for `register`. Both functions run on the driver.
 
     dispatch_fn(group, *args, **kwargs) -> (args, kwargs), each argument a list or tuple of one value per rank. With
     Execute.RANK_ZERO each argument is what rank 0 gets.
@@ -89,19 +89,19 @@ class Execute(Enum):
 
 
 class Future(Generic[R]):
-    """A call that the ranks have got, and whose result is not waited for yet."""
+    """A call that was sent to the ranks, and whose result `get` waits for."""
 
     def __init__(self, wait: Callable[[], R]) -> None:
         self._wait = functools.cache(wait)
 
     def get(self) -> R:
-        """Waits for the result. Raises what a call that waits would have raised."""
+        """Waits for the result. Raises what a blocking call would have raised."""
         return self._wait()
 
 
 @dataclass(frozen=True)
 class Registration(Generic[P, R]):
-    """How a group calls the method. dispatch: None for Dispatch.DP_COMPUTE_PROTO."""
+    """How a group calls a registered method. dispatch: None for Dispatch.DP_COMPUTE_PROTO."""
 
     dispatch: DispatchMode[..., Any] | None
     execute_mode: Execute
@@ -110,7 +110,7 @@ class Registration(Generic[P, R]):
 
 
 class WorkerMethod(Protocol[OwnP, OwnR, P, R]):
-    """A method that carries @register. It stays the function that it was: on a worker it is called as any method."""
+    """A method that carries @register. Called on a worker itself, it is a method like any other."""
 
     __name__: str
     __qualname__: str
@@ -198,9 +198,9 @@ def register(
 def register(
     dispatch_mode: Any, execute_mode: Execute = Execute.ALL, *, blocking: bool = True, with_reading: bool = False
 ) -> Callable[[Any], Any]:
-    """Marks a method of a worker, which `WorkerGroup.call` then takes.
+    """Marks a method of a worker, so that `WorkerGroup.call` takes it.
 
-    blocking=False: the call returns a `Future` at once. Ranks do their calls one after another, in the order given.
+    blocking=False: the call returns a `Future` at once. A rank does its calls in the order in which they were made.
     with_reading: each rank's answer carries `Worker.reading` of the call's end, for `WorkerGroup.readings`.
     """
     registration = Registration(*_dispatch(dispatch_mode, execute_mode), blocking, with_reading)
@@ -224,7 +224,7 @@ def _dispatch(mode: Any, execute_mode: Execute) -> tuple[DispatchMode[..., Any] 
     functions = ("dispatch_fn", "collect_fn")
     if not (isinstance(mode, dict) and mode.keys() == set(functions) and all(map(callable, mode.values()))):
         raise ValueError(
-            f"dispatch_mode={mode!r}: one of {[one.name for one in Dispatch]}, or a dict of the functions "
+            f"dispatch_mode={mode!r}: one of {[known.name for known in Dispatch]}, or a dict of the functions "
             f"{' and '.join(functions)}"
         )
     return cast("DispatchMode[..., Any]", mode), execute_mode
@@ -243,7 +243,7 @@ def _as_it_is(group: WorkerGroup, values: Any) -> Any:
 
 
 def registration_of(method: Any) -> Registration[..., Any]:
-    """Raises TypeError for a method without @register."""
+    """The registration of a method. Raises TypeError for a method without @register."""
     registration = getattr(method, "registration", None)
     if not isinstance(registration, Registration):
         raise TypeError(f"{getattr(method, '__qualname__', method)} carries no @register: a group cannot call it")

@@ -1,4 +1,4 @@
-"""Why ranks do not answer: which is missing, in which phase or collective, and the stacks of all of them."""
+"""Reports why ranks do not answer: which is missing, in which phase or collective, and the stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 from scalerl.cluster.heartbeat import IDLE, INTERVAL_S, STACKS_SIGNAL, BeatFiles
 from scalerl.cluster.worker_logs import ActorPlace, on_node, place_of_actor, session_logs
 
-# For the beat's thread, which looks once in INTERVAL_S, to write what it was asked for.
+# How long a heartbeat thread, which looks once in INTERVAL_S, has to write its flight record.
 ANSWER_S = 5 * INTERVAL_S
-# A beat that is older is not that of a process that runs.
+# A process whose beat is older does not run.
 STALE_S = 10 * INTERVAL_S
 NODES_AT_A_TIME = 32
 # Lines of a stack that are in the message; all are in the file.
@@ -29,7 +29,7 @@ PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in an unin
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """One that a rank has begun and not ended.  call: its number among those of its group."""
+    """A collective that a rank has begun and not ended.  call: its number among the collectives of its group."""
 
     name: str
     group: str
@@ -38,7 +38,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankState:
-    """phase_s, beat_s: seconds since the phase and the last beat began.  members: ranks of each group, where known."""
+    """What is known of one rank.
+
+    phase_s, beat_s: seconds since the phase and the last beat began.  members: ranks of each group, where known.
+    """
 
     rank: int
     where: str
@@ -57,7 +60,7 @@ class RankState:
 
     def line(self) -> str:
         late = "" if self.beat_s < STALE_S else f", no beat for {self.beat_s:.0f} s"
-        waits = ", ".join(f"{one.name} of group {one.group} (its call {one.call})" for one in self.waits_in)
+        waits = ", ".join(f"{each.name} of group {each.group} (its call {each.call})" for each in self.waits_in)
         inside = f", in {waits}" if waits else ""
         return f"rank {self.rank} ({self.where}): {self.process}{late}; {self.phase} for {self.phase_s:.0f} s{inside}"
 
@@ -66,10 +69,10 @@ class RankState:
 
 
 def seen_on_node(logs: str, pids: Sequence[int]) -> list[dict[str, Any]]:
-    """What each process's beat, /proc and, if it still can, itself say: fields of RankState."""
+    """Fields of RankState for each process, from its beat, from /proc and, if it still answers, from itself."""
     files = {pid: BeatFiles.of(Path(logs), pid) for pid in pids}
     processes = {pid: process_state(pid) for pid in pids}
-    told_before = {pid: _size(files[pid].stacks) for pid in pids}
+    size_before = {pid: _size(files[pid].stacks) for pid in pids}
     asked = [pid for pid in pids if processes[pid] == "runs" and files[pid].beat.exists()]
     for pid in asked:
         files[pid].flight.unlink(missing_ok=True)
@@ -79,10 +82,11 @@ def seen_on_node(logs: str, pids: Sequence[int]) -> list[dict[str, Any]]:
     deadline = time.monotonic() + ANSWER_S
     while any(files[pid].ask.exists() for pid in asked) and time.monotonic() < deadline:
         time.sleep(INTERVAL_S / 10)
-    return [_seen(files[pid], processes[pid], told_before[pid]) for pid in pids]
+    return [_seen(files[pid], processes[pid], size_before[pid]) for pid in pids]
 
 
 def process_state(pid: int) -> str:
+    """A process's state in words: `runs`, `gone` or a value of PROCESS_STATES."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
@@ -94,14 +98,14 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _seen(files: BeatFiles, process: str, told_before: int) -> dict[str, Any]:
+def _seen(files: BeatFiles, process: str, size_before: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"process": process}
     now = time.time()
     with contextlib.suppress(OSError, ValueError):
         beat = json.loads(files.beat.read_text(encoding="utf-8"))
         seen |= {"phase": beat["phase"], "phase_s": now - beat["since"], "beat_s": max(0.0, now - beat["at"])}
     with contextlib.suppress(OSError), files.stacks.open(encoding="utf-8", errors="replace") as stacks:
-        stacks.seek(told_before)
+        stacks.seek(size_before)
         seen["stacks"] = stacks.read().strip()
     with contextlib.suppress(OSError):
         seen["flight"] = "" if files.ask.exists() else files.flight.read_text(encoding="utf-8")
@@ -114,14 +118,17 @@ def _seen(files: BeatFiles, process: str, told_before: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HangReport:
-    """verdict: one line.  suspect: the rank that the others wait for, or that does not answer; None: not known."""
+    """Why ranks do not answer.
+
+    verdict: one line.  suspect: the rank that the others wait for, or that does not answer; None: not known.
+    """
 
     verdict: str
     suspect: int | None
     states: list[RankState]
 
     def message(self) -> str:
-        """The verdict, a line for each rank, and the stack of the suspect and of one that waits."""
+        """The verdict, a line for each rank, and the stacks of the suspect and of one other rank."""
         lines = [self.verdict, *(f"  {state.line()}" for state in self.states)]
         waiting = next((state for state in self.states if state.rank != self.suspect and state.stacks), None)
         for state in [state for state in self.states if state.rank == self.suspect] + ([waiting] if waiting else []):
@@ -130,7 +137,7 @@ class HangReport:
         return "\n".join(lines)
 
     def write(self, directory: Path, method: str) -> Path:
-        """The report with the stacks of all ranks; beside it, of each rank, torch's flight record."""
+        """Writes the report with the stacks of all ranks, and beside it torch's flight record of each rank."""
         stem = f"hang-{method}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         directory.mkdir(parents=True, exist_ok=True)
         parts = [self.verdict, *(state.line() for state in self.states)]
@@ -144,16 +151,19 @@ class HangReport:
 
 
 def report_of(ranks: Sequence[Any], places: Sequence[str]) -> HangReport:
-    """Asks every node at once.  ranks: handles of all ranks, in order.  places: in the layout, for the message."""
-    at: dict[int, ActorPlace] = {rank: place_of_actor(actor) for rank, actor in enumerate(ranks)}
+    """Asks the nodes of all ranks, side by side, and judges which rank is missing.
+
+    ranks: handles of all ranks, in order.  places: where each rank is in the layout, for the message.
+    """
+    processes: dict[int, ActorPlace] = {rank: place_of_actor(actor) for rank, actor in enumerate(ranks)}
     by_node: dict[str, list[int]] = {}
-    for rank, place in at.items():
-        by_node.setdefault(place.node, []).append(rank)
+    for rank, process in processes.items():
+        by_node.setdefault(process.node, []).append(rank)
     logs = str(session_logs())
 
     def ask(node: str) -> list[dict[str, Any]]:
         try:
-            return on_node(node, seen_on_node, logs, [at[rank].pid for rank in by_node[node]])
+            return on_node(node, seen_on_node, logs, [processes[rank].pid for rank in by_node[node]])
         except Exception as error:
             said = f"its node does not answer ({type(error).__name__})"
             return [{"process": said} for _ in by_node[node]]
@@ -161,9 +171,9 @@ def report_of(ranks: Sequence[Any], places: Sequence[str]) -> HangReport:
     with ThreadPoolExecutor(min(len(by_node), NODES_AT_A_TIME)) as pool:
         answers = dict(zip(by_node, pool.map(ask, by_node), strict=True))
     states = [
-        _state(rank, f"{places[rank]}, process {at[rank].pid} on {at[rank].address}", seen)
-        for node, of_node in by_node.items()
-        for rank, seen in zip(of_node, answers[node], strict=True)
+        _state(rank, f"{places[rank]}, process {processes[rank].pid} on {processes[rank].address}", seen)
+        for node, node_ranks in by_node.items()
+        for rank, seen in zip(node_ranks, answers[node], strict=True)
     ]
     return judged(sorted(states, key=lambda state: state.rank))
 
@@ -174,7 +184,7 @@ def _state(rank: int, where: str, seen: dict[str, Any]) -> RankState:
 
 
 def unfinished(flight: str) -> tuple[tuple[Collective, ...], dict[str, tuple[int, ...]]]:
-    """Of a flight record: the collectives that have not ended, and the ranks of the groups that it knows."""
+    """The collectives of a flight record that have not ended, and the ranks of the groups that it knows."""
     waits_in, members = set[Collective](), dict[str, tuple[int, ...]]()
     for backend, trace in (json.loads(flight) if flight else {}).items():
         for entry in trace.get("entries", ()):
@@ -190,7 +200,7 @@ def unfinished(flight: str) -> tuple[tuple[Collective, ...], dict[str, tuple[int
 
 
 def judged(states: list[RankState]) -> HangReport:
-    """Who is missing where: of the collectives that ranks wait in, the one that most of them are in."""
+    """Judges which rank the others wait for, in the collective in which most ranks wait."""
     waiting: dict[Collective, list[int]] = {}
     for state in states:
         for collective in state.waits_in:
@@ -203,13 +213,13 @@ def judged(states: list[RankState]) -> HangReport:
         named = "is not alive" if silent else "is in no collective and does not come back"
         return HangReport(f"rank {busy[0].rank} {named}: {busy[0].line()}", busy[0].rank, states)
     collective, inside = max(waiting.items(), key=lambda item: len(item[1]))
-    members = next((one.members[collective.group] for one in states if collective.group in one.members), None)
+    members = next((state.members[collective.group] for state in states if collective.group in state.members), None)
     absent = [
         state
         for state in states
         if state.rank not in inside and (members is None or state.rank in members) and state.phase != IDLE
     ]
-    # One that is not alive is the likeliest; then one that waits for nobody.
+    # A rank that is not alive is the likeliest cause, then a rank that waits for nobody.
     absent.sort(key=lambda state: (state.is_alive, bool(state.waits_in), state.rank))
     what = f"{collective.name} of group {collective.group} (its call {collective.call})"
     if not absent:

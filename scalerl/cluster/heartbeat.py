@@ -1,7 +1,7 @@
-"""What the process of a rank says of itself while it is busy: a beat, its phase, and on demand stacks and collectives.
+"""Heartbeat of a rank's process: its phase, rewritten every second, and on demand its stacks and collectives.
 
-All of it is in files beside Ray's logs of that node, so that one that hangs can be asked, and one that is stopped can
-be told from one that works.
+All of this is in files beside Ray's logs of that node, so that a process that hangs can be asked, and a stopped
+process can be told from a working one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ IDLE = "no call"
 
 @dataclass(frozen=True)
 class BeatFiles:
-    """beat: rewritten every second.  stacks: grows at each STACKS_SIGNAL.  flight: the trace of the last collectives.
-    ask: made by who wants that, and removed when it is written."""
+    """The files of one process's heartbeat.
+
+    beat: rewritten every second.  stacks: grows at each STACKS_SIGNAL.  flight: the trace of the last collectives.
+    ask: created to request `flight`, and removed when that is written.
+    """
 
     beat: Path
     stacks: Path
@@ -41,7 +44,7 @@ class BeatFiles:
 
 
 class Heartbeat:
-    """The beat of this process, in a thread of its own."""
+    """Writes the heartbeat of this process from a daemon thread."""
 
     def __init__(self, logs: Path) -> None:
         self.files = BeatFiles.of(logs, os.getpid())
@@ -83,23 +86,23 @@ class Heartbeat:
 
 
 def flight_record() -> str:
-    """What torch's flight recorders (of gloo, of NCCL) have of this process: JSON, {backend: their own trace}."""
-    found: dict[str, Any] = {}
+    """The traces of torch's flight recorders for gloo and NCCL in this process, as JSON: {backend: trace}."""
+    traces: dict[str, Any] = {}
     # A process that has not imported torch is in no collective, and must not begin to import it here.
-    recorded = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
+    recorders = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
     for backend, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
-        if dump := getattr(recorded, name, None):
+        if dump := getattr(recorders, name, None):
             # A trace that torch cannot make must not end the beat.
             with contextlib.suppress(Exception):
-                found[backend] = json.loads(dump(True, False))
-    return json.dumps(found)
+                traces[backend] = json.loads(dump(True, False))
+    return json.dumps(traces)
 
 
 _own: Heartbeat | None = None
 
 
 def heartbeat() -> Heartbeat:
-    """Of this process, which is a worker of Ray's."""
+    """The heartbeat of this process, which must be a Ray worker; the first call starts it."""
     global _own
     if _own is None:
         import ray

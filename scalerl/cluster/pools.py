@@ -1,4 +1,4 @@
-"""Ray cluster and the devices that worker groups run on."""
+"""The Ray cluster, and the pools of devices that actors run on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ResourceError(RunError):
 def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -> Iterator[None]:
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine; leaves (and ends the local one) on exit.
 
-    log_dir: of the run; its ray/ gets the logs of a local cluster when the block fails, else nothing of it is left.
+    log_dir: the run's; if the block fails its ray/ gets the logs of a local cluster, of which nothing else is kept.
     """
     common: dict[str, Any] = {
         "log_to_driver": False,
@@ -77,10 +77,10 @@ def _object_store_bytes() -> int:
 
 
 class Reusable:
-    """Base of the actors whose process may serve one run after another."""
+    """Base class of actors whose process may serve several runs, one after another."""
 
     def enter(self, *args: Any, **kwargs: Any) -> None:
-        """A new object of the class takes this one's place, in the same process."""
+        """Makes this object a new one of its class, in the same process, for the next run."""
         vars(self).clear()
         self.__init__(*args, **kwargs)
 
@@ -94,7 +94,7 @@ class Reusable:
 class ActorSpec:
     """What actors must have in common for one to serve in the place of another.
 
-    node: of the pool, from 0.  num_devices: of the pool's on that node.  key: what its process was started with.
+    node: index of a node in the pool.  num_devices: taken on that node.  key: what its process was started with.
     """
 
     cls: type[Reusable]
@@ -105,34 +105,37 @@ class ActorSpec:
 
 @dataclass(frozen=True)
 class PooledActor:
-    """ready: resolves when the object is made; raises what its constructor raised."""
+    """An actor that serves a run. ready: resolves when the object is made; raises what its constructor raised."""
 
     actor: ActorHandle
     ready: ray.ObjectRef
     spec: ActorSpec
 
 
-# Of one class on one node, of actors without a device: nothing else bounds how many wait.
+# Idle actors without a device that are kept per class and node: nothing else bounds their number.
 MAX_IDLE = 4
 ANSWER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """nnodes bundles of devices_per_node devices each, one bundle a node."""
+    """Devices reserved in the Ray cluster: nnodes bundles of devices_per_node devices each, one bundle per node."""
 
     group: PlacementGroup
     nnodes: int
     devices_per_node: int
     device: str
-    # Actors that runs left, the longest unused first.
+    # Idle actors that earlier runs left, the longest unused first.
     idle: list[tuple[ActorSpec, ActorHandle]] = field(default_factory=list, compare=False)
 
     @classmethod
     def create(
         cls, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
     ) -> ResourcePool:
-        """section: the keys that ask for it, for the error."""
+        """Reserves the devices. Raises ResourceError when the cluster has not given them within timeout_s.
+
+        section: of the configuration that asks for the pool, for the error.
+        """
         bundle = {"CPU": float(devices_per_node)}
         if device == "cuda":
             bundle["GPU"] = float(devices_per_node)
@@ -159,24 +162,24 @@ class ResourcePool:
         }
 
     def node_ids(self) -> set[str]:
-        """Of the machines that it is on."""
+        """Ray's ids of the nodes that the pool is on."""
         return set(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def first(self, devices_per_node: int) -> ResourcePool:
-        """The same pool, with these devices of each node."""
+        """The same pool, limited to this many devices of each node."""
         return replace(self, devices_per_node=devices_per_node)
 
     def start(self, spec: ActorSpec, options: dict[str, Any], *args: Any, **kwargs: Any) -> PooledActor:
-        """An object `spec.cls(*args, **kwargs)` in the process of an actor that another run left, or in a new one.
+        """Makes `spec.cls(*args, **kwargs)` in the process of an idle actor with the same spec, or in a new process.
 
-        options: further ones of Ray's, for a new one.
+        options: further Ray options for a new process.
         """
         for entry in [entry for entry in reversed(self.idle) if entry[0] == spec]:
             self.idle.remove(entry)
             if _answers(entry[1]):
                 return PooledActor(entry[1], entry[1].enter.remote(*args, **kwargs), spec)
         if spec.num_devices:
-            # Idle processes of another kind have the devices.
+            # Idle actors of other classes may hold the devices.
             self._end_idle(lambda held: held.node == spec.node and held.num_devices > 0 and held.cls is not spec.cls)
         new = ray.remote(spec.cls).options(**self.place(spec.node, num_devices=spec.num_devices), **options)
         # Ray's types know neither what its actors are at run time nor what every one of them has.
@@ -184,11 +187,12 @@ class ResourcePool:
         return PooledActor(actor, actor.__ray_ready__.remote(), spec)
 
     def keep(self, actors: Iterable[PooledActor]) -> None:
-        """They left their run and wait for the next one."""
-        for one in actors:
-            self.idle.append((one.spec, one.actor))
-            alike = [entry for entry in self.idle if (entry[0].cls, entry[0].node) == (one.spec.cls, one.spec.node)]
-            if not one.spec.num_devices and len(alike) > MAX_IDLE:
+        """Keeps actors that left their run for the next run."""
+        for pooled in actors:
+            spec = pooled.spec
+            self.idle.append((spec, pooled.actor))
+            alike = [entry for entry in self.idle if (entry[0].cls, entry[0].node) == (spec.cls, spec.node)]
+            if not spec.num_devices and len(alike) > MAX_IDLE:
                 self.idle.remove(alike[0])
                 ray.kill(alike[0][1])
 
@@ -199,18 +203,18 @@ class ResourcePool:
             ray.kill(entry[1])
 
     def release(self) -> None:
-        """Gives the devices back; the actors that wait on them end."""
+        """Ends the idle actors and gives the devices back to Ray."""
         self._end_idle(lambda spec: True)
         remove_placement_group(self.group)
 
 
 def are_here(*pools: ResourcePool) -> bool:
-    """Whether all of them are on the machine of this process."""
+    """Whether all the pools are on the node of this process and nowhere else."""
     return set[str]().union(*(pool.node_ids() for pool in pools)) == {ray.get_runtime_context().get_node_id()}
 
 
 def _answers(actor: ActorHandle) -> bool:
-    """A process that waited may have been killed meanwhile."""
+    """Whether an idle actor still answers: its process may have been killed meanwhile."""
     try:
         ray.get(actor.__ray_ready__.remote(), timeout=ANSWER_TIMEOUT_S)
     except (RayActorError, GetTimeoutError):

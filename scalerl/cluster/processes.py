@@ -20,11 +20,11 @@ class Part(Protocol):
     """A part of a run that has processes."""
 
     def leave(self) -> None:
-        """Makes them ready for another run; they are the pool's then. Raises when one does not get ready."""
+        """Leaves the processes to their pool, ready for another run. Raises when a process does not get ready."""
         ...
 
     def stop(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         ...
 
 
@@ -35,7 +35,7 @@ class Processes:
     """Pools of devices on one Ray cluster, with the actors that wait there for a run."""
 
     def __init__(self, *, keep: bool) -> None:
-        """keep: what a run that came to its end leaves is there for the next one; else nothing outlives a run."""
+        """keep: the processes of a run that came to its end wait for the next run; else no process outlives its run."""
         self.keep = keep
         self._free: list[ResourcePool] = []
 
@@ -59,9 +59,9 @@ class Processes:
     def take_pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str
     ) -> ResourcePool:
-        """A free pool with at least these devices on each of as many nodes, or a new one.
+        """Takes a free pool of nnodes nodes with at least devices_per_node devices each, or makes a new pool.
 
-        The smallest that fits; of several, the one that was used last: what the next run needs is likeliest there.
+        Of the free pools it takes the smallest that fits; of several, the one used last, whose actors likeliest fit.
         """
         fitting = [
             pool
@@ -78,7 +78,7 @@ class Processes:
         )
 
     def _make_room(self, num_devices: int, device: str) -> None:
-        """Gives back to Ray what free pools hold, the longest unused first, as far as it is needed."""
+        """Releases free pools, the longest unused first, until Ray has this many devices."""
         name = "GPU" if device == "cuda" else "CPU"
         while self._free and ray.available_resources().get(name, 0.0) < num_devices:
             self._free.pop(0).release()
@@ -91,7 +91,7 @@ class Processes:
 def leased(
     processes: Processes | None, *, num_workers: int, device: str, log_dir: Path | None = None
 ) -> Iterator[Lease]:
-    """The processes of one run: part of `processes`; None: of its own, which end with the block.
+    """Yields the `Lease` of one run on `processes`; None: on processes of its own, which end with the block.
 
     num_workers, device, log_dir: as `Processes.start`.
     """
@@ -103,21 +103,21 @@ def leased(
 
 
 class Lease:
-    """What one run has of the processes; at its end they wait for the next run, or end.
+    """The pools and processes that one run uses; at its end they wait for the next run, or end.
 
     They wait only if the run came to its end: what an error left behind in a process is not known.
     """
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        # As taken, and as the run sees them.
+        # Whole, as taken: the run may see fewer devices of each.
         self._pools: list[ResourcePool] = []
         self._parts: list[Part] = []
 
     def pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
     ) -> ResourcePool:
-        """Devices that nobody else has. section: the keys that ask for them, for the error."""
+        """Takes a pool for this run alone. section: of the configuration that asks for the pool, for the error."""
         whole = self._processes.take_pool(
             nnodes=nnodes, devices_per_node=devices_per_node, device=device, timeout_s=timeout_s, section=section
         )
@@ -125,7 +125,7 @@ class Lease:
         return whole.first(devices_per_node)
 
     def add(self, part: P) -> P:
-        """It leaves, or is stopped, before those that were added earlier."""
+        """Adds a part, which leaves, or is stopped, before the parts that were added earlier."""
         self._parts.append(part)
         return part
 
@@ -142,7 +142,7 @@ class Lease:
                 for pool in self._pools:
                     self._processes.take_back(pool)
                 return
-        # Each is stopped, and then each pool given back, whatever another raises.
+        # Every part is stopped, and then every pool given back, whatever any of them raises.
         with ExitStack() as ending:
             for pool in self._pools:
                 ending.callback(pool.release)

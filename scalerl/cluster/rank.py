@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Worker(Reusable):
-    """What one run has on a rank. `WorkerGroup.call` calls the methods that carry @register.
+    """The object that serves one run on a rank. `WorkerGroup.call` calls the methods that carry @register.
 
     A subclass says how its ranks meet: rank 0's `rendezvous` returns an address, which every rank's `join` gets.
     """
@@ -43,9 +43,9 @@ class Worker(Reusable):
 
 
 class Answer(NamedTuple):
-    """What the driver takes of a rank's DP_COMPUTE_PROTO call; token columns stay where they are.
+    """What the driver fetches of a rank's DP_COMPUTE_PROTO call; token columns stay where they are.
 
-    samples: sample columns, of an output rank.  reading: where the registration says with_reading.
+    samples: sample columns, empty except on an output rank.  reading: where the registration says with_reading.
     """
 
     metrics: dict[str, Metric]
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 class RankProcess(Reusable):
-    """The process of one rank. Runs with workers of different classes may have it one after another."""
+    """The actor process of one rank, which may serve several runs with workers of different classes."""
 
     def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
         """cls, **init: the worker's class, and what its constructor takes beside rank and layout."""
@@ -75,7 +75,7 @@ class RankProcess(Reusable):
             super().leave()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """The value of a registered method; with its reading, as a pair, where the registration says so.
+        """Calls a registered method and returns its value, or (value, reading) where the registration says so.
 
         method: of the worker, or `module:function` of a file of the user's own that this process imported.
         """
@@ -84,18 +84,18 @@ class RankProcess(Reusable):
             value = function(*args, **kwargs)
         return (value, self.worker.reading()) if _has_reading(function) else value
 
-    # Return values of their own: the driver takes the first, and of the second only the reference.
+    # Two return values: the driver fetches the first, and keeps only a reference to the second.
     @ray.method(num_returns=2)
     def run_on_shard(self, call: bytes, shard: Shard, *fragments: DataProto) -> tuple[Answer, DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
         call: the method's name and its keyword arguments, pickled.  fragments: of all parts of the shard, in order.
-        Returns the answer and the token columns; columns of an output rank alone, whose results the group collects.
+        Returns the answer and the token columns; only an output rank returns columns, as the group collects its alone.
         """
         method, kwargs = pickle.loads(call)
-        batch, given = DataProto(samples=shard.samples), iter(fragments)
+        batch, remaining = DataProto(samples=shard.samples), iter(fragments)
         for count, order in shard.parts:
-            held = [DataProto(tokens=next(given).tokens) for _ in range(count)]
+            held = [DataProto(tokens=next(remaining).tokens) for _ in range(count)]
             batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
         function = self._method(method)
         metrics: dict[str, Metric]

@@ -1,4 +1,4 @@
-"""A Ray of this process's own: its directory, which goes with it, its token, and the signal handlers it replaces."""
+"""The Ray session that this process starts itself: its directory, its token, and the signal handlers it replaces."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from scalerl.errors import UserError
 from scalerl.scratch import scratch_directory
 
-# Of directories of Ray sessions, one a run. Short: sockets lie in them, and their paths have at most 107 characters.
+# Prefix of session directories, one per run. Short: they hold sockets, whose paths have at most 107 characters.
 PREFIX = "scalerl-ray-"
 AUTH_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @contextmanager
 def session_directory(logs_to: Path | None = None, parent: Path | None = None) -> Iterator[Path]:
-    """A directory for Ray's sockets and logs, gone after the block; the next run removes that of a killed one.
+    """Makes a directory for Ray's sockets and logs, removed after the block; a killed run's is removed by the next run.
 
-    logs_to: gets Ray's logs when the block ends by an error that the user did not cause.  parent: of the directory; the
-    system's for temporary files.
+    logs_to: gets Ray's logs when the block ends by an error that the user did not cause.
+    parent: where to make the directory; None: RAY_TMPDIR, or the system's directory for temporary files.
     """
     parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) if parent is None else parent
     with scratch_directory(PREFIX, parent) as directory:
@@ -45,11 +45,11 @@ def _keep_logs(directory: Path, logs_to: Path) -> None:
 
 @contextmanager
 def own_token() -> Iterator[None]:
-    """Ray's processes accept calls only of who has this run's random token; RAY_AUTH_MODE=disabled turns it off.
+    """Makes Ray's processes accept only calls with this run's random token; RAY_AUTH_MODE=disabled turns it off.
 
     A token that the user has set is used as it is.
     """
-    # Compiled: Ray's types do not have it.
+    # The class is compiled: Ray's types do not have it.
     from ray._raylet import AuthenticationTokenLoader  # pyright: ignore[reportAttributeAccessIssue]
 
     before = {name: os.environ.get(name) for name in AUTH_VARIABLES}
@@ -69,8 +69,8 @@ def own_token() -> Iterator[None]:
 
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """Around ray.init, which installs SIGTERM handlers of its own, one in Python and one below that ends the process
-    with a crash dump: whoever had installed one has it again afterwards."""
+    """Restores the SIGTERM handler after ray.init, which replaces it by two: one in Python, and one below Python that
+    ends the process with a crash dump."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -78,7 +78,7 @@ def sigterm_kept() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        # Of Ray's handler.
+        # Raised by Ray's handler.
         if error.code == signal.SIGTERM and callable(handler):
             handler(signal.SIGTERM, None)
         raise

@@ -23,13 +23,13 @@ def missing_hosts(nodes: list[dict[str, Any]], hosts: list[str], gpus: int) -> d
     for host in hosts:
         if host not in alive:
             missing[host] = "not in the cluster"
-        elif (found := int(alive[host].get("GPU", 0))) < gpus:
-            missing[host] = f"{found} of {gpus} GPUs"
+        elif (num_gpus := int(alive[host].get("GPU", 0))) < gpus:
+            missing[host] = f"{num_gpus} of {gpus} GPUs"
     return missing
 
 
 def connect(address: str, deadline: float) -> None:
-    """The GCS answers before the head's raylet does, so the first tries may fail."""
+    """Joins the cluster, trying until the deadline: the GCS answers before the head's raylet does."""
     while True:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -35,7 +35,7 @@ from scalerl.metrics import merge_metrics
 from scalerl.parallel.layout import Coordinates, Layout
 from scalerl.user_code import called, is_users_own, place_of
 
-# In which ranks part: the last call to them was answered.
+# How long ranks may take to leave a run: by then they have answered every call.
 LEAVE_TIMEOUT_S = 60.0
 # How long the driver waits for ranks before it looks whether one has failed; twice as long each time.
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.5
@@ -47,15 +47,15 @@ class WorkerError(RunError):
 
 @dataclass(frozen=True)
 class Limit:
-    """key: of the configuration, that sets it."""
+    """The time limit of a call.  key: the configuration key that sets it."""
 
     key: str
     seconds: float
 
 
 class WorkerGroup:
-    """Ranks with workers of one class. `call` takes the class's registered methods, once `join` has brought the ranks
-    together."""
+    """A group of ranks whose workers have one class. `call` takes the class's registered methods, once `join` has
+    brought the ranks together."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class WorkerGroup:
         log_dir: Path | None = None,
         **init: Any,
     ) -> None:
-        """timeout_s: of a call (trainer.timeout_s).  limits: by name, of methods that have another.
+        """timeout_s: limit of a call (trainer.timeout_s).  limits: method name -> its limit, where that is another.
 
         log_dir: gets the stacks of all ranks when some do not answer.
         """
@@ -78,11 +78,11 @@ class WorkerGroup:
         self.readings: list[Any] | None = None
         options = {"max_restarts": 0, "max_concurrency": 1}
         self.actors = [
-            # Of whatever class the worker was that its process had before.
+            # The process may have served another run with a worker of another class.
             pool.start(ActorSpec(RankProcess, rank // pool.devices_per_node, 1), options, cls, rank, layout, **init)
             for rank in range(layout.world_size)
         ]
-        self.ranks: list[Any] = [one.actor for one in self.actors]
+        self.ranks: list[Any] = [pooled.actor for pooled in self.actors]
         # Rank 0's node hosts the rendezvous.
         self.rendezvous = self.ranks[0].rendezvous.remote()
 
@@ -91,7 +91,7 @@ class WorkerGroup:
         return self.layout.world_size
 
     def begin_join(self) -> list[Any]:
-        self._wait("start", [one.ready for one in self.actors])
+        self._wait("start", [pooled.ready for pooled in self.actors])
         (address,) = self._wait("start", [self.rendezvous])
         return [rank.join.remote(address) for rank in self.ranks]
 
@@ -99,7 +99,7 @@ class WorkerGroup:
         self._wait("start", joining)
 
     def leave(self) -> None:
-        """The ranks part; their processes wait for another run. Raises Ray's error for one that fails or hangs."""
+        """Makes the ranks leave; their processes wait for the next run. Raises Ray's error if a rank fails or hangs."""
         ray.get([rank.leave.remote() for rank in self.ranks], timeout=LEAVE_TIMEOUT_S)
         self.pool.keep(self.actors)
 
@@ -108,7 +108,7 @@ class WorkerGroup:
             ray.kill(rank)
 
     def call(self, method: WorkerMethod[..., Any, P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`workers.call(RLWorker.compute_values, shards)`: the method on the ranks, as its @register says.
+        """Calls a method on the ranks as its @register says: `workers.call(RLWorker.compute_values, shards)`.
 
         A registered function of a file of the user's own, which the ranks import, is called with the worker first.
         Raises WorkerError for the first rank that fails, TypeError for what is no registered method of this class.
@@ -130,7 +130,7 @@ class WorkerGroup:
     def ask(
         self, rank: int, method: WorkerMethod[OwnP, OwnR, ..., Any], *args: OwnP.args, **kwargs: OwnP.kwargs
     ) -> OwnR:
-        """The method on that rank alone, whatever its @register says; from any thread, between the calls of others.
+        """Calls a method on one rank alone, whatever its @register says; from any thread, also between other calls.
 
         Raises as `call`.
         """
@@ -147,20 +147,20 @@ class WorkerGroup:
             raise self._explain(name, rank, error) from None
 
     def limit(self, name: str) -> Limit:
-        """Of a method by that name."""
+        """The limit of the method of that name."""
         return self.limits.get(name, Limit("trainer.timeout_s", self.timeout_s))
 
     def _dispatched(
         self, name: str, registration: Registration[..., Any], mode: DispatchMode[..., Any], args: Any, kwargs: Any
     ) -> Future[Any]:
-        given, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
+        positional, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
         one_each = registration.execute_mode is Execute.ALL
         if one_each:
-            self._check_one_each(name, mode, {**dict(enumerate(given)), **named})
+            self._check_one_each(name, mode, {**dict(enumerate(positional)), **named})
         refs = [
             actor.run.remote(
                 name,
-                *(value[rank] if one_each else value for value in given),
+                *(value[rank] if one_each else value for value in positional),
                 **{key: value[rank] if one_each else value for key, value in named.items()},
             )
             for rank, actor in enumerate(self.ranks if one_each else self.ranks[:1])
@@ -173,19 +173,19 @@ class WorkerGroup:
         return Future(collected)
 
     def _without_readings(self, registration: Registration[..., Any], answers: list[Any]) -> list[Any]:
-        """The answers' values; their readings, if they carry some, are the group's."""
+        """The values of the answers; the readings that they carry, if any, become `self.readings`."""
         if not registration.with_reading:
             return answers
         self.readings = [reading for _, reading in answers]
         return [value for value, _ in answers]
 
     def _check_one_each(self, name: str, mode: DispatchMode[..., Any], arguments: dict[Any, Any]) -> None:
-        for at, values in arguments.items():
+        for argument, values in arguments.items():
             if not isinstance(values, (list, tuple)) or len(values) != self.world_size:
-                made = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+                what = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
                 raise ValueError(
-                    f"{name}: argument {at!r} that {place_of(mode['dispatch_fn'])} made is {made}; give a list of one "
-                    f"value for each of the {self.world_size} ranks"
+                    f"{name}: argument {argument!r} that {place_of(mode['dispatch_fn'])} made is {what}; give a "
+                    f"list of one value for each of the {self.world_size} ranks"
                 )
 
     def _dp_compute(self, name: str, registration: Registration[..., Any], args: Any, kwargs: Any) -> Future[Collected]:
@@ -199,9 +199,9 @@ class WorkerGroup:
         for rank, actor in enumerate(self.ranks):
             shard, fragments = shards[self.layout.coordinates(rank).dp_rank]
             # Ray resolves references among the arguments themselves, not inside of them.
-            answer, of_rank = actor.run_on_shard.remote(packed, shard, *fragments)
+            answer, tokens = actor.run_on_shard.remote(packed, shard, *fragments)
             refs.append(answer)
-            columns.append(of_rank)
+            columns.append(tokens)
         outputs = self.layout.output_ranks()
 
         def collected() -> Collected:
@@ -215,7 +215,7 @@ class WorkerGroup:
         return Future(collected)
 
     def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
-        """-> (`batch.Shard` or a reference to it, fragments of the token columns)."""
+        """The `batch.Shard` of a data-parallel rank, or a reference to it, and the fragments of its token columns."""
         parts = batch.parts(dp_rank)
         shard = Shard(
             batch.plan.local_micro_batches(dp_rank),
@@ -226,7 +226,7 @@ class WorkerGroup:
         return ray.put(shard) if is_shared else shard, [fragment for part in parts for fragment in part.fragments]
 
     def _wait(self, name: str, refs: list[Any]) -> list[Any]:
-        """Values in rank order. Raises WorkerError for the first rank that fails, or those missing at the deadline."""
+        """Waits for the values, in rank order. Raises WorkerError for the first rank that fails or the late ones."""
         name = name.rpartition(":")[2]
         limit = self.limit(name)
         deadline = time.monotonic() + limit.seconds
@@ -251,7 +251,7 @@ class WorkerGroup:
         return [values[ref] for ref in refs]
 
     def _hang(self, name: str, late: int) -> str:
-        """Who is missing where, with stacks and last output; never raises.  late: a rank that did not answer."""
+        """Says which rank is missing where, with stacks and last output; never raises.  late: a rank without answer."""
         suspect = late
         try:
             report = report_of(self.ranks, [_short(self.layout.coordinates(rank)) for rank in range(self.world_size)])
@@ -264,7 +264,7 @@ class WorkerGroup:
         return f"{said}\nOf rank {suspect}: {last_words(self.ranks[suspect])}"
 
     def _raise_first(self, name: str, refs: list[Any], done: list[Any]) -> NoReturn:
-        """What the first of the ranks that answered has to say of its failure."""
+        """Raises the failure of the first rank in `done` that failed."""
         for ref in done:
             try:
                 ray.get(ref)
@@ -273,23 +273,23 @@ class WorkerGroup:
         raise AssertionError("unreachable: one of them failed")
 
     def _explain(self, name: str, rank: int, error: Exception) -> WorkerError | UserError:
-        """What the rank raised, a user's error as such."""
-        at = self.layout.coordinates(rank) if len(self.ranks) > rank else None
+        """The error to raise for a rank's failure: a WorkerError, or a UserError where the rank raised one."""
+        place = self.layout.coordinates(rank) if len(self.ranks) > rank else None
         if isinstance(error, RayTaskError):
-            failed = f"{name} failed on rank {rank} ({at}): {error.cause}"
+            failed = f"{name} failed on rank {rank} ({place}): {error.cause}"
             if isinstance(error.cause, UserError):
                 return UserError(failed)
             if isinstance(error.cause, RunError):
                 return WorkerError(failed)
             remote_trace = str(error).split("\n", 1)[-1]
             return WorkerError(f"{failed}\n{remote_trace}\n{last_words(self.ranks[rank])}")
-        died = f"{name}: the process of rank {rank} ({at}) died: {str(error).splitlines()[0]}"
+        died = f"{name}: the process of rank {rank} ({place}) died: {str(error).splitlines()[0]}"
         return WorkerError(f"{died}\n{last_words(self.ranks[rank])}")
 
 
-def _short(at: Coordinates) -> str:
-    """What is not 0."""
-    return ", ".join(f"{name}={number}" for name, number in vars(at).items() if number) or "first of all groups"
+def _short(place: Coordinates) -> str:
+    """The coordinates that are not 0."""
+    return ", ".join(f"{name}={number}" for name, number in vars(place).items() if number) or "first of all groups"
 
 
 def join(groups: Iterable[WorkerGroup]) -> None:

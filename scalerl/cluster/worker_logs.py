@@ -1,4 +1,4 @@
-"""What the process of a Ray actor last wrote to stderr, wherever it runs or ran."""
+"""Reads what the process of a Ray actor last wrote to stderr, on whichever node it runs or ran."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 P = ParamSpec("P")
 T = TypeVar("T")
 TAIL_LINES = 20
-# Of a log, read from its end.
+# Read from the end of a log.
 TAIL_BYTES = 64 * 1024
-# For another node to answer.
+# How long another node may take to answer.
 FETCH_TIMEOUT_S = 60.0
 
 # Where the logs of the session that ends with this process will be; None: they stay where Ray writes them.
@@ -22,13 +22,14 @@ _kept_in: Path | None = None
 
 
 def logs_are_kept_in(directory: Path | None) -> None:
-    """directory: gets the logs of Ray's session, of this node, when the run fails (`ray_session.session_directory`)."""
+    """Sets where messages say that logs are. directory: gets the logs of Ray's session on this node when the run fails
+    (`ray_session.session_directory`); None: they stay where Ray writes them."""
     global _kept_in
     _kept_in = directory
 
 
 class ActorPlace(NamedTuple):
-    """node: Ray's number of it."""
+    """Where the process of an actor is. node: Ray's id of the node."""
 
     node: str
     address: str
@@ -36,21 +37,21 @@ class ActorPlace(NamedTuple):
 
 
 def place_of_actor(actor: Any) -> ActorPlace:
-    """Where its process is, or was.  actor: its handle, or its number as Ray's errors have it."""
+    """Where the process of an actor is, or was.  actor: its handle, or its id as Ray's errors have it."""
     # Ray imports its private modules by itself, which its types do not say.
     private: Any = ray._private
-    found = private.state.actors(actor if isinstance(actor, str) else actor._actor_id.hex())
-    return ActorPlace(found["Address"]["NodeID"], found["Address"]["IPAddress"], found["Pid"])
+    entry = private.state.actors(actor if isinstance(actor, str) else actor._actor_id.hex())
+    return ActorPlace(entry["Address"]["NodeID"], entry["Address"]["IPAddress"], entry["Pid"])
 
 
 def session_logs() -> Path:
-    """Of Ray's session; every node of a cluster has it at the same path."""
+    """The log directory of Ray's session, which has the same path on every node of a cluster."""
     private: Any = ray._private
     return Path(private.worker._global_node.get_logs_dir_path())
 
 
 def on_node(node: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the function returns on that node: in this process on its own, elsewhere in a task."""
+    """Runs a function on a node and returns its value: on this node in this process, elsewhere in a Ray task."""
     if node == ray.get_runtime_context().get_node_id():
         return function(*args, **kwargs)
     remote: Any = ray.remote(num_cpus=0)(function)
@@ -77,8 +78,8 @@ def last_words(actor: Any) -> str:
 
 
 def tail_of(logs: str, pid: int) -> tuple[str, list[str]]:
-    """-> (path, last lines that are not empty) of that process's stderr. Raises FileNotFoundError without one."""
-    # The last one: numbers of processes come again.
+    """The path of a process's stderr and its last lines that are not empty. Raises FileNotFoundError without one."""
+    # The newest: a process id may have been used before.
     path = max(Path(logs).glob(f"worker-*-{pid}.err"), key=lambda file: file.stat().st_mtime, default=None)
     if path is None:
         raise FileNotFoundError(f"no worker-*-{pid}.err in {logs}")
@@ -89,6 +90,6 @@ def tail_of(logs: str, pid: int) -> tuple[str, list[str]]:
 
 
 def shown(lines: Sequence[str], where: str) -> str:
-    """The lines, indented, under the path that has the rest."""
+    """A message with the lines, indented, and the path of the whole log."""
     text = "\n".join(f"  | {line}" for line in lines) if lines else "  | (it wrote nothing)"
     return f"Last lines of its stderr, the whole is {where}:\n{text}"

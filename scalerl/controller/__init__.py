@@ -1,1 +1,1 @@
-"""What the driver calls on workers and servers: the training side and the sampling side of a run."""
+"""The training side and the sampling side of a run: what the driver calls, and the workers that it calls."""

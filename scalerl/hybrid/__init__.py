@@ -1,1 +1,1 @@
-"""Where trainer and rollout meet: weights go from parallel/ to rollout/."""
+"""The hand-over between trainer and servers: weights go to the servers, device memory goes back and forth."""

@@ -1,4 +1,4 @@
-"""One sync in progress: what this rank tells the servers that it leads, in order, and which of them failed."""
+"""`Delivery`: one weight sync in progress, what this rank tells the servers that it leads, and which of them failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Export = Callable[[int, Needed], Iterator[NamedTensors]]
 
 
 class Delivery:
-    """One weight sync as this rank sees it: the servers that take part, those it talks to, and which of them failed.
+    """One weight sync as a trainer rank sees it: which servers take part, which ones it leads, and which failed.
 
     feeds: of the replicas that take part, the same on every rank. led: those whose server this rank talks to.
     """
@@ -42,7 +42,7 @@ class Delivery:
         self.bucket_bytes = bucket_bytes
         self.led = [feed for feed in feeds if feed.lead == rank]
         self.expected = expected
-        # Index of a replica that this rank leads -> what its server did not do.
+        # Index of a replica that this rank leads -> how its server failed.
         self.failed: dict[int, str] = {}
         self._clients = clients
         self._orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in self.led}
@@ -65,10 +65,11 @@ class Delivery:
             return None
 
     def fail(self, feed: Feed, why: str) -> None:
+        """Notes that a server failed; the first reason is kept."""
         self.failed.setdefault(feed.index, why)
 
     def hash(self, named: NamedTensors) -> None:
-        """Adds this bucket to the checksums that the servers of this rank must have."""
+        """Adds a bucket to the checksums that the servers led by this rank must have."""
         for checksums in self.expected.values():
             checksums.add(named)
 

@@ -1,4 +1,4 @@
-"""Which trainer ranks feed which rollout server."""
+"""`Feed`: which trainer ranks send weights to which rollout server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Feed:
 
 
 def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
-    """Per replica, the trainer rank that makes the bucket of each of its engine ranks; the first talks to the server.
+    """For each replica, the trainer ranks that make the buckets of its engine ranks; the first talks to the server.
 
     Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world). On a
     GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
@@ -35,16 +35,16 @@ def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, 
 
 
 def plan_leads(num_replicas: int, world_size: int) -> list[int]:
-    """Per replica, the one trainer rank that sends to it: far apart, so that nodes and data-parallel copies share."""
+    """For each replica, the one trainer rank that sends to it; these are spread over nodes and data-parallel copies."""
     if num_replicas <= world_size:
         return [index * world_size // num_replicas for index in range(num_replicas)]
     return [index % world_size for index in range(num_replicas)]
 
 
 def feeds_of(transport: str, replicas: Sequence[Replica], world_size: int) -> list[Feed]:
-    """transport: shared: the ranks on a server's devices; broadcast, disk: one rank a server."""
+    """The Feed of each replica. With transport `shared` the ranks on its devices feed it, else one rank alone."""
     if transport == "shared":
         ranks = plan_feeds(replicas, world_size)
     else:
         ranks = [(lead,) for lead in plan_leads(len(replicas), world_size)]
-    return [Feed(index, *of) for index, of in enumerate(zip(replicas, ranks, strict=True))]
+    return [Feed(index, *fed) for index, fed in enumerate(zip(replicas, ranks, strict=True))]

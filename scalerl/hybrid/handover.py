@@ -1,7 +1,8 @@
-"""Free memory along the hand-over of the trainer's devices: measured on every rank, logged, enough for what comes next.
+"""Measures free memory at each point of the hand-over between servers and trainer, and checks that it suffices.
 
-A step of one: servers generate -> their KV cache and weights leave -> the trainer's parts come, compute and leave ->
-weights come back and are overwritten -> the KV cache comes back. On a CPU servers release nothing; it is measured too.
+A step's hand-over: servers generate -> their KV cache and weights leave -> the trainer's parts come, compute and leave
+-> weights come back and are overwritten -> the KV cache comes back. On a CPU servers release nothing; memory is
+measured all the same.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ Point = Literal[
     "before_save",
     "after_save",
 ]
-# Within which what a server has released is free for every rank of its devices, and between two looks.
+# How long what a server has released may take to be free for every rank of its devices, and the time between two looks.
 RELEASE_WAIT_S = 20.0
 RELEASE_LOOK_S = 0.1
-# A difference of free memory that says nothing: CUDA maps memory in pieces, and other processes have some.
+# A difference of free memory up to this means nothing: CUDA maps memory in pieces, and other processes have some.
 SETTLED_BYTES = 64 * 2**20
-# What a checkpoint is made of.
+# The parts of a model that a checkpoint holds.
 SAVED_PARTS = ("params", "optimizer")
-# Of the memory that is free, what the buckets of a weight sync may take.
+# Share of the free memory that the buckets of a weight sync may take.
 BUCKET_FREE_FRAC = 0.5
-# Of a bucket on a device at once, at most: the joined tensors, their flat copy, and what joins the next one.
+# Most copies of a bucket on a device at once: the joined tensors, their flat copy, and what joins the next one.
 BUCKET_COPIES = 3
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -73,9 +74,9 @@ class HandoverError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one trainer rank sees. used_bytes: by its process.
+    """The memory of a trainer rank's device. used_bytes: by the rank's process.
 
-    device: distinct where memory is; ranks of one machine's CPU share one.
+    device: name of the memory, the same for all ranks on the CPU of one machine.
     returning: role -> part -> bytes that are in host memory and come to the device when that role computes.
     """
 
@@ -87,7 +88,7 @@ class RankMemory:
     returning: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-# After a release: what servers gave back, and where it was measured before.
+# A point after a release -> what servers gave back, and the point before that release.
 _RELEASES: dict[Point, tuple[str, Point]] = {
     "after_release_kv": ("kv", "before_release"),
     "after_release": ("weights", "after_release_kv"),
@@ -95,7 +96,7 @@ _RELEASES: dict[Point, tuple[str, Point]] = {
 
 
 class Handover:
-    """The driver's books of one hand-over after the other."""
+    """The driver's record of free memory, from one hand-over to the next."""
 
     def __init__(self) -> None:
         self._free: dict[Point, dict[int, int]] = {}
@@ -111,7 +112,7 @@ class Handover:
         wait_s: float = RELEASE_WAIT_S,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`see`, once what the servers released at that point is free: a server answers when its first rank is done.
+        """Calls `see` once the released memory is free, as a server answers when only its first rank is done.
 
         Waits while a device has less than servers gave back there the last time or than what follows needs, and the
         first time until it gains nothing more; at most wait_s.
@@ -121,9 +122,9 @@ class Handover:
         while waited_s < wait_s and self._expects_more(point, ranks, gained=gained):
             pause(RELEASE_LOOK_S)
             waited_s += RELEASE_LOOK_S
-            before = {one.rank: one.free_bytes for one in ranks}
+            before = {memory.rank: memory.free_bytes for memory in ranks}
             ranks = measure()
-            gained = any(one.free_bytes > before[one.rank] + SETTLED_BYTES for one in ranks)
+            gained = any(memory.free_bytes > before[memory.rank] + SETTLED_BYTES for memory in ranks)
         self.see(point, ranks)
 
     def _expects_more(self, point: Point, ranks: Sequence[RankMemory], *, gained: bool) -> bool:
@@ -131,21 +132,22 @@ class Handover:
         last = self._released.get(what)
         if before not in self._free or not last:
             return gained
-        found = released_bytes(ranks, self._free[before])
-        if any(found.get(device, 0) < num_bytes - SETTLED_BYTES for device, num_bytes in last.items()):
+        freed = released_bytes(ranks, self._free[before])
+        if any(freed.get(device, 0) < num_bytes - SETTLED_BYTES for device, num_bytes in last.items()):
             return True
         return bool(short_of(ranks, self._needed(point, ranks, ranks)))
 
     def see(self, point: Point, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None) -> None:
-        """One measurement of every rank. Raises HandoverError where a device lacks room for what follows the point.
+        """Records a measurement of every rank. Raises HandoverError if a device lacks room for what follows the point.
 
         servers: the ranks on whose devices servers take back what they released; None: all.
         """
-        self._free[point] = {one.rank: one.free_bytes for one in ranks}
-        self._used[point] = max(one.used_bytes for one in ranks)
+        self._free[point] = {memory.rank: memory.free_bytes for memory in ranks}
+        self._used[point] = max(memory.used_bytes for memory in ranks)
         if point in _RELEASES and (before := _RELEASES[point][1]) in self._free:
             self._released[_RELEASES[point][0]] = released_bytes(ranks, self._free[before])
-        needed = self._needed(point, [one for one in ranks if servers is None or one.rank in servers], ranks)
+        with_servers = [memory for memory in ranks if servers is None or memory.rank in servers]
+        needed = self._needed(point, with_servers, ranks)
         if needed:
             check_room(point, ranks, needed)
 
@@ -153,7 +155,7 @@ class Handover:
         self, point: Point, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
     ) -> dict[str, dict[str, int]]:
         """Device -> what comes there next -> bytes."""
-        devices = {one.device for one in with_servers}
+        devices = {memory.device for memory in with_servers}
         if point == "after_release":
             return trainer_needs(ranks)
         if point == "before_sync":
@@ -173,7 +175,7 @@ class Handover:
         return {}
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the points since the last call."""
+        """Metrics of free, used and released memory at the points since the last call."""
         metrics = {
             f"perf/handover/free_gb/{point}": Metric(min(free.values()) / GIB, "min")
             for point, free in self._free.items()
@@ -187,10 +189,10 @@ class Handover:
 
 
 def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) -> dict[str, int]:
-    """Device -> bytes that became free; of several ranks on one device what the first saw."""
+    """Device -> bytes that became free on it, as the first of its ranks measured them."""
     released: dict[str, int] = {}
-    for one in ranks:
-        released.setdefault(one.device, max(0, one.free_bytes - free_before[one.rank]))
+    for memory in ranks:
+        released.setdefault(memory.device, max(0, memory.free_bytes - free_before[memory.rank]))
     return released
 
 
@@ -199,30 +201,33 @@ def trainer_needs(
 ) -> dict[str, dict[str, int]]:
     """Device -> role -> bytes that the ranks there bring back. Roles take turns: without `role` the largest alone."""
     needed: dict[str, dict[str, int]] = {}
-    for one in ranks:
+    for memory in ranks:
         sizes = {
             f"the trainer's {name}": sum(size for key, size in away.items() if parts is None or key in parts)
-            for name, away in one.returning.items()
+            for name, away in memory.returning.items()
             if role in (None, name)
         }
         name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         if size:
-            on_device = needed.setdefault(one.device, {})
+            on_device = needed.setdefault(memory.device, {})
             on_device[name] = on_device.get(name, 0) + size
     return needed
 
 
 def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> list[tuple[int, RankMemory]]:
-    """(bytes that are lacking, rank) of each rank whose device has less free than needed says (as `check_room`)."""
+    """(lacking bytes, memory) of each rank whose device has less free than it needs. needed: as `check_room`."""
     return [
-        (total - one.free_bytes, one)
-        for one in ranks
-        if (total := sum(needed.get(one.device, {}).values())) > one.free_bytes
+        (total - memory.free_bytes, memory)
+        for memory in ranks
+        if (total := sum(needed.get(memory.device, {}).values())) > memory.free_bytes
     ]
 
 
 def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
-    """needed: device -> what comes there -> bytes. Raises HandoverError naming the rank that lacks the most."""
+    """Raises HandoverError, naming the rank that lacks the most, if a device has too little free memory.
+
+    needed: device -> what comes there -> bytes.
+    """
     short = short_of(ranks, needed)
     if not short:
         return
@@ -263,15 +268,15 @@ def agreed_bucket_bytes(free_bytes: int, device: str, *, limit_bytes: int, large
     fitting = bucket_bytes_that_fit(
         free_bytes, limit_bytes=limit_bytes, largest_bytes=largest_bytes, num_copies=num_copies
     )
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (fitting, free_bytes, device))
-    check_largest([(free, where) for _, free, where in of_ranks], largest_bytes=largest_bytes, num_copies=num_copies)
-    return min(one for one, _, _ in of_ranks)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (fitting, free_bytes, device))
+    check_largest([(free, where) for _, free, where in by_rank], largest_bytes=largest_bytes, num_copies=num_copies)
+    return min(rank_fitting for rank_fitting, _, _ in by_rank)
 
 
 def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_copies: int) -> None:
-    """ranks: of each its free bytes and device. Raises HandoverError."""
-    rank = min(range(len(ranks)), key=lambda at: ranks[at][0])
+    """Raises HandoverError if a rank has no room for the largest tensor. ranks: (free bytes, device) of each."""
+    rank = min(range(len(ranks)), key=lambda index: ranks[index][0])
     free_bytes, device = ranks[rank]
     if free_bytes < num_copies * largest_bytes:
         raise HandoverError(
@@ -285,10 +290,10 @@ def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_c
 
 
 def measure(rank: int, device: str, engines: Mapping[str, Any]) -> RankMemory:
-    """device: cuda or cpu.  engines: role -> MegatronEngine.
+    """Measures the memory of this rank.  device: cuda or cpu.  engines: role -> MegatronEngine.
 
-    With cuda: of the rank's device, by all processes, after what torch keeps for reuse has been given back.
-    Without: of the machine, within the limit of this process' control group.
+    With cuda: of the rank's device, used by all processes, after what torch keeps for reuse has been given back.
+    With cpu: of the machine, within the limit of this process' control group.
     """
     returning = {role: engine.away_bytes() for role, engine in engines.items()}
     host = socket.gethostname()
@@ -307,7 +312,7 @@ def measure(rank: int, device: str, engines: Mapping[str, Any]) -> RankMemory:
 
 
 def free_for_buckets(device: str) -> tuple[int, str]:
-    """Free bytes and the name of this rank's device, in the middle of a sync: what torch keeps for reuse counts."""
+    """Free bytes and the name of this rank's device during a sync; what torch keeps for reuse counts as free."""
     if device == "cuda":
         import torch
 
@@ -318,7 +323,7 @@ def free_for_buckets(device: str) -> tuple[int, str]:
 
 
 def host_free_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this machine can still give, or what the process' control group may still take if that is less."""
+    """Bytes that this machine can still give, or that the process' control group may still take if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit = (cgroup / "memory.max").read_text().strip()

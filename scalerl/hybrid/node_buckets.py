@@ -1,4 +1,4 @@
-"""Buckets of weights in memory that every trainer rank of one machine sees; on a CPU."""
+"""`NodeBuckets`: buckets of weights in memory that all trainer ranks of one machine share; on a CPU."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class NodeBuckets:
     def possible(engine: MegatronEngine) -> bool:
         """Collective: whether all ranks compute on CPUs and find each other's memory."""
         on_cpu = next(engine.chunks[0].parameters()).device.type == "cpu"
-        places: list = [None] * dist.get_world_size()
-        dist.all_gather_object(places, (on_cpu, _process_numbers()))
-        return on_cpu and places[0][1] is not None and len(set(places)) == 1
+        by_rank: list = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, (on_cpu, _process_numbers()))
+        return on_cpu and by_rank[0][1] is not None and len(set(by_rank)) == 1
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -57,13 +57,13 @@ class NodeBuckets:
             self._plan(bucket_bytes)
         num_bytes = self.largest * min(2, len(self))
         if self.memory is None or self.memory.flat.numel() != num_bytes:
-            # The old goes first.
+            # The old memory is freed before the new is allocated.
             self.memory = None
             self.memory = _mapped_by_all(num_bytes)
         yield
 
     def write(self, number: int) -> Bucket:
-        """Writes this rank's part of the bucket, over the bucket before the last; whole once every rank has."""
+        """Writes this rank's part of a bucket, over the bucket before the last; whole once every rank has written."""
         assert self.memory is not None, "write outside of room()"
         offset = number % 2 * self.largest
         named = self.memory.views(self.entries[number], offset)
@@ -72,9 +72,9 @@ class NodeBuckets:
 
 
 def _process_numbers() -> tuple[str, int] | None:
-    """Equal in two processes exactly when each can address the other by process id: same boot, same PID namespace.
+    """Numbers that are equal in two processes exactly when each can address the other by process id.
 
-    None where that cannot be read (no Linux).
+    They stand for the boot and the PID namespace. None where that cannot be read (no Linux).
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")

@@ -1,4 +1,4 @@
-"""The order in which a rollout server changes its weights: any other is refused before a server sees it."""
+"""`SyncOrder`: the order in which a rollout server changes its weights; any other raises before a server is asked."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ Step = Literal[
 
 
 class WrongOrderError(RuntimeError):
-    """A step that the state does not allow."""
+    """Raised for a step that the server's state does not allow."""
 
 
 class SyncOrder:
-    """drain -> [release_kv -> release_weights -> resume_weights] -> begin -> bucket... -> end -> [check] -> [resume_kv]
+    """The state of one server in the order of a weight sync; `advance` refuses a step that is out of order.
+
+    drain -> [release_kv -> release_weights -> resume_weights] -> begin -> bucket... -> end -> [check] -> [resume_kv]
     -> continue; what is in brackets may be left out.
 
     The KV cache leaves first and comes back last, so that a server's cache and a trainer's state are never needed at
@@ -31,7 +33,7 @@ class SyncOrder:
     """
 
     def __init__(self, owner: str, *, serving: bool = True) -> None:
-        """owner: for messages, such as a server's address. serving: it may have requests running."""
+        """owner: for messages, such as a server's address. serving: whether it may have requests running."""
         self.owner = owner
         self._serving = serving
         self._kv = self._weights = self._defined = True
@@ -72,7 +74,7 @@ class SyncOrder:
         return f"drained, KV cache {kv}, weights {weights}, update session {session}"
 
     def advance(self, step: Step) -> None:
-        """Raises WrongOrderError, and stays where it is, unless `step` is allowed now."""
+        """Takes a step; raises WrongOrderError, and keeps the state, unless the step is allowed now."""
         if step not in self.allowed:
             raise WrongOrderError(
                 f"{self.owner}: {step} is out of order. State: {self.state}. Allowed now: {', '.join(self.allowed)}"

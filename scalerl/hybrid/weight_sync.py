@@ -1,4 +1,4 @@
-"""Trainer weights -> rollout servers: begin, buckets, end, and the proof that they arrived."""
+"""`WeightSync`: gives rollout servers the trainer's weights, and compares checksums to prove that they arrived."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from scalerl.servers.weights import checksum_differences
 
 
 class WeightSyncError(RunError):
-    """A server does not serve the trainer's weights."""
+    """Raised when a server does not serve the trainer's weights."""
 
 
 class WeightSync:
-    """Built once per run; `sync` is collective over the trainer's world."""
+    """Sends the trainer's weights to the servers. Built once per run; `sync` is collective over the trainer's world."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class WeightSync:
         directory: str | None = None,
         model_path: str | None = None,
     ) -> None:
-        """Collective.
+        """Connects to the servers that this rank leads; collective.
 
         model_config: the model's config.json, which tells how a server cuts and fuses the tensors it checks.
         timeout_s: of a request to a server, and of a broadcast.
@@ -72,7 +72,7 @@ class WeightSync:
         return ClientSettings(POLICY, self.max_model_len, self.timeout_s).client(feed.replica)
 
     def reconnect(self, successors: Mapping[int, Replica]) -> None:
-        """Index -> the server that took the place of a lost one: another address, fed by the same ranks."""
+        """Connects to successors of lost servers: index -> replica at another address, fed by the same ranks."""
         for index, successor in successors.items():
             self.transport.forget(index)
             self.clients.pop(self.feeds[index].replica.url, None)
@@ -81,22 +81,21 @@ class WeightSync:
                 self.clients[successor.url] = self._client(feed)
 
     def close(self) -> None:
-        """Parts from all servers. Not collective."""
+        """Gives back what was set up with all servers; not collective."""
         for feed in self.feeds:
             self.transport.forget(feed.index)
 
     def sync(
         self, policy_version: int, *, verify: bool, only: Collection[int] | None = None, raise_errors: bool = True
     ) -> dict[str, Any]:
-        """Every server then samples with the engine's weights and says policy_version.
+        """Gives servers the engine's weights, with which they sample as policy_version from then on.
 
         only: indices of the replicas that take part; None: all.
         raise_errors: False hands back the servers that failed as "failed": {replica's index: error}.
 
         Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed"}, num_bytes as
-        `Transport.send` has them. Raises WeightSyncError
-        naming tensors that differ (verify=True), RolloutError for a server that failed (the others have the weights
-        then), HandoverError where the largest tensor has no room.
+        `Transport.send` has them. Raises WeightSyncError naming tensors that differ (verify=True), RolloutError for a
+        server that failed (the others have the weights then), HandoverError where the largest tensor has no room.
         """
         start = time.perf_counter()
         bucket_bytes = self._agree_on_buckets()
@@ -122,7 +121,7 @@ class WeightSync:
         }
 
     def _agree_on_buckets(self) -> int:
-        """Collective: at most self.bucket_bytes, less where free memory is short."""
+        """The bucket size of this sync: self.bucket_bytes, or less where free memory is short; collective."""
         engine = self.engine
         itemsize = next(engine.chunks[0].parameters()).element_size()
         return agreed_bucket_bytes(

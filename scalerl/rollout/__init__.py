@@ -1,1 +1,1 @@
-"""Generation on a set of rollout servers: which server takes a request, and every sample once."""
+"""Generation on a set of rollout servers: requests are spread over them, and every sample comes back exactly once."""

@@ -1,4 +1,4 @@
-"""`Dispatcher`: requests on their way over several rollout servers, more of them while others run."""
+"""`Dispatcher`: spreads requests over several rollout servers, and takes more while others run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scalerl.servers.requests import (
 
 T = TypeVar("T")
 
-# How often `stop_when` is asked while nothing comes back, and an abort is repeated until everything has.
+# How often `stop_when` is asked while no output arrives, and an abort is repeated until all outputs have.
 STOP_POLL_S = 0.05
 # Aborts in a row that leave a sample without a new token, before `continue_aborted` gives up.
 MAX_FRUITLESS_ABORTS = 16
@@ -34,21 +34,21 @@ MAX_CUT_CONNECTIONS = 3
 
 
 class Recovery(Protocol):
-    """Who brings servers back."""
+    """Whoever brings lost servers back, as a Dispatcher calls it."""
 
     async def restarted(self, server: int, lost: RolloutClient, error: RolloutError) -> RolloutClient:
-        """Returns when the server of this index serves again, with the weights of this generation. Raises what ends
-        the generation."""
+        """Waits until the server of this index serves again, with the weights of this generation, and returns its
+        client. Raises what ends the generation."""
         ...
 
     def resubmitted(self, request: GenerateRequest) -> None:
-        """The request is asked again, for the samples that had not come: its server was lost, or cut the connection."""
+        """Counts a request for missing samples that is sent again: its server was lost, or cut the connection."""
         ...
 
 
 @dataclass
 class _Job:
-    """A request on its way. owed: tokens, at most, of each sample that has not come.  aborted: to be continued."""
+    """A request that a server runs. owed: most tokens of each missing sample.  aborted: samples to be continued."""
 
     server: int
     client: RolloutClient
@@ -58,9 +58,9 @@ class _Job:
 
 
 class Dispatcher:
-    """Takes requests in order, each by the least loaded server; all samples of a request go to one server, which
-    computes the prompt once. A sample's place is free for the next when it is finished, not when its request's others
-    are.
+    """Sends requests in order, each to the least loaded server; all samples of a request go to one server, which
+    computes the prompt once. A sample's place is free for the next when that sample is finished, even if others of its
+    request are not.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Dispatcher:
         continue_aborted: bool = False,
         recovery: Recovery | None = None,
     ) -> None:
-        """on_output: gets each output as soon as it is there.
+        """on_output: gets each output as soon as it arrives.
 
         stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers'
-            running requests (those of other callers too), what they have comes with finish reason `abort`, as does,
-            without tokens, what had not begun.
+            running requests (those of other callers too) come back with what they have and finish reason `abort`, as
+            do, without tokens, those that had not begun.
         continue_aborted, recovery: as `generation.generate_samples`.
         """
         self.clients = list(clients)
@@ -86,26 +86,26 @@ class Dispatcher:
         self.recovery = recovery
         self.max_model_len = min(client.max_model_len for client in clients)
         self.ids: set[int | str] = set()
-        # Samples that have not come.
+        # Samples that have not come back.
         self.expected: set[SampleKey] = set()
         self.came_already: set[SampleKey] = set()
         self.fruitless: dict[SampleKey, int] = {}
         self.pending: deque[GenerateRequest] = deque()
         self.running: dict[asyncio.Task[None], _Job] = {}
         self.lost: set[RolloutClient] = set()
-        # -> index of the server that comes back.
+        # Wait for a successor -> index of its server.
         self.recovering: dict[asyncio.Task[RolloutClient], int] = {}
         self.cut_connections: Counter[int | str] = Counter()
         self.health_checks = {client: asyncio.Lock() for client in clients}
         self.router = Router([client.max_concurrency for client in clients])
-        # Of running and recovering, in the order in which they ended.
+        # Tasks of running and recovering, in the order in which they ended.
         self.ended: deque[asyncio.Task[Any]] = deque()
         # An output came, a task ended, a request was added: a place is free, or `stop_when` may have another answer.
         self.came = asyncio.Event()
         self.stopping = False
 
     def add(self, request: GenerateRequest, *, first: bool = False) -> None:
-        """first: before those that wait. Raises ValueError for one that cannot be sent, or whose id was there."""
+        """Adds a request. first: before those that wait. Raises ValueError if it cannot be sent or its id was used."""
         check_request(request, self.max_model_len)
         if request.request_id in self.ids:
             raise ValueError(f"request id {request.request_id!r} is used twice")
@@ -119,11 +119,11 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """All that was added has come."""
+        """Whether all samples of all requests have come back."""
         return not (self.pending or self.running)
 
     async def run(self, is_over: Callable[[], bool]) -> None:
-        """Until is_over, which is asked whenever something came (`came`), or until all has come after a stop.
+        """Runs until is_over, which is asked at every event (`came`), or until all samples are back after a stop.
 
         Raises RolloutError when a sample is lost or doubled, and when a server fails that `recovery` does not bring
         back; nothing is left running then.
@@ -199,7 +199,7 @@ class Dispatcher:
         self._continue(job)
 
     def _give_back(self, job: _Job, output: GenerateOutput) -> None:
-        # One that was not asked for is an error, which _collect raises.
+        # An output that was not asked for is an error, which _collect raises.
         if output.key in job.owed:
             self.router.give_back(job.server, 1, job.owed.pop(output.key))
 
@@ -212,7 +212,7 @@ class Dispatcher:
             task.result()
 
     async def _failed(self, job: _Job, error: RolloutError) -> None:
-        """An error comes in place of the samples of its request that have not come yet."""
+        """Asks again for the missing samples of a request that failed, if `recovery` can help; else raises it."""
         if self.recovery is not None and not await self._is_well(job):
             self._lose(job, error)
             self._resubmit(job)
@@ -231,7 +231,7 @@ class Dispatcher:
         return self.cut_connections[request.request_id] <= MAX_CUT_CONNECTIONS
 
     def _lose(self, job: _Job, error: RolloutError) -> None:
-        """What else the server has would wait until its own time is over."""
+        """Marks a server as lost, and cancels its other requests, which would else wait for their own time limit."""
         if job.client in self.lost:
             return
         assert self.recovery is not None
@@ -291,19 +291,19 @@ class Dispatcher:
 
 
 def _as_it_was(request: GenerateRequest) -> list[GenerateOutput]:
-    """The samples of a request that was not served."""
+    """Outputs for the samples of a request that was not served, with the tokens that they had before."""
     begun = {output.key: replace(output, finish_reason=ABORTED) for output in request.progress}
     return [begun.get(key) or GenerateOutput(*key, [], [], ABORTED, NO_VERSION) for key in request.sample_keys()]
 
 
 def _rest(job: _Job) -> list[GenerateRequest]:
-    """The samples of its request that have not come, as one request; [] when all have."""
+    """The missing samples of a job as one request; [] when none is missing."""
     if len(job.owed) == job.request.n:
         return [job.request]
     return unfinished_requests([job.request], [o for o in _as_it_was(job.request) if o.key in job.owed])
 
 
 def _tokens_to_come(request: GenerateRequest) -> dict[SampleKey, int]:
-    """Of each sample, at most."""
+    """The most tokens that each sample may still get."""
     had = {output.key: len(output.output_ids) for output in request.progress}
     return {key: request.sampling.max_new_tokens - had.get(key, 0) for key in request.sample_keys()}

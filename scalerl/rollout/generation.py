@@ -1,4 +1,4 @@
-"""Many prompts over several rollout servers: every sample comes back, once, finished or not."""
+"""`generate_samples`: many prompts on several rollout servers; every sample comes back once, finished or not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ async def generate_samples(
     continue_aborted: bool = False,
     recovery: Recovery | None = None,
 ) -> list[GenerateOutput]:
-    """-> one output per sample, ordered as the requests, then by sample index.
+    """Generates one output per sample, ordered as the requests, then by sample index.
 
-    on_output: sees each output as soon as it is there.
+    on_output: sees each output as soon as it arrives.
     stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended, as
         `Dispatcher.stop_when`. `unfinished_requests` says how to go on.
     continue_aborted: ask again for the rest of a sample that somebody else aborted (`RolloutClient.pause`) instead of

@@ -1,4 +1,4 @@
-"""Sampling that a prompt of the data asks for itself: `extra_info["sampling"]`."""
+"""Sampling parameters that a prompt of the data sets for itself: `extra_info["sampling"]`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def override_sampling(
     *,
     max_new_tokens_key: str = "data.max_response_length",
 ) -> SamplingParams:
-    """-> `base` with what the prompt asks for; null stands for `base`'s value, as a parquet struct has every key.
+    """Returns `base` with what the prompt asks for; null means `base`'s value, as a parquet struct has every key.
 
-    prompt_name: for errors, e.g. "train prompt 7".  max_new_tokens_key: the key that sets `base`'s, for errors.
+    prompt_name: for errors, e.g. "train prompt 7".  max_new_tokens_key: the configuration key of `base`'s, for errors.
     Raises ValueError naming the prompt, the field, its value and what it may be.
     """
     asked = (extra_info or {}).get(KEY)

@@ -1,8 +1,8 @@
-"""Programs: async functions that make one sample each, and what they work with. `single_turn` is the first of them.
+"""Programs: async functions that make one sample each, and what they work with. `single_turn` is the default.
 
     async def program(prompt, servers, tools) -> Trajectory
 
-asks the servers as often as it likes and puts tokens of its own between the answers (of a tool, of an environment).
+asks the servers as often as it likes and adds tokens between the answers (of a tool, of an environment).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Observation:
 
 @dataclass
 class Trajectory:
-    """One sample on its way: the prompt, and behind it what the policy sampled and what it was shown, in order.
+    """One sample in the making: the prompt, and after it what the policy sampled and what it was shown, in order.
 
-    uid, sample_index: of its group and its number there.  max_tokens: behind the prompt, sampled or not.
-    reward: the program's own score, in place of the reward function's; None: that is asked.
+    uid, sample_index: its group and its index there.  max_tokens: most tokens after the prompt, sampled or not.
+    reward: the program's own score, in place of the reward function's; None: the reward function is asked.
     extra: values beside the reward, logged as those of a reward function.
     """
 
@@ -56,22 +56,22 @@ class Trajectory:
     parts: list[GenerateOutput | Observation] = field(default_factory=list)
     reward: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    # Tokens that were to be added found no room.
+    # Whether tokens were left out for lack of room.
     is_cut: bool = False
 
     @property
     def turns(self) -> list[GenerateOutput]:
-        """What the policy sampled, turn by turn."""
+        """The turns that the policy sampled, in order."""
         return [part for part in self.parts if isinstance(part, GenerateOutput)]
 
     @property
     def token_ids(self) -> list[int]:
-        """Behind the prompt."""
+        """The tokens after the prompt."""
         return [token for part in self.parts for token in part.output_ids]
 
     @property
     def num_tokens(self) -> int:
-        """Behind the prompt."""
+        """The number of tokens after the prompt."""
         return sum(len(part.output_ids) for part in self.parts)
 
     @property
@@ -80,23 +80,23 @@ class Trajectory:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still get."""
+        """The number of tokens that may still be added."""
         return self.max_tokens - self.num_tokens
 
     @property
     def response_mask(self) -> list[bool]:
-        """[num_tokens]: sampled by the policy."""
+        """[num_tokens]: whether the policy sampled the token."""
         return [isinstance(part, GenerateOutput) for part in self.parts for _ in part.output_ids]
 
     @property
     def logprobs(self) -> list[float]:
-        """[num_tokens]: the sampler's, 0 where the policy did not sample."""
+        """[num_tokens]: log-probs by the sampler, 0 where the policy did not sample."""
         columns = ([0.0] * len(p.output_ids) if isinstance(p, Observation) else p.logprobs for p in self.parts)
         return [logprob for column in columns for logprob in column]
 
     @property
     def token_versions(self) -> list[int]:
-        """[num_tokens]: of the weights that drew the token, NO_VERSION where the policy did not sample."""
+        """[num_tokens]: version of the weights that drew it, NO_VERSION where the policy did not sample."""
         columns = (
             [NO_VERSION] * len(p.output_ids) if isinstance(p, Observation) else p.token_versions() for p in self.parts
         )
@@ -104,12 +104,12 @@ class Trajectory:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that drew its first token."""
+        """The version of the weights that drew the first token."""
         return next((turn.policy_version for turn in self.turns), NO_VERSION)
 
     @property
     def finish_reason(self) -> str:
-        """stop | length: of the last turn; length where a token found no room.  abort: there is no turn."""
+        """stop | length of the last turn; length if tokens were left out; abort if there is no turn."""
         return "length" if self.is_cut else next((turn.finish_reason for turn in reversed(self.turns)), ABORTED)
 
     @property
@@ -117,7 +117,7 @@ class Trajectory:
         return bool(self.turns) and all(turn.finished for turn in self.turns)
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Puts tokens behind it that are no part of the loss. Those without room are left out, and it is full then."""
+        """Appends tokens that are no part of the loss; those for which there is no room are left out (`is_cut`)."""
         kept = list(token_ids[: self.room])
         self.is_cut = self.is_cut or len(kept) < len(token_ids)
         if kept:
@@ -126,30 +126,31 @@ class Trajectory:
 
 @dataclass
 class Ask:
-    """One turn that a program asks for. input_ids: prompt and all behind it.  output: as far as it came."""
+    """One turn that a program asks for. input_ids: the prompt and all after it.  output: the turn as far as it is."""
 
     input_ids: list[int]
     sampling: SamplingParams
     output: GenerateOutput | None = None
 
     def is_for_the_same(self, other: Ask) -> bool:
+        """Whether another ask has the same input and sampling parameters."""
         return (self.input_ids, self.sampling) == (other.input_ids, other.sampling)
 
 
 class TurnMaker(Protocol):
-    """Who brings an ask to a server."""
+    """Whoever makes a turn on a server."""
 
     def __call__(self, sample: Servers, number: int, ask: Ask, /) -> Awaitable[GenerateOutput]:
-        """The whole turn, over lost servers and pauses. number: of the sample's asks, from 0. ask.output: what an
-        interrupted one has, which it goes on with."""
+        """Makes the whole turn, despite lost servers and pauses. number: index of the ask in the sample. ask.output:
+        the interrupted turn to continue, if any."""
         ...
 
 
 class Servers:
     """The rollout servers, as the program of one sample asks them.
 
-    asks: its turns, in the order in which they were asked for. A program that begins again gets those that it has from
-    here, as long as it asks for the same; the first that is not finished goes on where it was.
+    asks: its turns, in the order in which they were asked for. A program that begins again gets its earlier turns from
+    here, as long as it asks for the same; the first that is not finished is continued.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Servers:
         self._before = list(asks)
 
     def begin(self) -> Trajectory:
-        """A trajectory that has the prompt alone."""
+        """Makes a trajectory that has the prompt alone."""
         return Trajectory(self.uid, self.sample_index, self.prompt_ids, self.sampling.max_new_tokens)
 
     async def generate(
@@ -180,11 +181,11 @@ class Servers:
         stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
     ) -> GenerateOutput:
-        """The policy's next turn, which is behind the trajectory then; it has `output_ids` and `finish_reason`.
+        """Samples the policy's next turn and appends it to the trajectory; it has `output_ids` and `finish_reason`.
 
-        max_new_tokens: at most, and never more than the trajectory has room for.  stop, stop_token_ids: what ends this
-        turn, in the place of the sample's own; the turn keeps what ended it.
-        Whatever happens to servers meanwhile, the whole turn comes back: nothing is to be caught.
+        max_new_tokens: limit of this turn, never more than the trajectory has room for.  stop, stop_token_ids: what
+        ends this turn, in place of the sample's own; the turn keeps what ended it.
+        Whatever happens to servers meanwhile, the whole turn comes back: a program has no error to catch.
         """
         if trajectory.turns and not trajectory.finished:
             raise ValueError("servers.generate: the trajectory's last turn has not ended; await it first")
@@ -194,7 +195,7 @@ class Servers:
             sampling = replace(sampling, stop=tuple(stop))
         if stop_token_ids is not None:
             sampling = replace(sampling, stop_token_ids=tuple(stop_token_ids))
-        # The same list for all samples of a group that begin: equal at a glance.
+        # One list object for all samples of a group that begin, which compares as equal at once.
         context = trajectory.prompt_ids + trajectory.token_ids if trajectory.parts else trajectory.prompt_ids
         ask = Ask(context, sampling)
         number = len(self.asks)
@@ -202,7 +203,7 @@ class Servers:
         if number < len(self._before) and self._before[number].is_for_the_same(ask):
             ask.output = self._before[number].output
         else:
-            # What came after it was said in another conversation.
+            # Later turns belong to another conversation.
             del self._before[number:]
         if ask.output is None or not ask.output.finished:
             ask.output = await self._make_turn(self, number, ask)
@@ -210,27 +211,27 @@ class Servers:
         return ask.output
 
     def record(self) -> list[Ask]:
-        """What a program that begins again is given as `asks`: of this time, and of the time before what it did not
-        come to."""
+        """The `asks` for a program that begins again: the turns that it asked for, then earlier ones that it did not
+        reach."""
         return self.asks + self._before[len(self.asks) :]
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a program has beside the servers.
+    """The tools that a program has beside the servers.
 
-    tokenizer: the policy's.  seed: of this sample, for what the program draws itself.
+    tokenizer: the policy's.  seed: this sample's, for random choices of the program itself.
     """
 
     tokenizer: Any
     seed: int
 
     def encode(self, text: str) -> list[int]:
-        """Without special tokens but those that the text names."""
+        """Encodes text without special tokens, except those that the text names."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decodes tokens to text without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
@@ -238,14 +239,14 @@ Program = Callable[["PromptRow", Servers, Tools], Awaitable[Trajectory]]
 
 
 async def single_turn(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
-    """One answer to the prompt."""
+    """The default program: one answer to the prompt."""
     trajectory = servers.begin()
     await servers.generate(trajectory)
     return trajectory
 
 
 def load_program(config: ProgramConfig) -> Program:
-    """The async function config.name of the file config.path; single_turn where no path is set.
+    """Loads the async function config.name of the file config.path; single_turn where no path is set.
 
     Raises UserCodeError when the file does not exist or import, or does not define such a function, ValueError when it
     cannot be called with ARGUMENTS.
@@ -257,11 +258,11 @@ def load_program(config: ProgramConfig) -> Program:
 
 
 async def run_program(program: Program, prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
-    """The program's trajectory. Raises UserCodeError, with sample and line, for what the user's code raises or returns
-    in the place of a trajectory that is finished; errors of servers pass through."""
+    """Runs a program and returns its trajectory. Raises UserCodeError, with sample and line, for what the user's code
+    raises, or returns in place of a finished trajectory; errors of servers pass through."""
     sample = f"prompt {prompt.uid} sample {servers.sample_index}"
     try:
-        made = await program(prompt, servers, tools)
+        trajectory = await program(prompt, servers, tools)
     except (UserError, RunError):
         raise
     except Exception as error:
@@ -270,25 +271,26 @@ async def run_program(program: Program, prompt: PromptRow, servers: Servers, too
         raise UserCodeError(
             f"{KEY}: {place_of(program)} raised {cause_of(error, file_of(program))}, on {sample}"
         ) from error
-    wrong = _wrong(made, servers)
+    wrong = _wrong(trajectory, servers)
     if wrong:
         raise UserCodeError(f"{KEY}: {place_of(program)} {wrong}, on {sample}")
-    return made
+    return trajectory
 
 
-def _wrong(made: Any, servers: Servers) -> str | None:
-    if not isinstance(made, Trajectory):
-        return f"returned {made!r:.200}; return the trajectory that servers.begin() gave"
-    if (made.uid, made.sample_index) != (servers.uid, servers.sample_index):
+def _wrong(returned: Any, servers: Servers) -> str | None:
+    if not isinstance(returned, Trajectory):
+        return f"returned {returned!r:.200}; return the trajectory that servers.begin() gave"
+    if (returned.uid, returned.sample_index) != (servers.uid, servers.sample_index):
         return "returned the trajectory of another sample; return one that its own servers.begin() gave"
-    if not made.turns:
+    if not returned.turns:
         return "returned a trajectory without a turn; await servers.generate(trajectory) first"
     asked = {id(ask.output) for ask in servers.asks}
-    if not all(turn.finished and id(turn) in asked for turn in made.turns):
+    if not all(turn.finished and id(turn) in asked for turn in returned.turns):
         return "returned a trajectory with a turn that servers.generate did not give; let it put them there"
     limit = servers.sampling.max_new_tokens
-    if made.num_tokens > limit:
-        return f"returned {made.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
-    if made.reward is not None and not (isinstance(made.reward, numbers.Real) and math.isfinite(made.reward)):
-        return f"set the reward {made.reward!r:.80}; set a finite number, or None for the reward function's"
+    if returned.num_tokens > limit:
+        return f"returned {returned.num_tokens} tokens, at most {limit} fit; add tokens by trajectory.observe"
+    reward = returned.reward
+    if reward is not None and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+        return f"set the reward {reward!r:.80}; set a finite number, or None for the reward function's"
     return None

@@ -1,4 +1,4 @@
-"""Many samples at a time, each made by a program of its own, over several rollout servers."""
+"""`make_samples`: makes many samples at a time on several rollout servers, each by its own run of a program."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: of a program that was interrupted
-    (`Servers.asks`); () begins a new one."""
+    """One sample of a group. seed: fixes what it draws on the embedded engine.  asks: the turns of an interrupted
+    program (`Servers.asks`); () begins anew."""
 
     uid: int
     sample_index: int
@@ -51,13 +51,13 @@ async def make_samples(
     stop_when: Callable[[], bool] | None = None,
     recovery: Recovery | None = None,
 ) -> dict[tuple[int, int], list[Ask]]:
-    """-> (uid, sample_index) of each sample that did not come, and its turns as far as they are; {} unless stopped.
+    """Makes the samples. Returns (uid, sample_index) -> the turns so far of each unfinished one; {} unless stopped.
 
     on_sample: gets each trajectory as soon as its program returns it.
     stop_when: as `Dispatcher.stop_when`; programs are cancelled then.
-    recovery: as `generation.generate_samples`. What somebody pauses goes on under the weights that come.
+    recovery: as `generation.generate_samples`. A paused turn is continued under the weights that follow.
 
-    A program asks again by itself for nothing: turns come whole, over lost servers and pauses. Raises what a program
+    A program never has to ask again: turns come whole, despite lost servers and pauses. Raises what a program
     raises, as `run_program`, and what `Dispatcher.run` raises; nothing is left running then.
     """
     turns = _Turns()
@@ -85,7 +85,7 @@ async def make_samples(
         except Exception as error:
             failed.append(error)
         except asyncio.CancelledError:
-            # By itself, unless all is over.
+            # The program cancelled itself, unless this generation is over.
             failed.append(RolloutError(f"the program of prompt {request.prompt.uid} cancelled itself"))
             raise
         finally:
@@ -102,7 +102,7 @@ async def make_samples(
     }
     try:
         await dispatcher.run(is_over)
-        # Whose last turn came with the stop needs but a moment.
+        # A program whose last turn came with the stop needs but a moment.
         ending = [tasks[servers] for servers in unfinished - turns.waiting_samples()]
         if ending:
             await asyncio.wait(ending, timeout=STOP_POLL_S)
@@ -115,7 +115,7 @@ async def make_samples(
 
 
 def turn_seed(seed: int, number: int) -> int:
-    """Of a sample's turn, 63 bits; the first has the sample's own. number: of the sample's turns, from 0."""
+    """The seed of a sample's turn, 63 bits; the first turn has the sample's seed. number: index of the turn."""
     if number == 0:
         return seed
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)
@@ -132,13 +132,13 @@ class _Waiting:
 
 
 class _Turns:
-    """Turns on their way. Samples of a group that ask for the same at the same time are one request: its prompt is
-    computed once."""
+    """Sends the turns that programs ask for. Samples of a group that ask for the same at the same time share a request,
+    whose prompt is computed once."""
 
     dispatcher: Dispatcher
 
     def __init__(self) -> None:
-        # Not sent yet.
+        # Asked for, and not sent yet.
         self.asked: list[_Waiting] = []
         self.sent: dict[SampleKey, _Waiting] = {}
         self.numbers = itertools.count()
@@ -180,18 +180,18 @@ class _Turns:
 
 
 def _alike(asked: Sequence[_Waiting]) -> list[list[_Waiting]]:
-    """In the order of the first of each."""
-    found: list[list[_Waiting]] = []
-    of_group: dict[int, list[list[_Waiting]]] = {}
+    """Groups turns of equal input and sampling parameters, in the order of the first of each."""
+    shared: list[list[_Waiting]] = []
+    by_uid: dict[int, list[list[_Waiting]]] = {}
     for waiting in asked:
-        known = of_group.setdefault(waiting.sample.uid, [])
+        known = by_uid.setdefault(waiting.sample.uid, [])
         together = next((others for others in known if others[0].ask.is_for_the_same(waiting.ask)), None)
         if together is None:
             together = []
             known.append(together)
-            found.append(together)
+            shared.append(together)
         together.append(waiting)
-    return found
+    return shared
 
 
 def _request(request_id: str, together: Sequence[_Waiting]) -> GenerateRequest:
@@ -202,7 +202,7 @@ def _request(request_id: str, together: Sequence[_Waiting]) -> GenerateRequest:
         n=len(together),
         sampling=first.ask.sampling,
         seeds=[turn_seed(waiting.sample.seed, waiting.number) for waiting in together],
-        # Its first turn's server has most of it in its cache.
+        # The first turn's server has most of the input in its cache.
         home=tuple(first.sample.prompt_ids),
     )
     before = [waiting.ask.output or GenerateOutput("", 0, [], [], ABORTED, NO_VERSION) for waiting in together]

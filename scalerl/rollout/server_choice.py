@@ -1,4 +1,4 @@
-"""Which server takes a request: the least loaded one, or the one that has the prompt already."""
+"""`Router`: chooses the server of a request, the least loaded one or the one that has the prompt already."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 def max_in_flight(max_num_seqs: int) -> int:
-    """Samples that a server which computes max_num_seqs at a time may have.
+    """The most samples to send to a server that computes max_num_seqs at a time.
 
     A fifth of them waits there, so that a place that becomes free is taken in the same step. More would leave other
     servers without work at the end (benchmarks/rollout_client.py).
@@ -29,7 +29,7 @@ class _Server:
 
 @dataclass
 class Router:
-    """Load is what a server still owes: tokens first, then samples; where both tie, the server with the lowest index.
+    """Chooses servers by load: tokens still owed, then samples; where both tie, the server with the lowest index.
 
     max_samples: per server, samples in flight at a time.
     """
@@ -42,7 +42,7 @@ class Router:
         self._servers = [_Server(limit) for limit in self.max_samples]
 
     def assign(self, prompt: Hashable, num_samples: int, num_tokens: int) -> int | None:
-        """-> the server, which now owes them; None when none has room.
+        """Returns the index of a server, which now owes these samples and tokens; None when no server has room.
 
         prompt: requests of equal prompts go to one server while it has room for them.
         """
@@ -64,13 +64,13 @@ class Router:
         assert self._servers[server].num_tokens >= 0
 
     def lose(self, server: int) -> None:
-        """The server takes nothing any more."""
+        """Marks a server as lost: it gets no request until `find`."""
         self._servers[server].alive = False
 
     def find(self, server: int) -> None:
-        """A server that was lost is back."""
+        """Marks a lost server as back."""
         self._servers[server].alive = True
 
     def loads(self) -> list[tuple[int, int]]:
-        """Per server (tokens, samples) in flight."""
+        """(tokens, samples) in flight on each server."""
         return [(server.num_tokens, server.num_samples) for server in self._servers]

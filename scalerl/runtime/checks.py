@@ -1,4 +1,4 @@
-"""`ErrorCollector`: makes every check and raises what all of them complained of, at once."""
+"""`ErrorCollector`: runs several checks and raises the errors of all of them as one ConfigError."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Checked = TypeVar("Checked")
 
 
 class ErrorCollector:
-    """The complaints of the checks that were made so far."""
+    """Collects the error messages of checks, so that they are raised together."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
 
     def attempt(self, check: Callable[[], Checked]) -> Checked | None:
-        """The check's result, or None with its complaint noted."""
+        """Runs a check and returns its result; notes the message of a ValueError or OSError and returns None."""
         try:
             return check()
         except (ValueError, OSError) as error:
@@ -25,6 +25,6 @@ class ErrorCollector:
             return None
 
     def raise_if_any(self) -> None:
-        """Raises one ConfigError with every complaint."""
+        """Raises one ConfigError with every message, if any check failed."""
         if self.violations:
             raise ConfigError(list(dict.fromkeys(self.violations)))

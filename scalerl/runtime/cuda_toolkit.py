@@ -1,4 +1,4 @@
-"""What compiles a server's kernels when it starts: ninja and a CUDA toolkit, also those that pip installed."""
+"""Finds ninja and a CUDA toolkit, with which a server compiles kernels at its start, also where pip installed them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def find_ninja() -> Path | None:
     own = Path(sys.executable).parent / "ninja"
     if own.is_file():
         return own
-    found = shutil.which("ninja")
-    return None if found is None else Path(found)
+    on_path = shutil.which("ninja")
+    return None if on_path is None else Path(on_path)
 
 
 def find_cuda_home() -> Path | None:
-    """The CUDA toolkit, in the order in which SGLang looks, and at last the one from pip."""
+    """The directory of the CUDA toolkit: the first one where SGLang looks, else the one that pip installed."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
         return Path(named)
@@ -35,7 +35,7 @@ def find_cuda_home() -> Path | None:
 
 
 def toolkit_environment(cache_dir: Path | None = None) -> dict[str, str]:
-    """Variables by which a server finds ninja and the toolkit, and its linker the toolkit's libraries.
+    """Environment variables by which a server finds ninja and the toolkit, and its linker the toolkit's libraries.
 
     cache_dir: directory for links to libraries; None: ~/.cache/scalerl.
     """
@@ -48,13 +48,13 @@ def toolkit_environment(cache_dir: Path | None = None) -> dict[str, str]:
     env["CUDA_HOME"] = str(home)
     if not (home / "lib64" / "libcudart.so").exists() and (runtime := _runtime_library(home)) is not None:
         links = _link(runtime, cache_dir or _default_cache())
-        given = os.environ.get("LIBRARY_PATH")
-        env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(links), given)))
+        library_path = os.environ.get("LIBRARY_PATH")
+        env["LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(links), library_path)))
     return env
 
 
 def _runtime_library(home: Path) -> Path | None:
-    """The CUDA runtime of pip's wheels: in lib, not lib64, and without the name that a linker looks for."""
+    """The CUDA runtime of pip's wheels, which is in lib (not lib64) under a name that no linker looks for."""
     return next(iter(sorted((home / "lib").glob("libcudart.so.*"))), None)
 
 
@@ -62,7 +62,7 @@ def _link(library: Path, cache_dir: Path) -> Path:
     """A directory in which the library has the name that a linker looks for."""
     directory = cache_dir / "cuda-libraries" / hashlib.sha256(str(library).encode()).hexdigest()[:16]
     directory.mkdir(parents=True, exist_ok=True)
-    # Another process of the node may have made it.
+    # Another process of the node may have made the link.
     with contextlib.suppress(FileExistsError):
         (directory / "libcudart.so").symlink_to(library)
     return directory

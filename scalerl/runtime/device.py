@@ -39,7 +39,7 @@ def resolve_device(name: str) -> str:
 
 
 def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:
-    """What a run says at its start of the devices that it takes. device: what trainer.device came to."""
+    """The line about its devices that a run shows at its start. device: trainer.device, resolved to cuda or cpu."""
     number = trainer.n_gpus_per_node
     what = "GPU" if device == "cuda" else "process" if number == 1 else "processe"
     each = f"{number} {what}{'' if number == 1 else 's'}{' on the CPU' if device == 'cpu' else ''}"
@@ -48,7 +48,7 @@ def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:
 
 
 def device_of(name: str, *, torch_sees_one: bool, torch_build: str, hidden: bool, root: Path = Path("/")) -> str:
-    """The device for name (auto or cuda), from what torch sees.
+    """Resolves trainer.device (auto or cuda), given whether torch sees a GPU.
 
     root: root of the file system in which devices are looked for.  Raises DeviceError as `resolve_device`.
     """

@@ -1,4 +1,4 @@
-"""Environment variables of a run's processes: what workers and servers get beside the user's, each with its reason.
+"""Environment variables that workers and servers of a run get beside the user's, each with its reason.
 
 A variable that the user has set stays as it is, unless it would break a process: then it is left out of that process,
 or the run is refused before it starts.
@@ -22,13 +22,14 @@ WORKERS = {
     # Ray would hide the GPUs from actors that ask for none, hosts of servers among them.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+# Set in worker processes on the CPU.
 WORKERS_ON_CPU = {
-    # One compute thread a process.
+    # One compute thread per process.
     "OMP_NUM_THREADS": "1",
     # The machine may have a GPU that is not to be used.
     nvidia.VISIBLE_DEVICES: "",
 }
-# Where the user has not set them.
+# Set in worker processes on GPUs, unless the user has set them.
 WORKERS_ON_GPU = {
     # SGLang sets it to 0, and both sides of a broadcast must agree: else NCCL fails with the first weights.
     "NCCL_CUMEM_ENABLE": "0",
@@ -48,12 +49,12 @@ SGLANG = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
 SGLANG_ON_GPU = {
-    # It ends a server of several GPUs one of which has 10% less free than another: trainer ranks differ by more.
+    # The check ends a server if one of its GPUs has 10% less free memory than another: trainer ranks differ by more.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
-    # It ends an idle server that believes to have lost a cache page, which happens after interrupted samples.
+    # The check ends an idle server that believes to have lost a cache page, which happens after interrupted samples.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
 }
-# Of servers that give their device to the trainer.
+# Set in servers that give their device's memory to the trainer.
 SGLANG_RELEASING = {
     # CUDA graphs hold 1 to 3 GB, and are released with the weights.
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
@@ -66,21 +67,21 @@ _EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*[^,]*")
 
 
 def worker_environment(device: str, given: Mapping[str, str]) -> dict[str, str]:
-    """What is set for the workers.  device: cuda or cpu.  given: the driver's environment."""
+    """Variables to set in worker processes.  device: cuda or cpu.  given: the driver's environment."""
     if device == "cpu":
         return WORKERS | WORKERS_ON_CPU
     return WORKERS | {name: value for name, value in WORKERS_ON_GPU.items() if name not in given}
 
 
 def sglang_environment(device: str, *, releases_memory: bool) -> dict[str, str]:
-    """What is set for an SGLang server, whatever its model."""
+    """Variables to set in an SGLang server, whatever its model."""
     if device == "cpu":
         return dict(SGLANG)
     return SGLANG | SGLANG_ON_GPU | (SGLANG_RELEASING if releases_memory else {})
 
 
 def inherited_by_servers(given: Mapping[str, str]) -> dict[str, str]:
-    """What a server gets of the environment of the process that starts it.
+    """The part of its parent's environment (`given`) that a server inherits.
 
     Expandable segments, which suit trainer ranks, stay with those: a server that releases memory refuses to start with
     them.
@@ -96,7 +97,7 @@ def inherited_by_servers(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def gpu_environment_violations(given: Mapping[str, str]) -> Iterator[str]:
-    """What a user has set that no run on GPUs can work with."""
+    """An error message for each variable of `given` with whose value no run on GPUs works."""
     for name in ALLOCATOR:
         if re.search(r"backend\s*:\s*cudaMallocAsync", given.get(name, "")):
             yield (

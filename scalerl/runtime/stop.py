@@ -18,11 +18,11 @@ TERMINATED = (
 
 
 class StopRequest:
-    """Handlers of SIGUSR1 and SIGTERM, and what they have asked for.
+    """Signal handlers by which SIGUSR1 and SIGTERM end a run, and the request that they have received.
 
     SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
     SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
-    With save_deadline_s above 0 it asks as SIGUSR1 does, and interrupts when that many seconds were not enough.
+    With save_deadline_s above 0 SIGTERM acts as SIGUSR1, and interrupts only when that many seconds were not enough.
     """
 
     def __init__(self, save_deadline_s: float = 0.0) -> None:

@@ -32,9 +32,9 @@ from scalerl.servers.wire import Slot, output_of, read_events, slots_of
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
-# In which an engine without requests becomes idle.
+# Within this time an engine without requests becomes idle.
 IDLE_WAIT_S = 30.0
-# In which a server that is well answers a health check, however busy it is; a request's own limit where that is less.
+# Within this time, or a request's own limit if less, a server that is well answers a health check, however busy it is.
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
 JSON = {"Content-Type": "application/json"}
@@ -43,8 +43,8 @@ JSON = {"Content-Type": "application/json"}
 class RolloutClient:
     """Asks one rollout server for samples, and updates its weights; every error names the server.
 
-    engine: the name of what runs there (`engines.ENGINES`).
-    key: the server's (`RolloutServer.key`).
+    engine: the name of the server's engine (`engines.ENGINES`).
+    key: the server's key (`RolloutServer.key`).
     max_concurrency: samples in flight at a time.
     max_model_len: tokens of prompt + response; max_new_tokens is cut to fit.
     purpose: for errors.
@@ -93,7 +93,7 @@ class RolloutClient:
                 await http.close()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[GenerateOutput]:
-        """All samples of all requests, each as soon as it is finished.
+        """Yields all samples of all requests, each as soon as it is finished.
 
         Raises ValueError for a request that cannot be sent and RolloutError for one that the server did not serve; the
         rest is given up then.
@@ -102,25 +102,25 @@ class RolloutClient:
             check_request(request, self.max_model_len)
         largest = max((request.n for request in requests), default=1)
         in_flight = asyncio.Semaphore(max(1, self.max_concurrency // largest))
-        # Samples, the errors of requests, and a None for each request that is through.
-        came: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue()
+        # Samples, errors of requests, and a None for each request that has ended.
+        results: asyncio.Queue[GenerateOutput | Exception | None] = asyncio.Queue()
 
         async def bounded(request: GenerateRequest) -> None:
             try:
                 async with in_flight, contextlib.aclosing(self._generate_one(request)) as outputs:
                     async for output in outputs:
-                        came.put_nowait(output)
+                        results.put_nowait(output)
             except Exception as error:
-                came.put_nowait(error)
+                results.put_nowait(error)
             else:
-                came.put_nowait(None)
+                results.put_nowait(None)
 
         async with self.connected():
             tasks = [asyncio.ensure_future(bounded(request)) for request in requests]
             num_running = len(tasks)
             try:
                 while num_running:
-                    item = await came.get()
+                    item = await results.get()
                     if isinstance(item, Exception):
                         raise item
                     if item is None:
@@ -210,7 +210,7 @@ class RolloutClient:
     def begin_weight_update(self) -> None:
         """Opens the session in which a server takes new weights; waits for running requests.
 
-        SGLang before 0.5.21 has none: nothing to do there.
+        SGLang before 0.5.21 has no sessions; there this does nothing.
         """
         self._has_session = self._post("/begin_weight_update", {}, missing_ok=True) is not None
 
@@ -236,9 +236,9 @@ class RolloutClient:
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Has the server's ranks join the trainer's at the store behind that address; returns when all are there.
+        """Has the server's ranks join a trainer rank's group, by the store at that address; returns when all are in.
 
-        rank_offset: rank in the group of the server's first.
+        rank_offset: rank in the group of the server's first rank.
         """
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         self._post("/init_weights_update_group", body | {"group_name": group_name, "backend": backend})
@@ -282,7 +282,7 @@ class RolloutClient:
         self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
 
     def checksums(self) -> list[dict[str, str]]:
-        """Per engine rank {the server's parameter name: checksum}; `weights.expected_checksums` says what to expect."""
+        """The checksums of each engine rank, by the server's parameter names (see `weights.expected_checksums`)."""
         answer = self._post("/weights_checker", {"action": "checksum"})
         if not answer.get("ranks"):
             raise RolloutError(f"{self.url}/weights_checker answered no ranks: {answer}")
@@ -290,7 +290,7 @@ class RolloutClient:
         return [rank["checksums"] for rank in sorted(ranks, key=_tp_rank)]
 
     def flush_cache(self, wait_s: float = 0.0) -> None:
-        """Forgets cached prefixes. wait_s: for the engine to be idle; RolloutError where it is not."""
+        """Has the server forget cached prefixes. wait_s: how long the engine may take to be idle; else RolloutError."""
         self._post(f"/flush_cache?timeout={wait_s:g}" if wait_s else "/flush_cache", {})
 
     # --- state ---
@@ -365,7 +365,7 @@ class RolloutClient:
         return True
 
     def server_info(self) -> dict[str, Any]:
-        """What the server says about itself: version, tp_size, model_path and its resolved arguments."""
+        """The server's description of itself: version, tp_size, model_path and its resolved arguments."""
         info = self._request("GET", "/server_info", None)
         assert info is not None
         return info
@@ -407,7 +407,7 @@ def _tp_rank(rank: dict[str, Any]) -> int:
 
 
 def _message(text: str) -> str:
-    """What an error answer says, out of the shapes that the servers use."""
+    """The message of an error answer, in any of the shapes that servers use."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:

@@ -11,7 +11,7 @@ from scalerl.servers.client import RolloutClient
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
 
-# What leaves and comes back with a part. A CUDA graph has memory of its own beside that of the weights which it reads.
+# Tags that are released and resumed together. A CUDA graph has memory of its own beside the weights that it reads.
 _TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
@@ -26,7 +26,7 @@ class ServerControl:
         self.clients = [settings.client(replica) for replica in replicas]
 
     def put(self, index: int, successor: Replica) -> None:
-        """A restarted server takes the place of a lost one."""
+        """Puts a restarted server in the place of a lost server."""
         self.clients[index] = self.settings.client(successor)
 
     def pause(self) -> dict[int, str]:

@@ -79,7 +79,7 @@ class RolloutServer:
     """A server command under `servers.supervise`, which ends with this process, however that ends.
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
-    purpose: for errors.  key: the one that every request must have (`servers.access`); None: a new one.
+    purpose: for errors.  key: every request must have it (`servers.access`); None: a new key.
     """
 
     def __init__(

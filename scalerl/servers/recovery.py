@@ -1,4 +1,4 @@
-"""How generations get over the loss of a server.
+"""Recovery of generations from the loss of a server.
 
 `GenerationRecovery` waits for successors in `Replacements`; whoever restarts servers reads there what was lost.
 """
@@ -30,9 +30,9 @@ class LostServer:
 
 
 class Replacements:
-    """Which servers of a set are lost, and who waits for their successors; in the event loop of the generations.
+    """Tracks which servers of a set are lost, and wakes those who wait for successors; in the generations' event loop.
 
-    clients[i]: of replica i; `put` replaces one.
+    clients[i]: client of replica i; `put` replaces it.
     """
 
     def __init__(self, settings: ClientSettings, replicas: Sequence[Replica]) -> None:
@@ -40,7 +40,7 @@ class Replacements:
         self.clients = [settings.client(replica) for replica in replicas]
         # Index -> a server that has no successor in service yet.
         self.missing: dict[int, LostServer] = {}
-        # None: nobody is to wait any more.
+        # None ends the wait of `next_lost`.
         self._news: asyncio.Queue[LostServer | None] = asyncio.Queue()
         self._returned = asyncio.Condition()
         # Why no server comes back any more.
@@ -77,7 +77,7 @@ class Replacements:
             self.clients[index] = self.settings.client(replica)
 
     async def in_service(self, indices: Iterable[int]) -> None:
-        """Declares that these servers have their weights: generations that wait for them go on."""
+        """Declares that these servers have their weights: generations that wait for them continue."""
         async with self._returned:
             for index in indices:
                 self.missing.pop(index, None)
@@ -94,7 +94,7 @@ class Replacements:
             raise self._given_up
 
     async def serving(self) -> list[int]:
-        """Indices of the servers that are in service; waits for one."""
+        """Indices of the servers that are in service; waits until there is at least one."""
         async with self._returned:
             await self._returned.wait_for(lambda: self._given_up or len(self.missing) < len(self.clients))
         self._raise_if_given_up()

@@ -1,4 +1,4 @@
-"""`ServerSet`: the servers of a run for one purpose; lost ones are ended and started again, within a limit."""
+"""`ServerSet`: the servers of a run for one purpose; lost servers are ended and started again, within a limit."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Where one server runs. devices: those of the pool on that node, counted from 0: in the trainer's its ranks'."""
+    """Where one server runs. devices: indices of the pool's devices on that node, as the trainer's ranks have them."""
 
     index: int
     node: int
     devices: tuple[int, ...]
 
     def gpu_ids(self, pool: ResourcePool, by_rank: Sequence[str]) -> list[str]:
-        """What the node calls these devices. by_rank: of each trainer rank, what it calls its own."""
+        """Ray's ids of these devices on their node. by_rank: the id of each trainer rank's device."""
         return [by_rank[self.node * pool.devices_per_node + device] for device in self.devices]
 
 
 def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]:
-    """Replicas in device order, each on one node. On the trainer's CPUs any number of them, dealt over the nodes."""
+    """Plans the replicas in device order, each on one node; on the trainer's CPUs any number, dealt over the nodes."""
     tp_size = config.tensor_model_parallel_size
     per_node = max(1, pool.devices_per_node // tp_size)
     count = config.num_replicas or per_node * pool.nnodes
@@ -51,7 +51,7 @@ def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]
 
 
 class ServerSet:
-    """One host per replica. replicas: as they answer now; a restarted one has another address.  control: of those.
+    """The servers of one purpose, each with a host actor. replicas: their addresses, which change with a restart.
 
     The life of a server: started, in service; lost -> ended -> restarted -> what its purpose needs before it serves
     (the policy's gets the trainer's weights, a judge's has its own) -> in service (`recovery.Replacements`).
@@ -75,17 +75,17 @@ class ServerSet:
     ) -> None:
         """Starts the servers; `wait_ready` returns when they answer.
 
-        clients: of whoever asks them.
-        gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers are their owners.
+        clients: settings of the clients that ask them.
+        gpu_ids: of the ranks that hold the pool's devices; None on a CPU, and where the servers own the devices.
         owns_devices: the servers take the pool's devices, which nobody else has.
         first_step: as `server_seed`.  releases_memory: as `Launch`.
-        synced: a trainer gives them weights, so they may be such that served another run.
-        single_node: whether all who talk to them, this process too, are on their machine.
+        synced: a trainer gives them weights, so servers that served another such run may be used.
+        single_node: whether all processes that ask them, this one too, are on their machine.
         """
         self.purpose, self.config, self.timeout_s = clients.purpose, config, timeout_s
         self.clients = clients
         self.replicas: list[Replica] = []
-        # Index -> how it ended. They have no process until `restart_down`.
+        # Index of a server without a process, until `restart_down` -> how it ended.
         self.down: dict[int, str] = {}
         self.num_restarts_of: dict[int, int] = {}
         self.pool, self.actors = pool, []
@@ -113,17 +113,17 @@ class ServerSet:
                     first_step=first_step,
                 )
             )
-        self.hosts = [one.actor for one in self.actors]
-        # A host takes calls side by side: it must be of this run before it starts anything.
-        self.starting = [one.actor.start.remote(one.ready) for one in self.actors]
+        self.hosts = [pooled.actor for pooled in self.actors]
+        # A host takes calls side by side: it must have joined this run before it starts anything.
+        self.starting = [pooled.actor.start.remote(pooled.ready) for pooled in self.actors]
 
     @property
     def num_restarts(self) -> int:
-        """In this run."""
+        """The number of restarts in this run."""
         return sum(self.num_restarts_of.values())
 
     def wait_ready(self) -> None:
-        """Raises ServerStartError with the last log lines of a server that does not start."""
+        """Waits until all servers answer. Raises ServerStartError with the last log lines of one that does not."""
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
         self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
@@ -135,8 +135,10 @@ class ServerSet:
         self._count_down(index, f"{self.purpose.who} {index} was lost: {why}\n{how}")
 
     def end_lost(self, lost: Sequence[LostServer]) -> bool:
-        """`end` for each that was not replaced or ended meanwhile: the news of a loss may come late. -> whether any was
-        lost that has no successor."""
+        """Ends lost servers that were not replaced or ended meanwhile, as the news of a loss may come late.
+
+        Returns whether any of the lost servers has no successor.
+        """
         lost = [server for server in lost if self.replicas[server.index].url == server.url]
         for server in lost:
             if server.index not in self.down:
@@ -144,9 +146,9 @@ class ServerSet:
         return bool(lost)
 
     def restart_down(self) -> dict[int, Replica]:
-        """Starts the servers that are down. -> index: the successor.
+        """Restarts the servers that are down. Returns index -> successor.
 
-        Raises RolloutError when one does not start within its restarts.
+        Raises RolloutError when a server does not start within its restarts.
         """
         restarted = sorted(self.down)
         while self.down:
@@ -166,7 +168,7 @@ class ServerSet:
         return {index: self.replicas[index] for index in restarted}
 
     def leave(self) -> None:
-        """The servers forget the run and wait for another, each with its host."""
+        """Makes the servers forget the run; they wait for another, each with its host."""
         values_of(f"{self.purpose.who} leave", [host.leave.remote() for host in self.hosts], self.timeout_s)
         self.pool.keep(self.actors)
 

@@ -1,1 +1,1 @@
-"""The sampling side: prompts become scored samples on the policy's servers."""
+"""The sampling side of a run: prompts become scored samples on the policy's servers."""

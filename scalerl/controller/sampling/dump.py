@@ -1,4 +1,4 @@
-"""The parquet of a step: its samples, what the trainer made of them, and in which updates they were. S samples."""
+"""Writes a step's samples as parquet, with the trainer's columns and the updates that used them. S samples."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from scalerl.protocol import DataProto, Jagged
 
 
 def placed_fragments(batch: PlacedBatch, leave_out: str) -> tuple[list[tuple[int, ...]], list[Any]]:
-    """(rows of each fragment, the fragments) of all token columns of the batch but that one."""
-    found = [
+    """The fragments of all token columns of a batch except `leave_out`: (rows of each fragment, the fragments)."""
+    placed = [
         (rows, fragment)
         for name, column in batch.columns.items()
         if name != leave_out
         for rows, fragment in zip(column.rows_of_fragments, column.fragments, strict=True)
     ]
-    return [rows for rows, _ in found], [fragment for _, fragment in found]
+    return [rows for rows, _ in placed], [fragment for _, fragment in placed]
 
 
 def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
-    """mini_batch, dp_rank, micro_batch [S]: where the actor's plan has each sample."""
+    """Columns mini_batch, dp_rank and micro_batch [S]: where the actor's plan puts each sample."""
     places = {
         row: (mini_batch, dp_rank, micro_batch)
         for dp_rank, mini_batches in enumerate(plan.micro_batches)
@@ -45,28 +45,28 @@ def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
 
 
 def joined(rows: Sequence[Sequence[int]], fragments: Sequence[DataProto], wanted: range) -> dict[str, Jagged]:
-    """Token columns of the wanted samples in the batch's order. rows[i]: those of fragments[i]."""
+    """Joins the token columns of the wanted samples, in the batch's order. rows[i]: the rows of fragments[i]."""
     pieces: dict[str, dict[int, torch.Tensor]] = {}
-    for of_fragment, fragment in zip(rows, fragments, strict=True):
+    for fragment_rows, fragment in zip(rows, fragments, strict=True):
         for name, column in fragment.tokens.items():
-            found = {row: column[at] for at, row in enumerate(of_fragment) if row in wanted}
-            pieces.setdefault(name, {}).update(found)
+            tensors = {row: column[index] for index, row in enumerate(fragment_rows) if row in wanted}
+            pieces.setdefault(name, {}).update(tensors)
     return {
-        name: Jagged.from_list([found[row] for row in sorted(found)], next(iter(found.values())).dtype)
-        for name, found in pieces.items()
+        name: Jagged.from_list([tensors[row] for row in sorted(tensors)], next(iter(tensors.values())).dtype)
+        for name, tensors in pieces.items()
     }
 
 
 def parts_of(num_rows: int, num_parts: int) -> list[range]:
-    """Rows of each part, in order, about as many in each; without those that would have none."""
+    """Divides rows, in order, into parts of about equal size; parts that would be empty are left out."""
     bounds = [part * num_rows // num_parts for part in range(num_parts + 1)]
     return [range(start, end) for start, end in itertools.pairwise(bounds) if end > start]
 
 
 @contextmanager
 def parts_at(path: Path, num_parts: int) -> Iterator[list[Path]]:
-    """Where to write the parts of a dump, whose rows follow each other as the names do. When the block ends `path` has
-    them all: one part as a file, several as a directory, which readers of parquet take in its place."""
+    """Yields where to write the parts of a dump, whose rows follow each other in the order of the names. When the block
+    ends `path` has them all: one part as a file, several as a directory, which readers of parquet also take."""
     if num_parts == 1:
         yield [path]
         return
@@ -74,7 +74,7 @@ def parts_at(path: Path, num_parts: int) -> Iterator[list[Path]]:
     _remove(partial)
     partial.mkdir(parents=True)
     yield [partial / f"part-{part:05d}.parquet" for part in range(num_parts)]
-    # Of a step that a run did before it was killed.
+    # A killed run may have written a dump of this step.
     _remove(path)
     partial.replace(path)
 
@@ -92,7 +92,7 @@ def write_dump(
     samples: Mapping[str, np.ndarray],
     texts: Sequence[tuple[str, str]],
 ) -> None:
-    """A row for each sample: its columns, a list for each token column, and its texts. Whole, or not at all.
+    """Writes a row for each sample: its columns, a list for each token column, and its texts. Whole, or not at all.
 
     An advantage of the sample becomes one of each token that the policy sampled, as the update has it. Values that are
     dicts are JSON. texts: (prompt, response).
@@ -104,7 +104,7 @@ def write_dump(
     columns |= {name: _lists(column) for name, column in tokens.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        # Of another number of rollout workers.
+        # A dump by several rollout workers is a directory.
         shutil.rmtree(path)
     partial = path.with_name(f"{path.name}.tmp")
     pq.write_table(pa.table(columns), partial)

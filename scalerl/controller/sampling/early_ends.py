@@ -1,4 +1,4 @@
-"""`EarlyEnds`: when a generation that several rollout workers share has enough groups."""
+"""`EarlyEnds`: tells when a generation that several rollout workers share has enough groups."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 
 class EarlyEnds:
-    """Of one worker. Each tells the first how many groups it has; the first tells all when these are enough."""
+    """One worker's part in early ends: each tells the first worker how many groups it has; enough of them end all."""
 
     def __init__(self, number: int, workers: Sequence[Any]) -> None:
-        """number: of this worker.  workers: handles of all; one or none: it is alone."""
+        """number: of this worker.  workers: handles of all workers; with at most one this worker is alone."""
         self.number, self.workers = number, list(workers)
         # Generations that have enough groups.
         self.over: set[int] = set()
-        # Of this worker: generation -> groups that it has told of.
+        # Generation -> number of groups that this worker has reported.
         self._told: dict[int, int] = {}
-        # Of the first worker: generation -> worker -> groups.
+        # On the first worker: generation -> worker -> number of groups that it has reported.
         self._counted: dict[int, dict[int, int]] = {}
 
     def is_over(self, generation: int, scores: GroupScores) -> bool:
-        """`Dispatcher.stop_when`. scores: of this worker's groups."""
+        """Whether a generation is over, for `Dispatcher.stop_when`. scores: of this worker's groups."""
         is_over, num_kept = scores.are_enough(), len(scores.kept)
         if len(self.workers) > 1 and self._told.get(generation, 0) < num_kept:
             assert scores.enough is not None
@@ -32,12 +32,12 @@ class EarlyEnds:
         return is_over or generation in self.over
 
     def forget(self, generation: int) -> None:
-        """It has ended."""
+        """Forgets a generation that has ended."""
         self.over.discard(generation)
         self._told.pop(generation, None)
 
     def count(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
-        """Of the first worker."""
+        """Counts the groups of a worker, and ends the generation when all have enough; on the first worker."""
         counted = self._counted.setdefault(generation, {})
         counted[worker] = num_kept
         if sum(counted.values()) >= num_groups:

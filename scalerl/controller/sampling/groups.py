@@ -1,4 +1,4 @@
-"""`SampleGroup`: the samples of one prompt in one step, and when a group can teach."""
+"""`SampleGroup`: the samples of one prompt in one step; `GroupFilter`: which groups can teach."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-# A step's groups are numbered below this.
+# Positions of groups in a step are below this.
 _POSITIONS = 2**32
 
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """The request for one group: what it is made of decides what it draws, on any number of servers.
+    """The request for one group; its fields decide what its samples draw, on any number of servers.
 
-    prompt_uid: row of the data set.  step: the one that asked first.  position: among the groups of that step.
+    prompt_uid: row of the data set.  step: the step that first asked for it.  position: in the groups of that step.
     """
 
     prompt_uid: int
@@ -25,7 +25,7 @@ class SampleGroup:
 
     @property
     def uid(self) -> int:
-        """One of its kind in a run."""
+        """The number of the group, unique in a run."""
         return self.step * _POSITIONS + self.position
 
     @staticmethod
@@ -33,13 +33,13 @@ class SampleGroup:
         return divmod(uid, _POSITIONS)
 
     def as_list(self) -> list[int]:
-        """For a checkpoint; `SampleGroup(*list)` is the group again."""
+        """The group as a list for a checkpoint; `SampleGroup(*list)` is the group again."""
         return [self.prompt_uid, self.step, self.position]
 
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """metric: score, or a number that the reward function returns beside it."""
+    """Keeps groups whose samples differ in a metric.  metric: score, or a number that the reward function returns."""
 
     metric: str
 
@@ -70,11 +70,11 @@ class Enough:
 
 
 def kept_uids(samples: Mapping[str, np.ndarray], keep: GroupFilter | None) -> list[int]:
-    """uids of the groups that `keep` keeps, in the order in which they come. samples: column -> [S]."""
+    """uids of the groups that `keep` keeps, in the order of their first samples. samples: column -> [S]."""
     if keep is None:
         return list(dict.fromkeys(samples["uid"].tolist()))
     rows: dict[int, list[int]] = {}
     for row, uid in enumerate(samples["uid"].tolist()):
         rows.setdefault(uid, []).append(row)
     scores, extras = samples["score"], samples["reward_extra"]
-    return [uid for uid, of_group in rows.items() if keep.keeps(scores[of_group], extras[of_group])]
+    return [uid for uid, group_rows in rows.items() if keep.keeps(scores[group_rows], extras[group_rows])]

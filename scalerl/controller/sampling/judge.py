@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def max_model_len(config: JudgeConfig) -> int:
-    """Tokens of question and answer."""
+    """The most tokens of question and answer together."""
     return config.max_prompt_length + config.max_response_length
 
 
@@ -35,7 +35,10 @@ class Judge:
     """Scores samples one by one, up to max_num_seqs at a time on each of its servers."""
 
     def __init__(self, config: JudgeConfig, on_error: str) -> None:
-        """on_error: stop | zero, of the samples without a score. Raises RewardError and DataError as its files do."""
+        """Loads the judge's tokenizer and question.  on_error: stop | zero, for samples without a score.
+
+        Raises RewardError or DataError for files that cannot be used.
+        """
         from scalerl.data import load_tokenizer
 
         self.config, self.on_error = config, on_error
@@ -48,7 +51,7 @@ class Judge:
 
     @property
     def replacements(self) -> Replacements:
-        """Of `connect`."""
+        """The judge's servers, which `connect` sets."""
         assert self._replacements is not None
         return self._replacements
 
@@ -58,18 +61,19 @@ class Judge:
         self.room = asyncio.Semaphore(len(replicas) * clients.max_concurrency)
 
     def close(self) -> None:
-        """Nobody waits for news any more."""
+        """Ends the wait for news of lost servers."""
         if self._replacements is not None:
             self._replacements.close()
 
     async def replace(self, successors: dict[int, Replica]) -> None:
-        """Restarted servers: they have the judge's weights, and take what was asked of the lost ones."""
+        """Puts restarted servers into service: they have the judge's weights, and take the lost servers' requests."""
         self.replacements.put(successors)
         await self.replacements.in_service(successors)
 
     async def score(self, request: ScoreRequest, seed: int) -> ScoreResult:
-        """seed: of what the judge draws, at a temperature above 0, on the embedded engine.
+        """Asks the judge for the score of one sample.
 
+        seed: seed of the judge's answer on the embedded engine, at a temperature above 0.
         extra: judge_score, the number before it is scaled; judge_length, tokens of the judge's text; with keep_text
         judge_response, the text. Raises RewardError, showing the sample and the text, for a sample without a score
         when on_error is "stop".
@@ -91,7 +95,7 @@ class Judge:
         return ScoreResult(number * self.config.scale, {"judge_score": number} | extra)
 
     def _input_ids(self, request: ScoreRequest) -> list[int]:
-        """Raises RewardError for a question that is too long."""
+        """The tokens of the question. Raises RewardError if there are too many."""
         from scalerl.data.chat import encode, render
 
         messages = [{"role": "user", "content": fill(self.question, request)}]
@@ -104,7 +108,7 @@ class Judge:
         return input_ids
 
     async def _ask(self, input_ids: list[int], seed: int) -> GenerateOutput:
-        """By the server with the fewest samples. Raises RolloutError for one that refuses."""
+        """Asks the server with the fewest samples. Raises RolloutError if it refuses."""
         from scalerl.rollout.generation import generate_samples
 
         async with self.room:
@@ -122,13 +126,13 @@ class Judge:
 
 
 class JudgeServers:
-    """The driver's side: the processes, which all rollout workers ask. news: of servers that do not answer, and which
-    worker noticed."""
+    """The judge's server processes, on the driver; all rollout workers ask them. news: pending report of lost servers
+    -> worker that reports."""
 
     def __init__(
         self, pool: ResourcePool, config: JudgeConfig, *, log_dir: Path, timeout_s: float, single_node: bool
     ) -> None:
-        """Starts them on devices that nobody else has; `connect` waits until they answer.
+        """Starts the servers on devices of their own; `connect` waits until they answer.
 
         log_dir: gets their logs.  single_node: whether they, the rollout workers and this process are on one machine.
         """
@@ -148,8 +152,8 @@ class JudgeServers:
         )
 
     def connect(self, workers: Sequence[Any]) -> None:
-        """workers: the RolloutWorkers' handles, which share what a server takes. Raises ServerStartError with the last
-        log lines of a server."""
+        """Waits until the servers answer, and connects the rollout workers to them. workers: their handles, which share
+        each server's places. Raises ServerStartError with the last log lines of a server."""
         self.servers.wait_ready()
         self.workers = list(workers)
         clients = self.servers.clients
@@ -158,7 +162,7 @@ class JudgeServers:
         self.news = {worker.next_lost_judge.remote(): worker for worker in self.workers}
 
     def replace_lost(self, told: Any) -> None:
-        """Restarts the servers that one of `news` tells of. Raises RolloutError when one has no restart left."""
+        """Restarts the servers that a report in `news` names. Raises RolloutError when a server has no restart left."""
         worker = self.news.pop(told)
         lost: list[LostServer] = self._ask([told])[0]
         if self.servers.end_lost(lost):
@@ -173,11 +177,11 @@ class JudgeServers:
 
     @property
     def num_restarts(self) -> int:
-        """In this run."""
+        """The number of restarts in this run."""
         return self.servers.num_restarts
 
     def leave(self) -> None:
-        """No other run has them: a judge of its own is started quickly enough beside the rest."""
+        """Ends the servers, as the next run starts its own judge quickly enough beside everything else."""
         self.stop()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The policy's servers as the driver sees them: the order of their steps, weight sync, hand-over, restarts."""
+"""`PolicyServers`: the policy's servers on the driver, with weight sync, device hand-over and restarts."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from scalerl.servers.requests import RolloutError
 from scalerl.servers.server_set import ServerSet
 
 Metrics = dict[str, Metric]
-# Syncs at the start of a run that are all verified.
+# The number of syncs at the start of a run that are all verified.
 VERIFIED_FIRST = 3
 
 
 def verification_is_due(num_syncs: int, every: int) -> bool:
-    """num_syncs: before this one.  every: rollout.verify_weights_every."""
+    """Whether a weight sync is verified.  num_syncs: syncs before it.  every: rollout.verify_weights_every."""
     return every > 0 and (num_syncs < VERIFIED_FIRST or num_syncs % every == 0)
 
 
 class PolicyServers:
-    """The servers of the policy: who serves, who rests, who has the weights, who has the device.
+    """The servers of the policy: which of them serve or rest, have the weights, and have the device.
 
     They hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have a pool of
-    their own. They generate between `generate` and `rest`. The rollout workers send them prompts; everything else is
-    asked of them here.
+    their own. They generate between `generate` and `rest`. The rollout workers send them prompts; this object makes all
+    other requests.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PolicyServers:
         single_node: bool,
         first_step: int = 0,
     ) -> None:
-        """`start` starts the servers, `wait_ready` returns when they answer.
+        """Prepares the servers; `start` starts them, and `wait_ready` returns when they answer.
 
         gpu_ids: of each trainer rank's device on its node; None on the CPU, and where `pool` is the servers' own.
         single_node, first_step: as `ServerSet` has them.
@@ -68,7 +68,7 @@ class PolicyServers:
         self.rollout = config.actor_rollout_ref.rollout
         self.owns_devices = not config.actor_rollout_ref.hybrid_engine
         if self.owns_devices:
-            # Nobody else needs what they would release.
+            # Nobody else uses the memory that they could release.
             self.rollout = replace(self.rollout, free_cache_engine=False)
         self.model = config.actor_rollout_ref.model
         self.max_model_len = config.data.max_prompt_length + config.data.max_response_length
@@ -119,7 +119,7 @@ class PolicyServers:
             json.loads((Path(self.model.path) / "config.json").read_text()),
             bucket_bytes=self.rollout.update_weights_bucket_megabytes * 2**20,
             max_model_len=self.max_model_len,
-            # Less than that of the collectives in which the other ranks wait for the one that asks a server.
+            # Less than the limit of the collectives in which other ranks wait for the rank that asks a server.
             timeout_s=min(self.rollout.request_timeout_s, self.timeout_s / 2),
             dtype=self.rollout.dtype,
             transport=transport_of(self.config),
@@ -133,7 +133,7 @@ class PolicyServers:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The servers that run now; a restarted one has another url."""
+        """The servers that run now; a restarted server has another url."""
         return self.server_set.replicas
 
     @property
@@ -148,7 +148,7 @@ class PolicyServers:
     def leave(self) -> None:
         """Leaves the servers to the next run if its weights can reach them in the same way; else ends them."""
         if transport_of(self.config) == "broadcast":
-            # Its process groups are those of this run's ranks.
+            # The servers are in process groups with this run's ranks.
             self.server_set.stop()
         else:
             self.server_set.leave()
@@ -178,18 +178,18 @@ class PolicyServers:
         self._end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
-        """Interrupts running samples where they are; `rest` follows. -> index: error, of servers that failed to."""
+        """Interrupts running samples where they are; `rest` follows. Returns index -> error of servers that failed."""
         return self.control.pause()
 
     def go_on(self) -> None:
-        """Continues the samples that `pause` interrupted, on successors in the place of servers that cannot."""
+        """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
         self._end_failed(self.control.go_on())
         if self.server_set.down:
             self._serve(set())
         self.generate()
 
     def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:
-        """Ends what is left of these servers, starts others, gives them the weights that the generation began with."""
+        """Ends what is left of lost servers, and starts successors with the weights that the generation began with."""
         if self.server_set.end_lost(lost):
             self._serve(set())
             if generating:
@@ -223,8 +223,10 @@ class PolicyServers:
 
     @contextlib.contextmanager
     def lend_device(self) -> Iterator[None]:
-        """Inside the block, between two generations, the KV caches are off the trainer's devices: for a save or a load,
-        which brings parameters and optimizer there while the servers have their weights. Raises HandoverError.
+        """Keeps the KV caches off the trainer's devices inside the block, between two generations.
+
+        A save or a load needs it: parameters and optimizer come to the devices while servers have their weights there.
+        Raises HandoverError.
         """
         if not self._hands_over:
             yield
@@ -240,14 +242,14 @@ class PolicyServers:
         if self.server_set.down and self.num_syncs:
             self._serve(set())
 
-    # Seconds that what a server has released may take to be free on every rank.
+    # Seconds within which released memory is free on every rank.
     _release_wait_s = RELEASE_WAIT_S
 
     def _see(self, point: Point, indices: Iterable[int] | None = None, *, wait_s: float = 0.0) -> None:
-        """Measures free memory on the trainer's devices, which servers of a pool of their own do not share.
+        """Measures free memory on the trainer's devices; does nothing for servers with a pool of their own.
 
-        indices: of the replicas that take back next what they released; None: all.
-        wait_s: above 0 after a release: for what is released to be free.
+        indices: of the replicas that next take back what they released; None: all.
+        wait_s: most seconds to wait for released memory to be free; above 0 after a release.
         """
         if not self.config.actor_rollout_ref.hybrid_engine:
             return
@@ -274,12 +276,12 @@ class PolicyServers:
     def sync(self, policy_version: int) -> Metrics:
         """Gives all resting servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
         self.policy_version = policy_version
-        # What the ranks measured before the first sync waits for the first step.
+        # What the ranks measured before the first sync is reported in the first step.
         rounds = self._serve(set(range(len(self.replicas))), with_memory=self.num_syncs > 0)
         self.num_syncs += 1
         slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
         send_s = sum(part["sync_s"] for part in slowest)
-        # Ranks on which no server depends have none of the buckets.
+        # Ranks on which no server depends have no buckets.
         bytes_of_rounds = [max(part["num_bytes"] for part in parts) for parts in rounds]
         verify_s = sum(max(part["verify_s"] for part in parts) for parts in rounds)
         parts_s, self.parts_s = self.parts_s, {}
@@ -298,14 +300,14 @@ class PolicyServers:
     def _serve(self, indices: set[int], *, with_memory: bool = False) -> list[list[dict[str, Any]]]:
         """Gives these replicas, and those that are down, the trainer's weights as self.policy_version.
 
-        A server that is lost meanwhile is restarted and gets them again. -> what the ranks reported of each round.
+        A server that is lost meanwhile is restarted and gets them again. Returns the ranks' reports of each round.
         with_memory: as `RLWorker.sync_weights` has it.
         """
         is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
         rounds = []
         while indices or self.server_set.down:
             restarted = self._restart_down()
-            # Those were not there before, or what they served is not known.
+            # Restarted servers are new, or what they served is not known.
             verify = is_due or (bool(restarted) and self.rollout.verify_weights_every > 0)
             running = indices - set(restarted)
             self._see("before_sync", running)
@@ -348,7 +350,7 @@ class PolicyServers:
         return failed
 
     def _advance(self, step: Step, indices: Iterable[int]) -> None:
-        """Raises WrongOrderError, before a server is asked, where one of these may not take this step."""
+        """Takes a step in the order of these servers; raises WrongOrderError if one of them may not take it."""
         for index in indices:
             self.orders[index].advance(step)
 
@@ -364,7 +366,7 @@ class PolicyServers:
         return successors
 
     def _end_failed(self, failed: Mapping[int, str]) -> None:
-        """Raises RolloutError for a server that failed and is well: it refused, and would again."""
+        """Ends servers that failed; raises RolloutError for one that is well, as it refused and would again."""
         if not failed:
             return
         for index, is_well in self.control.are_well(sorted(failed)).items():

@@ -1,4 +1,4 @@
-"""Rollout (`trainer.contracts`): generations on the policy's servers, and the samples that come of them."""
+"""`HybridRollout`, a `trainer.contracts.Rollout`: generations on the policy's servers, and their samples."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 @dataclass(eq=False)
 class Generation:
-    """Samples on their way. calls: rollout worker -> what it makes of its groups.  result: once somebody waited for
-    them, and where its rows are."""
+    """A generation in progress. calls: rollout worker -> the result of its groups.  result: of all workers, and where
+    its rows are; None before somebody has waited for it."""
 
     groups: list[SampleGroup]
     calls: dict[int, ray.ObjectRef]
@@ -55,7 +55,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Finished:
-    """samples: of finished groups.  unfinished: groups that an early end left."""
+    """The result of a generation.  samples: of finished groups.  unfinished: groups that an early end left."""
 
     samples: BatchRef
     metrics: Metrics
@@ -63,7 +63,7 @@ class Finished:
 
 
 class HybridRollout:
-    """What the servers are asked and what becomes of their samples; the samples stay with the rollout workers."""
+    """Generates samples on the servers, and scores, joins and dumps them; they stay with the rollout workers."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class HybridRollout:
         self.rollout, self.timeout_s = servers.rollout, config.trainer.timeout_s
         self.val_uids = list(range(len(datasets["val"])))
         self.running: list[Generation] = []
-        # When `faults` was asked last.
+        # Counts at the last call of `faults`.
         self.num_restarts = self.num_judge_restarts = 0
-        # Since then.
+        # Samples asked again since that call.
         self.num_resubmitted = 0
         self.numbers = itertools.count()
         nodes = [plan.node for plan in plan_replicas(servers.pool, self.rollout)]
         shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
         shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
         model = config.actor_rollout_ref.model
-        # Code of its own cannot be sent: it is imported from its directory.
+        # A tokenizer with code of its own cannot be sent: it is imported from its directory.
         policy_tokenizer = model.path if model.trust_remote_code else [ray.put(tokenizer)]
         processes = [
             servers.pool.start(
-                # On the node of its servers, or of the first of them.
+                # On the node of the worker's first server.
                 ActorSpec(RolloutWorker, node=nodes[mine[0]], num_devices=0),
                 {"max_concurrency": 64},
                 shared,
@@ -132,7 +132,7 @@ class HybridRollout:
         return self._begin("train", groups, config.n, sampling, keep=True, enough=enough, carry=carry)
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
-        """[S]: score of one greedy response to each sample's prompt. The responses are not kept."""
+        """The scores [S] of one greedy response to each sample's prompt. The responses are not kept."""
         prompts = dict(zip(samples.samples["uid"].tolist(), samples.samples["prompt_uid"].tolist(), strict=True))
         groups = [SampleGroup(prompt, *SampleGroup.step_and_position(uid)) for uid, prompt in prompts.items()]
         sampling = SamplingParams(
@@ -181,7 +181,7 @@ class HybridRollout:
         return Finished(BatchRef(held, generated.samples), metrics, generated.unfinished)
 
     def _result(self, generation: Generation) -> tuple[Generated, HeldRows]:
-        """Waits for it. Servers that are lost meanwhile are replaced."""
+        """Waits for a generation. Servers that are lost meanwhile are replaced."""
         if generation.result is None:
             generation.result = merged(generation.groups, self._attend(generation.calls))
             generated, _ = generation.result
@@ -189,35 +189,38 @@ class HybridRollout:
             self.servers.replace(generated.missing, generating=bool(self.running))
             self.num_resubmitted += generated.num_resubmitted
             if not self.running:
-                # One that took the place of a lost server meanwhile is idle as it was made, or generates like the
-                # others.
+                # A server that replaced a lost one meanwhile is still idle, or generates like the others.
                 self.servers.rest()
         return generation.result
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
-        """Rows of several batches, in order, as one; the batches are gone then."""
+        """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
         return self.workers.join(parts)
 
     def forget(self, groups: Sequence[SampleGroup]) -> None:
-        """Interrupted groups that will not come again."""
+        """Drops the unfinished samples of interrupted groups that will not be asked for again."""
         for worker, mine in self.workers.dealt(groups).items():
             self.workers.ask(worker, "forget", [group.uid for group in mine])
 
     def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, Generated]:
-        """What each worker gives; the servers that they lose are replaced while the others go on."""
+        """Waits for the result of each worker; servers that they lose are replaced while the others generate."""
         limit_s = self.rollout.generation_timeout_s
         deadline = time.monotonic() + limit_s
         worker_of = {call: worker for worker, call in calls.items()}
-        made: dict[int, Generated] = {}
-        while len(made) < len(calls):
-            of_judge = [] if self.judge is None else list(self.judge.news)
-            waited_for = [*(call for call in worker_of if worker_of[call] not in made), *self.workers.news, *of_judge]
+        results: dict[int, Generated] = {}
+        while len(results) < len(calls):
+            judge_news = [] if self.judge is None else list(self.judge.news)
+            waited_for = [
+                *(call for call in worker_of if worker_of[call] not in results),
+                *self.workers.news,
+                *judge_news,
+            ]
             ready, _ = ray.wait(waited_for, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise WorkerError(f"generation: not all samples came within {GENERATION_TIMEOUT}={limit_s:.0f} s")
             (told,) = ready
             if told in worker_of:
-                (made[worker_of[told]],) = values_of("generation", [told], limit_s, GENERATION_TIMEOUT)
+                (results[worker_of[told]],) = values_of("generation", [told], limit_s, GENERATION_TIMEOUT)
                 continue
             began = time.monotonic()
             if told in self.workers.news:
@@ -225,17 +228,17 @@ class HybridRollout:
             elif self.judge is not None:
                 self.judge.replace_lost(told)
             deadline += time.monotonic() - began
-        return {worker: made[worker] for worker in calls}
+        return {worker: results[worker] for worker in calls}
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
-        """Cut by the first plan; ranks of the others put their rows together from these pieces."""
+        """Cuts the samples by the first plan; ranks of the other plans put their rows together from these pieces."""
         role, plan = next(iter(plans.items()))
         pieces, rows = [], []
         for dp_rank in range(plan.dp_size):
-            of_rank = plan.rows(dp_rank)
-            for piece in samples.held.pieces(of_rank):
+            rank_rows = plan.rows(dp_rank)
+            for piece in samples.held.pieces(rank_rows):
                 pieces.append(piece)
-                rows.append(tuple(of_rank[place] for place in piece.places))
+                rows.append(tuple(rank_rows[place] for place in piece.places))
         # With one worker each rank's rows are one fragment, which nothing has to be joined to.
         as_planned = rows == [tuple(plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
         batch = PlacedBatch(samples.samples, plans)
@@ -245,10 +248,9 @@ class HybridRollout:
         self.workers.drop(samples)
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
-        """The samples as parquet, with what the trainer made of them: the columns of `batch`, which holds the same
-        rows. Each rollout worker writes a part of the rows, with the tokens that it has, and those that others and the
-        trainer have."""
-        made_rows, made = placed_fragments(batch, leave_out=TOKENS)
+        """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
+        worker writes a part of the rows, with its own token columns and those of other workers and the trainer."""
+        trainer_rows, trainer_fragments = placed_fragments(batch, leave_out=TOKENS)
         columns = batch.samples | update_columns(batch.plans["actor"])
         parts = parts_of(len(samples), len(self.workers))
         with parts_at(path, len(parts)) as files:
@@ -256,19 +258,19 @@ class HybridRollout:
             for worker, (part, file) in enumerate(zip(parts, files, strict=True)):
                 own, rows, fragments = [], [], []
                 for piece in samples.held.pieces(part):
-                    of_step = tuple(part[place] for place in piece.places)
+                    step_rows = tuple(part[place] for place in piece.places)
                     if piece.worker == worker:
-                        own.append((piece.batch_id, piece.rows, of_step))
+                        own.append((piece.batch_id, piece.rows, step_rows))
                     else:
-                        rows.append(of_step)
+                        rows.append(step_rows)
                         fragments.append(self.workers.handles[piece.worker].tokens.remote(piece.batch_id, piece.rows))
-                for of_fragment, fragment in zip(made_rows, made, strict=True):
-                    if any(row in part for row in of_fragment):
-                        rows.append(of_fragment)
+                for fragment_rows, fragment in zip(trainer_rows, trainer_fragments, strict=True):
+                    if any(row in part for row in fragment_rows):
+                        rows.append(fragment_rows)
                         fragments.append(fragment)
-                of_part = {name: column[part.start : part.stop] for name, column in columns.items()}
+                part_columns = {name: column[part.start : part.stop] for name, column in columns.items()}
                 handle = self.workers.handles[worker]
-                calls.append(handle.dump.remote(str(file), part, of_part, own, rows, *fragments))
+                calls.append(handle.dump.remote(str(file), part, part_columns, own, rows, *fragments))
             values_of("rollout worker dump", calls, self.timeout_s)
 
     def texts(
@@ -277,12 +279,12 @@ class HybridRollout:
         return self.workers.texts(samples, rows, dataset, with_special_tokens)
 
     def release_device(self) -> None:
-        """After generation, as `PolicyServers.release_device`."""
+        """Frees the device for the trainer after a generation, as `PolicyServers.release_device`."""
         self.servers.release_device()
 
     def sync_weights(self, policy_version: int) -> Metrics:
-        """Running samples are interrupted, or waited for (`rollout.partial_rollout`); then the servers get the
-        trainer's weights, and what was interrupted goes on."""
+        """Gives the servers the trainer's weights. Running samples are interrupted before and continued after it, or
+        waited for (`rollout.partial_rollout`)."""
         began = time.monotonic()
         interrupted = self._interrupt()
         wait_s = time.monotonic() - began
@@ -292,7 +294,7 @@ class HybridRollout:
         return {"timing_s/update_weights/wait": Metric(wait_s, "max"), **metrics}
 
     def _interrupt(self) -> bool:
-        """No sample runs then. -> whether some wait to go on."""
+        """Stops all running samples, or waits for them. Returns whether samples wait to be continued."""
         if not self.rollout.partial_rollout:
             for generation in list(self.running):
                 self._result(generation)
@@ -306,7 +308,7 @@ class HybridRollout:
         return True
 
     def faults(self) -> Metrics:
-        """Servers restarted, the judge's apart, and samples asked again, since the last call."""
+        """Metrics since the last call: restarts of servers, the judge's apart, and samples that were asked again."""
         before, self.num_restarts = self.num_restarts, self.servers.num_restarts
         resubmitted, self.num_resubmitted = self.num_resubmitted, 0
         metrics = {
@@ -319,12 +321,12 @@ class HybridRollout:
         return metrics
 
     def leave(self) -> None:
-        """What still generates ends; the rollout workers' processes wait for another run."""
+        """Ends running generations; the rollout workers' processes wait for another run."""
         self.workers.leave()
         self.servers.pool.keep(self.workers.processes)
 
     def stop(self) -> None:
-        """The rollout workers; the servers are stopped by whoever started them."""
+        """Stops the rollout workers; the servers are stopped by whoever started them."""
         self.workers.stop()
 
 
@@ -332,5 +334,5 @@ UserFile = TypeVar("UserFile", CustomRewardFunctionConfig, ProgramConfig)
 
 
 def _found_from_anywhere(config: UserFile) -> UserFile:
-    """Its file, as a process on another node finds it."""
+    """The configuration with an absolute path, by which a process on another node finds the file."""
     return config if config.path is None else replace(config, path=absolute([config.path])[0])

@@ -1,4 +1,4 @@
-"""`RolloutWorkers`: which rollout worker has which servers and groups, and calls to all of them. On the driver."""
+"""`RolloutWorkers`: on the driver, which rollout worker has which servers and groups, and calls to the workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from scalerl.servers.recovery import LostServer
     from scalerl.servers.replica import ClientSettings, Replica
 
-# Servers of one worker, where rollout.num_workers does not say.
+# Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
-# The tokens of so many data-parallel ranks are in a worker's memory twice while it hands them out.
+# The tokens of this many data-parallel ranks are in a worker's memory twice while it hands them out.
 SHARDS_PER_CALL = 16
 
 
@@ -31,21 +31,24 @@ def default_num_workers(num_servers: int) -> int:
 
 
 def share_servers(num_servers: int, num_workers: int) -> list[range]:
-    """Indices of each worker's servers: neighbours, which are on one node as far as can be. No worker without any."""
+    """Indices of each worker's servers: neighbours, on one node as far as can be.  num_workers: at most num_servers."""
     bounds = [worker * num_servers // num_workers for worker in range(num_workers + 1)]
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 class RolloutWorkers:
-    """Groups are dealt over the servers by their position in the step, and each worker has those of its servers: a
-    group that comes again comes to where it was, and every worker has its share of any batch."""
+    """The rollout workers of a run.
+
+    Groups are dealt over the servers by their position in the step, and each worker has those of its servers: a group
+    that is continued returns to its worker, and each worker has a share of any batch.
+    """
 
     def __init__(self, processes: Sequence[PooledActor], servers: Sequence[range], timeout_s: float) -> None:
-        """servers[i]: of the worker in processes[i]."""
+        """servers[i]: indices of the servers of the worker in processes[i]."""
         self.processes, self.servers, self.timeout_s = list(processes), list(servers), timeout_s
         self.handles: list[Any] = [process.actor for process in processes]
         self.owner_of_server = [worker for worker, mine in enumerate(self.servers) for _ in mine]
-        # News of lost servers -> the worker that has them.
+        # Pending report of lost servers -> the worker that reports.
         self.news: dict[ray.ObjectRef, int] = {}
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ class RolloutWorkers:
         self.news = {handle.next_lost.remote(): worker for worker, handle in enumerate(self.handles)}
 
     def take_news(self, told: ray.ObjectRef) -> list[LostServer]:
-        """The servers that one of `news` tells of; waits for it."""
+        """Waits for a report in `news`, and returns the servers that it names."""
         worker = self.news.pop(told)
         (lost,) = values_of("generation", [told], self.timeout_s)
         self.news[self.handles[worker].next_lost.remote()] = worker
@@ -88,12 +91,12 @@ class RolloutWorkers:
         return [server for news in told for server in self.take_news(news)]
 
     def replace(self, successors: Mapping[int, Replica]) -> None:
-        """Restarted servers; no generation uses them before `in_service`."""
+        """Tells workers of restarted servers; no generation uses these before `in_service`."""
         for worker, indices in self._by_owner(successors).items():
             self.ask(worker, "replace", {index: successors[index] for index in indices})
 
     def in_service(self, indices: Sequence[int]) -> None:
-        """Restarted servers have the trainer's weights: generations that wait for them go on."""
+        """Tells workers that restarted servers have the trainer's weights: generations that wait for them continue."""
         for worker, mine in self._by_owner(indices).items():
             self.ask(worker, "in_service", mine)
 
@@ -106,27 +109,27 @@ class RolloutWorkers:
     # --- what they hold ---
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
-        """Rows of several batches, in order, as one; the batches are gone then."""
+        """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
         asked: dict[int, list[tuple[int, list[int]]]] = {}
         sizes: dict[int, int] = {}
         workers, rows = [], []
         for part, wanted in parts:
             worker_R, row_R = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
-            left = set(part.held.batches)
+            unused = set(part.held.batches)
             for piece in part.held.pieces(wanted):
                 asked.setdefault(piece.worker, []).append((piece.batch_id, piece.rows))
-                left.discard((piece.worker, piece.batch_id))
+                unused.discard((piece.worker, piece.batch_id))
                 first = sizes.get(piece.worker, 0)
                 sizes[piece.worker] = first + len(piece.rows)
                 worker_R[piece.places] = piece.worker
                 row_R[piece.places] = np.arange(first, first + len(piece.rows))
-            for worker, batch_id in left:
+            for worker, batch_id in unused:
                 self.ask(worker, "drop", batch_id)
             workers.append(worker_R)
             rows.append(row_R)
-        batches = tuple((worker, self.ask(worker, "join", of_worker)) for worker, of_worker in sorted(asked.items()))
-        place = {worker: at for at, (worker, _) in enumerate(batches)}
-        batch_S = np.array([place[worker] for worker in np.concatenate(workers).tolist()], dtype=np.int64)
+        batches = tuple((worker, self.ask(worker, "join", cuts)) for worker, cuts in sorted(asked.items()))
+        batch_of = {worker: index for index, (worker, _) in enumerate(batches)}
+        batch_S = np.array([batch_of[worker] for worker in np.concatenate(workers).tolist()], dtype=np.int64)
         columns = {
             name: np.concatenate([part.samples[name][list(wanted)] for part, wanted in parts])
             for name in parts[0][0].samples
@@ -136,17 +139,17 @@ class RolloutWorkers:
     def shards(self, pieces: Sequence[Piece]) -> list[ray.ObjectRef]:
         """References to the token columns of each piece. One call to a worker makes SHARDS_PER_CALL of them."""
         tokens: dict[int, ray.ObjectRef] = {}
-        for worker, of_worker in sorted(_by_worker(pieces).items()):
+        for worker, held in sorted(_by_worker(pieces).items()):
             handle = self.handles[worker]
-            for start in range(0, len(of_worker), SHARDS_PER_CALL):
-                places = of_worker[start : start + SHARDS_PER_CALL]
-                cuts = [(pieces[at].batch_id, pieces[at].rows) for at in places]
+            for start in range(0, len(held), SHARDS_PER_CALL):
+                indices = held[start : start + SHARDS_PER_CALL]
+                cuts = [(pieces[index].batch_id, pieces[index].rows) for index in indices]
                 if len(cuts) == 1:
                     refs = [handle.shard.remote(*cuts[0])]
                 else:
                     refs = handle.shards.options(num_returns=len(cuts)).remote(cuts)
-                tokens |= zip(places, refs, strict=True)
-        return [tokens[at] for at in range(len(pieces))]
+                tokens |= zip(indices, refs, strict=True)
+        return [tokens[index] for index in range(len(pieces))]
 
     def drop(self, samples: BatchRef) -> None:
         for worker, batch_id in samples.held.batches:
@@ -155,7 +158,7 @@ class RolloutWorkers:
     def texts(
         self, samples: BatchRef, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
-        """As `RolloutWorker.texts`, of these rows."""
+        """The texts of these rows, as `RolloutWorker.texts`."""
         text_of: dict[int, tuple[str, str, str]] = {}
         for piece in samples.held.pieces(rows):
             texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows, dataset, with_special_tokens)
@@ -176,17 +179,17 @@ class RolloutWorkers:
 
 
 def _by_worker(pieces: Sequence[Piece]) -> dict[int, list[int]]:
-    """Worker -> which of the pieces it holds."""
-    places: dict[int, list[int]] = {}
-    for at, piece in enumerate(pieces):
-        places.setdefault(piece.worker, []).append(at)
-    return places
+    """Worker -> indices of the pieces that it holds."""
+    indices: dict[int, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        indices.setdefault(piece.worker, []).append(index)
+    return indices
 
 
 def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:
-    """What the workers made of a generation, with its rows in the order of the groups. made: worker -> its part."""
-    workers, place = list(made), {group.uid: at for at, group in enumerate(groups)}
-    # One without a finished group has columns of no type.
+    """Merges the workers' parts of a generation, with rows in the order of the groups. made: worker -> its part."""
+    workers, position_of = list(made), {group.uid: position for position, group in enumerate(groups)}
+    # A part without a finished group has columns of no type.
     filled = [worker for worker in workers if len(made[worker].samples["uid"])] or workers[:1]
     columns = [made[worker].samples for worker in filled]
     sizes = [len(column["uid"]) for column in columns]
@@ -196,9 +199,9 @@ def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tupl
     held, samples = HeldRows(batches, batch_S, np.concatenate([np.arange(size) for size in sizes])), columns[0]
     if len(columns) > 1:
         samples = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
-        order = np.argsort([place[uid] for uid in samples["uid"].tolist()], kind="stable")
+        order = np.argsort([position_of[uid] for uid in samples["uid"].tolist()], kind="stable")
         samples, held = {name: column[order] for name, column in samples.items()}, held.select(order.tolist())
-    left = [group for part in made.values() for group in part.unfinished]
+    unfinished = [group for part in made.values() for group in part.unfinished]
     whole = replace(
         made[workers[0]],
         samples=samples,
@@ -206,6 +209,6 @@ def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tupl
         reward_wait_s=max(part.reward_wait_s for part in made.values()),
         num_resubmitted=sum(part.num_resubmitted for part in made.values()),
         missing=[server for part in made.values() for server in part.missing],
-        unfinished=sorted(left, key=lambda group: place[group.uid]),
+        unfinished=sorted(unfinished, key=lambda group: position_of[group.uid]),
     )
     return whole, held

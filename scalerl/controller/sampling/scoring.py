@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class GroupScores:
-    """Of one generation, n samples a group."""
+    """The scores of one generation with n samples per group."""
 
     def __init__(
         self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: Enough | None
@@ -22,11 +22,11 @@ class GroupScores:
         self.samples: dict[int, list[Trajectory]] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[ScoreResult]] = {}
         self.kept: set[int] = set()
-        # Finished groups that nobody has judged yet.
+        # Finished groups that are not known to be kept or dropped yet.
         self.unjudged: set[int] = set()
 
     def add(self, sample: Trajectory) -> None:
-        """Starts to score a sample, which is finished."""
+        """Starts to score a finished sample."""
         self.samples.setdefault(sample.uid, []).append(sample)
         self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
         if self.is_finished(sample.uid):
@@ -40,12 +40,12 @@ class GroupScores:
         return self.samples.get(uid, [])
 
     async def of(self, uid: int) -> list[tuple[Trajectory, ScoreResult]]:
-        """A finished group's, by sample index. Raises what scoring raised."""
+        """The samples of a finished group with their scores, by sample index. Raises what scoring raised."""
         samples = sorted(self.samples[uid], key=lambda sample: sample.sample_index)
         return [(sample, await self.tasks[uid, sample.sample_index]) for sample in samples]
 
     def are_enough(self) -> bool:
-        """Also when a sample's scoring failed: then the generation is over, too, and `of` says why."""
+        """Whether enough groups are kept, or scoring failed: the generation is over then too, and `of` says why."""
         assert self.enough is not None
         for uid in list(self.unjudged):
             tasks = [self.tasks[uid, sample.sample_index] for sample in self.samples[uid]]

@@ -48,7 +48,7 @@ class Generated:
     batch_id: int
     samples: dict[str, np.ndarray]
     gen_s: float
-    # Scoring runs while other samples generate; this is what was left when the last one had come.
+    # Scoring runs while other samples generate; this is what remained after the last sample.
     reward_wait_s: float
     num_resubmitted: int
     missing: list[LostServer]
@@ -57,13 +57,15 @@ class Generated:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A group that an early end left. asks: sample index -> its turns as far as they are, of the unfinished ones."""
+    """A group that an early end left. asks: index of an unfinished sample -> its turns so far."""
 
     asks: dict[int, list[Ask]]
     finished: list[Trajectory]
 
 
 class RolloutWorker(Reusable):
+    """An actor that generates and scores samples on its servers, and keeps their tokens until `drop`."""
+
     def __init__(
         self,
         datasets: dict[str, Any],
@@ -101,7 +103,7 @@ class RolloutWorker(Reusable):
         self.batches: dict[int, DataProto] = {}
         self.batch_ids = itertools.count()
         self._replacements: Replacements | None = None
-        # Those that run.
+        # Generations that run.
         self.generations: set[asyncio.Task] = set()
         # uid of a group -> where an early end left it.
         self.interrupted: dict[int, Interrupted] = {}
@@ -109,22 +111,22 @@ class RolloutWorker(Reusable):
 
     @property
     def replacements(self) -> Replacements:
-        """Of `connect`."""
+        """The worker's view of the servers, which `connect` sets."""
         assert self._replacements is not None
         return self._replacements
 
     @property
     def judge(self) -> Judge:
-        """With reward_model.judge."""
+        """The judge, which exists with reward_model.judge."""
         assert self._judge is not None
         return self._judge
 
     async def enter(self, *args: Any, **kwargs: Any) -> None:
-        # Beside the event loop: what it reads may take long.
+        # In a thread, as what it reads may take long.
         await asyncio.to_thread(super().enter, *args, **kwargs)
 
     async def leave(self) -> None:
-        """Ends what still generates, and those that wait for news."""
+        """Ends running generations, and the wait for news of lost servers."""
         generations = list(self.generations)
         for generation in generations:
             generation.cancel()
@@ -146,10 +148,10 @@ class RolloutWorker(Reusable):
         workers: Sequence[Any] = (),
         number: int = 0,
     ) -> None:
-        """seed: of the samples (rollout.seed).
+        """Connects the worker to servers.  seed: of the samples (rollout.seed).
 
         servers: indices of the replicas that this worker asks; None: all.  workers: handles of all rollout workers,
-        where there are several.  number: of this one.
+        where there are several.  number: of this worker.
         """
         from scalerl.servers.recovery import Replacements
 
@@ -162,37 +164,37 @@ class RolloutWorker(Reusable):
 
     @property
     def clients(self) -> list[RolloutClient]:
-        """Of its own servers."""
+        """Clients of the servers that this worker asks."""
         return [self.replacements.clients[index] for index in self.servers]
 
     async def count_kept(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
-        """`EarlyEnds.count`, of the first worker."""
+        """Counts the groups of a worker (`EarlyEnds.count`); on the first worker."""
         self.early_ends.count(generation, worker, num_kept, num_groups)
 
     async def end_early(self, generation: int) -> None:
-        """All workers together have enough groups of it."""
+        """Ends a generation of which all workers together have enough groups."""
         self.early_ends.over.add(generation)
 
     async def connect_judge(self, replicas: Sequence[Replica], clients: ClientSettings) -> None:
         self.judge.connect(replicas, clients)
 
     async def next_lost_judge(self) -> list[LostServer]:
-        """As `next_lost`, of the judge's servers."""
+        """Waits for lost servers of the judge, as `next_lost`."""
         return await self.judge.replacements.next_lost()
 
     async def replace_judge(self, successors: dict[int, Replica]) -> None:
         await self.judge.replace(successors)
 
     async def next_lost(self) -> list[LostServer]:
-        """Servers that a generation lost; waits for it. Each is told once."""
+        """Waits for servers that a generation lost, and returns them; each is returned once."""
         return await self.replacements.next_lost()
 
     def replace(self, successors: dict[int, Replica]) -> None:
-        """Restarted servers; no generation uses them before `in_service`."""
+        """Takes restarted servers; no generation uses them before `in_service`."""
         self.replacements.put(successors)
 
     async def in_service(self, indices: Sequence[int]) -> None:
-        """Restarted servers have the trainer's weights: generations that wait for them go on."""
+        """Puts restarted servers with the trainer's weights into service: generations that wait for them continue."""
         await self.replacements.in_service(indices)
 
     async def generate(
@@ -207,17 +209,17 @@ class RolloutWorker(Reusable):
         carry: bool = False,
         generation: int = 0,
     ) -> Generated:
-        """n samples for each group, scored as they finish; a group that was interrupted goes on where it was.
+        """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
 
         keep: hold the tokens for `shard` until `drop`.
         enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
-        the same for them.  carry: the groups that are unfinished then may come again; else what they
-        have is given up.
+        the same for all of them.  carry: groups that are unfinished then may be asked for again; else their tokens
+        are given up.
 
-        A server that is lost is told by `next_lost`; what it had goes to the others, and to its successor.
+        `next_lost` returns servers that are lost; their requests go to the others, and to their successors.
 
-        Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt that
-        asks for a sampling that it cannot have.
+        Raises RewardError as the reward manager does, RolloutError when a server refuses, ValueError for a prompt with
+        sampling parameters that it cannot have.
         """
         from scalerl.controller.sampling.scoring import GroupScores
         from scalerl.rollout.samples import make_samples
@@ -232,9 +234,9 @@ class RolloutWorker(Reusable):
         scores = GroupScores(n, lambda sample: self._score(dataset, prompts[sample.uid], sample), enough)
         requests, before = [], []
         for group in groups:
-            left = self.interrupted.pop(group.uid, None)
-            before += left.finished if left else []
-            begun = left.asks if left else {index: [] for index in range(n)}
+            interrupted = self.interrupted.pop(group.uid, None)
+            before += interrupted.finished if interrupted else []
+            begun = interrupted.asks if interrupted else {index: [] for index in range(n)}
             requests += self._requests(dataset, group, prompts[group.uid], sampling, begun)
         recovery = GenerationRecovery(self.replacements, self.servers)
         try:
@@ -268,9 +270,9 @@ class RolloutWorker(Reusable):
         unfinished = [group for group in groups if group.uid not in results]
         if carry:
             asks: dict[int, dict[int, list[Ask]]] = {}
-            for (uid, index), found in left_over.items():
-                asks.setdefault(uid, {})[index] = found
-            self.interrupted |= {uid: Interrupted(found, scores.finished(uid)) for uid, found in asks.items()}
+            for (uid, index), turns in left_over.items():
+                asks.setdefault(uid, {})[index] = turns
+            self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
         return Generated(
             batch_id=batch_id,
             samples=batch.samples,
@@ -293,8 +295,8 @@ class RolloutWorker(Reusable):
 
         sampling = sampling_of(dataset, prompt, sampling)
         return [
-            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), found)
-            for index, found in asks.items()
+            SampleRequest(group.uid, index, prompt, sampling, self._seed(group.uid, index), turns)
+            for index, turns in asks.items()
         ]
 
     def _seed(self, uid: int, sample_index: int) -> int:
@@ -303,7 +305,7 @@ class RolloutWorker(Reusable):
         return sample_seed(self.seed, *SampleGroup.step_and_position(uid), sample_index)
 
     def forget(self, uids: Sequence[int]) -> None:
-        """Interrupted groups that will not come again."""
+        """Drops what is kept of interrupted groups that will not be asked for again."""
         for uid in uids:
             self.interrupted.pop(uid, None)
 
@@ -313,7 +315,7 @@ class RolloutWorker(Reusable):
         from scalerl.rewards.judge import STYLE
 
         if self.model_scores and prompt.reward_style == "model":
-            # Until the reward model has seen it: no advantage can be made of it.
+            # NaN until the reward model has scored the sample: no advantage can be computed from it.
             return ScoreResult(float("nan"), sample.extra)
         if sample.reward is not None:
             return ScoreResult(float(sample.reward), sample.extra)
@@ -327,8 +329,8 @@ class RolloutWorker(Reusable):
             response_length=sample.num_tokens,
         )
         if self._judge is not None and prompt.reward_style == STYLE:
-            place = SampleGroup.step_and_position(sample.uid)
-            seed = sample_seed(self.judge.config.seed, *place, sample.sample_index)
+            step_and_position = SampleGroup.step_and_position(sample.uid)
+            seed = sample_seed(self.judge.config.seed, *step_and_position, sample.sample_index)
             result = await self.judge.score(request, seed)
         else:
             result = await self.rewards.scored(request)
@@ -340,11 +342,11 @@ class RolloutWorker(Reusable):
         return DataProto({name: picked[name] for name in TRAINED_COLUMNS})
 
     def shards(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> tuple[DataProto, ...]:
-        """As `shard`, of each (batch, rows of it): each a return value of its own."""
+        """The token columns of each cut (batch, rows of it), as `shard`, in separate return values."""
         return tuple(self.shard(batch_id, rows) for batch_id, rows in cuts)
 
     def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """(batch, rows of it) in order, as one batch; those batches are dropped. -> its id."""
+        """Joins parts (batch, rows of it), in order, into one batch and returns its id; the batches are dropped."""
         joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])
         for batch_id, _ in parts:
             self.drop(batch_id)
@@ -358,7 +360,7 @@ class RolloutWorker(Reusable):
     def texts(
         self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
-        """(prompt, response, ground truth) as text.  dataset: whose prompts they are, `train` or `val`."""
+        """(prompt, response, ground truth) of each row as text.  dataset: data set of the prompts, `train` or `val`."""
         batch = self.batches[batch_id].select(rows)
         texts = self._texts(batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
         prompts = [self.datasets[dataset][uid] for uid in batch.samples["prompt_uid"].tolist()]
@@ -387,30 +389,30 @@ class RolloutWorker(Reusable):
         rows: list[tuple[int, ...]],
         *made: DataProto,
     ) -> None:
-        """`dump.write_dump` of these rows of a step's batch. samples: their columns as they are by now.
+        """Writes rows of a step's batch by `dump.write_dump`.  part: these rows.  samples: their sample columns.
 
-        own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: of rows[i], the trainer's
-        columns, and the tokens that other workers have.
+        own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
+        the trainer's or those that other workers have.
         """
         from scalerl.controller.sampling.dump import joined, write_dump
 
         def write() -> None:
-            held = [self.tokens(batch_id, of_batch) for batch_id, of_batch, _ in own]
-            tokens = joined([*(of_step for _, _, of_step in own), *rows], [*held, *made], part)
+            held = [self.tokens(batch_id, batch_rows) for batch_id, batch_rows, _ in own]
+            tokens = joined([*(step_rows for _, _, step_rows in own), *rows], [*held, *made], part)
             write_dump(Path(path), tokens, samples, self._texts(tokens["input_ids"], samples["prompt_length"]))
 
-        # Beside the event loop: a generation may be under way.
+        # In a thread, as a generation may run in the event loop.
         await asyncio.to_thread(write)
 
 
 def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
-    """With what the prompt's extra_info["sampling"] changes. Raises ValueError naming the prompt."""
+    """`base` with the changes of the prompt's extra_info["sampling"]. Raises ValueError naming the prompt."""
     from scalerl.rollout.overrides import override_sampling
 
     name = f"{dataset} prompt {prompt.uid}"
     sampling = override_sampling(base, prompt.extra_info, name)
     if dataset == "train" and base.temperature == 0:
-        # What samples are compared with, whatever temperature the prompt wants for them.
+        # The greedy baseline of the samples stays greedy, whatever temperature the prompt asks for.
         return replace(sampling, temperature=0.0)
     if dataset == "train" and sampling.temperature != base.temperature:
         raise ValueError(
@@ -422,14 +424,14 @@ def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> Sampli
 
 
 def _as_text(ground_truth: Any) -> str:
-    """Of any type that a file may have; nothing for none."""
+    """A ground truth as text, JSON if it is no string; None is empty."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     return json.dumps(ground_truth, ensure_ascii=False, default=str)
 
 
 def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
-    """63 bits from the four numbers: the same sample of the same step always draws the same."""
+    """A seed of 63 bits from the four numbers, so that the same sample of the same step always draws the same."""
     return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -463,7 +465,7 @@ def _to_batch(
 
 
 def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
-    """Prompt and response of each sample, one behind the other. Written once: a step has tens of millions of tokens."""
+    """Token columns with prompt and response of each sample. Written once: a step has tens of millions of tokens."""
     from scalerl.servers.requests import NO_VERSION, GenerateOutput
 
     ends = np.cumsum([len(t.prompt_ids) + t.num_tokens for t in trajectories], dtype=int)

@@ -1,1 +1,1 @@
-"""The trainer's side: what the ranks do, and their roles as the loop calls them."""
+"""The training side of a run: what the ranks do, and their roles as the training loop calls them."""

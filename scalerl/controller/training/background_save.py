@@ -1,4 +1,4 @@
-"""Saves that the ranks write while they go on training: begun by one call, waited for in a thread of the driver."""
+"""Saves that ranks write while they train: one call begins a save, and a thread of the driver waits for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.errors import RunError, UserError
 
-# Waits until all of a save is on the disk. The event: nobody wants it any more.
+# Waits until all of a save is on the disk. The event: the save is given up.
 Writing = Callable[[threading.Event], None]
 # Seconds until a rank that still writes is asked again; twice as long each time.
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
 
 
 def begin_save(workers: WorkerGroup, role: str, directory: str) -> Writing:
-    """Every rank has copied what it saves when this returns, and writes it into the directory."""
+    """Begins a save: when this returns every rank has copied what it saves, and writes it into the directory."""
     workers.call(MegatronWorker.begin_save_checkpoint, role, directory)
     return functools.partial(_finish, workers, role, Path(directory))
 
 
 def _finish(workers: WorkerGroup, role: str, directory: Path, given_up: threading.Event) -> None:
-    """Raises, when no rank writes any more, what the first that failed did; CheckpointWriteError when given up."""
+    """Waits for all ranks, then raises the first error of any of them; CheckpointWriteError when given up."""
     deadline = time.monotonic() + workers.limit(MegatronWorker.written_checkpoint.__name__).seconds
     files: list[WrittenFile] = []
     common: dict[str, Any] = {}

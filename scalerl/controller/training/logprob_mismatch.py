@@ -1,4 +1,4 @@
-"""The sampler's and the trainer's log-probs of one rank's rows: how far apart they are, and what follows for the loss.
+"""Compares the sampler's and the trainer's log-probs of one rank's rows, and corrects the loss for their difference.
 
 S rows, T tokens.
 """
@@ -19,10 +19,10 @@ from scalerl.protocol import DataProto, Jagged
 def compare_log_probs(
     shard: DataProto, config: RolloutCorrectionConfig, *, group: dist.ProcessGroup | None, device: str
 ) -> tuple[dict[str, Metric], DataProto]:
-    """The shard holds rollout_logprobs, old_logprobs and response_mask.
+    """Compares the log-probs of a shard with columns rollout_logprobs, old_logprobs and response_mask.
 
-    Returns metrics of the rows, to be merged over the ranks of the group, and the columns that the correction makes: of
-    tokens rollout_is_weights (float32) and loss_mask (bool), of samples num_loss_tokens (int64); none without one.
+    Returns metrics of the rows, to be merged over the ranks of the group, and the columns that the correction makes (if
+    any): of tokens rollout_is_weights (float32) and loss_mask (bool), of samples num_loss_tokens (int64).
     group: data-parallel ranks, all of which call. device: where its collectives run.
     """
     mask = shard.tokens["response_mask"]
@@ -32,28 +32,35 @@ def compare_log_probs(
     if not corrects(config):
         return metrics, DataProto()
     # Only the mean over ranks needs the device; sums in the CPU's order are the same in every run.
-    place = device if config.rollout_is_batch_normalize else "cpu"
+    correction_device = device if config.rollout_is_batch_normalize else "cpu"
     corrected = correct(
-        rollout_T.to(place), old_T.to(place), mask.values.to(place), mask.cu_seqlens.to(place), config, group=group
+        rollout_T.to(correction_device),
+        old_T.to(correction_device),
+        mask.values.to(correction_device),
+        mask.cu_seqlens.to(correction_device),
+        config,
+        group=group,
     )
-    made = {"rollout_is_weights": corrected.weights_T, "loss_mask": corrected.mask_T}
-    tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in made.items()}
+    token_columns = {"rollout_is_weights": corrected.weights_T, "loss_mask": corrected.mask_T}
+    tokens = {name: Jagged(values_T.cpu(), mask.cu_seqlens) for name, values_T in token_columns.items()}
     samples = {"num_loss_tokens": corrected.num_loss_tokens_S.cpu().numpy()}
     return metrics | corrected.metrics, DataProto(tokens, samples)
 
 
 def worst_tokens(shard: DataProto) -> dict[str, np.ndarray]:
-    """Of each row's sampled token whose two log-probs differ most, all [S]: difference (absolute, NaN where one is),
-    position (in prompt + response; -1 without a sampled token), token_id, rollout_logprob, old_logprob.
+    """The sampled token of each row whose two log-probs differ most.
+
+    Returns columns, all [S]: difference (absolute, NaN where one of the log-probs is), position (in prompt +
+    response; -1 without a sampled token), token_id, rollout_logprob, old_logprob.
     """
     ids, rollout, old = (shard.tokens[name].values for name in ("input_ids", "rollout_logprobs", "old_logprobs"))
     mask = shard.tokens["response_mask"]
     difference_S, position_S = largest_differences(rollout, old, mask.values, mask.cu_seqlens)
-    at_S = mask.cu_seqlens[:-1] + torch.from_numpy(position_S).clamp(min=0)
+    index_S = mask.cu_seqlens[:-1] + torch.from_numpy(position_S).clamp(min=0)
     return {
         "difference": difference_S,
         "position": position_S,
-        "token_id": ids[at_S].numpy(),
-        "rollout_logprob": rollout[at_S].numpy(),
-        "old_logprob": old[at_S].numpy(),
+        "token_id": ids[index_S].numpy(),
+        "rollout_logprob": rollout[index_S].numpy(),
+        "old_logprob": old[index_S].numpy(),
     }

@@ -1,4 +1,4 @@
-"""`RLWorker`: a trainer rank of reinforcement learning: passes of the models, updates, weights to the servers."""
+"""`RLWorker`: a trainer rank of reinforcement learning, with forward passes, updates and weights for the servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RLWorker(MegatronWorker):
     """A trainer rank with the actor and, in the same process, any of critic, reference and reward model."""
 
-    # Of `connect_rollout`.
+    # Set by `connect_rollout`.
     weight_sync: WeightSync | None = None
 
     def leave(self) -> None:
@@ -42,7 +42,7 @@ class RLWorker(MegatronWorker):
         correction: RolloutCorrectionConfig,
         config: ActorConfig,
     ) -> Result:
-        """Column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
+        """Computes column old_logprobs, the policy's entropy, and how far it is from the sampler; with a correction
         rollout_is_weights, loss_mask and num_loss_tokens too. config: how the entropy is aggregated."""
         outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=temperature)
         return self._compared(shard, outputs, correction, config)
@@ -54,7 +54,7 @@ class RLWorker(MegatronWorker):
         correction: RolloutCorrectionConfig,
         config: ActorConfig,
     ) -> Result:
-        """outputs: of `MegatronEngine.logprobs`, by the weights that the step began with."""
+        """The result of compute_log_prob.  outputs: of `MegatronEngine.logprobs`, by the step's first weights."""
         if not outputs:
             return {}, None
         from scalerl.algorithms import aggregated
@@ -69,13 +69,13 @@ class RLWorker(MegatronWorker):
             both = shard.union(columns)
             compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
             metrics, columns = metrics | compared, columns.union(corrected)
-        # What tp and cp ranks have is the same once more.
+        # Other tp and cp ranks have the same values.
         is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
         return metrics if is_first else {}, columns
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """Sample columns of `logprob_mismatch.worst_tokens`, from rollout_logprobs and old_logprobs."""
+        """Computes the sample columns of `logprob_mismatch.worst_tokens` from rollout_logprobs and old_logprobs."""
         from scalerl.controller.training.logprob_mismatch import worst_tokens
 
         return {}, DataProto(samples=worst_tokens(shard))
@@ -83,27 +83,27 @@ class RLWorker(MegatronWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("ref", "params", role="ref")
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
-        """Column ref_logprobs."""
+        """Computes column ref_logprobs."""
         outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
         return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("values", "params", role="critic")
     def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """Column values."""
+        """Computes column values."""
         outputs = self.engines["critic"].values(shard, flat(micro_batches))
         return {}, DataProto(outputs) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @phase("reward_model", "params", role="reward_model")
     def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """Sample column scores: the reward model's, after the last token."""
+        """Computes sample column scores: the reward model's output after the last token."""
         outputs = self.engines["reward_model"].scores(shard, flat(micro_batches))
         return {}, DataProto(samples={"scores": outputs["scores"].cpu().numpy()}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
-        """Sample column reward_kl: sum over the sampled tokens. old_logprobs: name of the policy's column."""
+        """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: name of the policy's column."""
         from scalerl.controller.training.token_advantages import reward_kl, sums_of_rows
 
         sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
@@ -118,7 +118,7 @@ class RLWorker(MegatronWorker):
         config: AlgorithmConfig,
         kl: tuple[float, str] | None,
     ) -> Result:
-        """Columns advantages and returns, of an estimator of single tokens (`token_advantages.token_advantages`)."""
+        """Computes columns advantages and returns of single tokens (`token_advantages.token_advantages`)."""
         from scalerl.controller.training.token_advantages import token_advantages
 
         metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
@@ -137,7 +137,8 @@ class RLWorker(MegatronWorker):
         totals: list[dict[str, int]],
         bypass_mode: bool,
     ) -> Result:
-        """ppo_epochs passes over the mini-batches, one optimizer update each; none for what was rejected entirely.
+        """Updates the actor: ppo_epochs passes over the mini-batches, one optimizer update each; none for a mini-batch
+        that the correction rejected entirely.
 
         totals[mini-batch]: num_loss_tokens and num_sequences of the whole mini-batch, over all dp ranks.
         bypass_mode: the sampler's log-probs are the old ones.
@@ -150,8 +151,8 @@ class RLWorker(MegatronWorker):
             shard = shard.union(DataProto({"old_logprobs": shard.tokens["rollout_logprobs"]}))
         corrected = "loss_mask" in shard.tokens
         # The counts are those of all ranks, so that all of them leave the same ones out.
-        kept = [at for at, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
-        mini_batches, kept_totals = [micro_batches[at] for at in kept], [totals[at] for at in kept]
+        kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
+        mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
         if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
             from scalerl.controller.training.token_advantages import covariance_column
 
@@ -192,8 +193,10 @@ class RLWorker(MegatronWorker):
         temperature: float,
         totals: list[dict[str, int]],
     ) -> Result:
-        """compute_log_prob and update_actor of a step of one update without a correction, in one forward pass: the old
-        log-probs are the update's own, bit for bit what a pass before it would give."""
+        """Does compute_log_prob and update_actor in one forward pass, for a step of one update without a correction.
+
+        The old log-probs are the update's own, bit for bit what a pass before it would give.
+        """
         import torch
 
         from scalerl.algorithms import PolicyObjective
@@ -214,7 +217,7 @@ class RLWorker(MegatronWorker):
     def update_critic(
         self, shard: DataProto, micro_batches: MicroBatches, *, config: CriticConfig, totals: list[dict[str, int]]
     ) -> Result:
-        """As update_actor, on the columns values and returns."""
+        """Updates the critic, as update_actor does the actor, on the columns values and returns."""
         from scalerl.algorithms import ValueObjective
 
         updates = self._update("critic", shard, micro_batches, config.ppo_epochs, totals, ValueObjective, config)
@@ -231,14 +234,14 @@ class RLWorker(MegatronWorker):
         config: ActorConfig | CriticConfig,
         **kwargs: Any,
     ) -> list[dict[str, float]]:
-        """One optimizer update per epoch and mini-batch."""
+        """Makes one optimizer update per epoch and mini-batch."""
         import torch
 
         updates = []
         for _ in range(num_epochs):
             for mini_batch, total in zip(micro_batches, totals, strict=True):
                 updates.append(self.engines[role].update(shard, mini_batch, objective(config, **total), **kwargs))
-        # What torch keeps for reuse is not there for the rollout server, which takes the device next.
+        # The rollout server, which takes the device next, cannot use memory that torch keeps for reuse.
         torch.cuda.empty_cache()
         return updates
 
@@ -256,7 +259,7 @@ class RLWorker(MegatronWorker):
         directory: str | None = None,
         model_path: str | None = None,
     ) -> None:
-        """dtype: what the servers store; None: as the engine's."""
+        """Connects this rank to the servers (`WeightSync`).  dtype: what the servers store; None: as the engine's."""
         import torch
 
         from scalerl.hybrid.weight_sync import WeightSync
@@ -276,7 +279,7 @@ class RLWorker(MegatronWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def reconnect_rollout(self, successors: Mapping[int, Replica]) -> None:
-        """Index -> the restarted server."""
+        """Connects this rank to restarted servers.  successors: index -> the restarted server."""
         assert self.weight_sync is not None, "no servers are connected"
         self.weight_sync.reconnect(successors)
 
@@ -290,7 +293,7 @@ class RLWorker(MegatronWorker):
         raise_errors: bool = True,
         with_memory: bool = False,
     ) -> dict[str, Any]:
-        """What `WeightSync.sync` returns; with_memory: and `memory`, under that name."""
+        """Sends weights by `WeightSync.sync` and returns its report; with_memory: with `memory`, under that name."""
         report = self._sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
         return report | {"memory": self.memory()} if with_memory else report
 

@@ -17,21 +17,23 @@ from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, explained_variance_metrics
 
 Metrics = dict[str, Metric]
-# What the rollout makes, as one column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
+# The rollout's token columns as one Column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
 TOKENS = "tokens"
 
 
 @dataclass(frozen=True)
 class MegatronActor:
+    """The policy that is trained, on a group of ranks."""
+
     workers: WorkerGroup
     config: ActorConfig
-    # The sampler's: log-probs are of softmax(logits / temperature).
+    # The sampler's temperature: log-probs are of softmax(logits / temperature).
     temperature: float
     correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """With a correction the batch has num_loss_tokens [S] too. With bypass_mode it stays as it is: the sampler's
-        log-probs, which it has, are the old ones."""
+        """The batch with old_logprobs, with a correction also num_loss_tokens [S]. With bypass_mode it stays as it is:
+        the sampler's log-probs, which it has, are the old ones."""
         if self.correction.bypass_mode:
             return batch, {}
         metrics, counts, columns = self.workers.call(
@@ -52,7 +54,7 @@ class MegatronActor:
 
     @property
     def _old_logprobs(self) -> tuple[str, list[str]]:
-        """(name of the token column that says what the policy gave, columns of the batch that hold it)."""
+        """(name of the token column with the policy's log-probs, columns of the batch that hold it)."""
         return ("rollout_logprobs", []) if self.correction.bypass_mode else ("old_logprobs", ["old_logprobs"])
 
     def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
@@ -99,8 +101,8 @@ class MegatronActor:
         return {"actor/kl_coef": Metric(self.config.kl_loss_coef, "mean")} if self.config.use_kl_loss else {}
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        made = [] if self.correction.bypass_mode else ["old_logprobs"]
-        shards = batch.shards("actor", TOKENS, *made, *self._made_before(batch))
+        old_logprobs = [] if self.correction.bypass_mode else ["old_logprobs"]
+        shards = batch.shards("actor", TOKENS, *old_logprobs, *self._made_before(batch))
         counts = "num_loss_tokens" if "num_loss_tokens" in batch.samples else "num_sampled_tokens"
         metrics = self.workers.call(
             RLWorker.update_actor,
@@ -124,6 +126,8 @@ class MegatronActor:
 
 @dataclass(frozen=True)
 class MegatronReference:
+    """The frozen reference model, on a group of ranks."""
+
     workers: WorkerGroup
     temperature: float
 
@@ -135,6 +139,8 @@ class MegatronReference:
 
 @dataclass(frozen=True)
 class MegatronCritic:
+    """The critic, on a group of ranks."""
+
     workers: WorkerGroup
     config: CriticConfig
 
@@ -160,16 +166,18 @@ class MegatronCritic:
 
 @dataclass(frozen=True)
 class MegatronRewardModel:
+    """The reward model, on a group of ranks."""
+
     workers: WorkerGroup
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
-        """[S] float64, of every sample."""
+        """The scores [S] float64 of all samples."""
         computed = self.workers.call(RLWorker.compute_scores, batch.shards("reward_model", TOKENS))
         return computed.samples["scores"].astype(np.float64)
 
 
 def loss_totals(plan: StepPlan, num_loss_tokens_S: np.ndarray) -> list[dict[str, int]]:
-    """Per mini-batch, over all ranks: tokens that count in the loss, and sequences with at least one."""
+    """The loss tokens of each mini-batch over all ranks, and its sequences with at least one of these."""
     totals = []
     for mini_batch in range(plan.num_mini_batches):
         micro_batches = itertools.chain.from_iterable(rank[mini_batch] for rank in plan.micro_batches)

@@ -1,4 +1,4 @@
-"""`SFTWorker`: a trainer rank of supervised fine-tuning, with the data sets whose rows it is told."""
+"""`SFTWorker`: a trainer rank of supervised fine-tuning, which holds the data sets and is told which rows to use."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class SFTWorker(MegatronWorker):
 
     def __init__(self, rank: int, layout: Layout, **init: Any) -> None:
         super().__init__(rank, layout, **init)
-        # Of `set_dataset`.
+        # Set by `set_dataset`.
         self.datasets: dict[str, Any] = {}
 
     @register(Dispatch.ONE_TO_ALL)
     def set_dataset(self, name: str, dataset: Any) -> None:
-        """dataset[i] has input_ids and loss_mask; held for update_sft and evaluate_sft."""
+        """Keeps a data set for update_sft and evaluate_sft; dataset[i] has input_ids and loss_mask."""
         self.datasets[name] = dataset
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def update_sft(self, shard: DataProto, micro_batches: MicroBatches, *, totals: list[dict[str, int]]) -> Result:
-        """One update per mini-batch on rows of the training set, and `memory`. samples["row"]: index into it."""
+        """Makes one update per mini-batch on rows of the training set (samples["row"]); metrics include `memory`."""
         updates = self._update(shard, micro_batches, totals)
         return self.update_metrics(updates, "train") | self.memory(), None
 
@@ -46,7 +46,7 @@ class SFTWorker(MegatronWorker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def evaluate_sft(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
-        """val/loss: mean negative log-likelihood of the validation set's loss tokens; and `memory`."""
+        """Computes val/loss, the mean negative log-likelihood of the validation set's loss tokens, and `memory`."""
         metrics = self._evaluate(shard, micro_batches)
         return metrics | self.memory(), None
 

@@ -1,4 +1,4 @@
-"""What one data-parallel rank's samples earn, token by token; and the tokens that a loss singles out.
+"""Rewards and advantages of single tokens on one data-parallel rank, and the tokens that a loss singles out.
 
 S rows, T tokens. The shard holds whole samples; `group` are the data-parallel ranks, all of which call.
 """
@@ -31,7 +31,7 @@ SAMPLE_NAMES = ("prompt_uid", "uid", "sample_index")
 def reward_kl(shard: DataProto, kind: str, *, old_logprobs: str) -> Jagged:
     """KL of each sampled token to the reference, 0 at the others.
 
-    old_logprobs: name of the column that says what the policy gave.
+    old_logprobs: name of the column with the policy's log-probs.
     """
     mask, old, ref = (shard.tokens[name] for name in ("response_mask", old_logprobs, "ref_logprobs"))
     kl_T = kl_penalty_forward(old.values, ref.values, kind)
@@ -39,7 +39,7 @@ def reward_kl(shard: DataProto, kind: str, *, old_logprobs: str) -> Jagged:
 
 
 def sums_of_rows(column: Jagged) -> np.ndarray:
-    """[S] float64."""
+    """The sum of each row, [S] float64."""
     before = torch.cat([torch.zeros(1, dtype=torch.float64), column.values.double().cumsum(0)])
     return before[column.cu_seqlens].diff().numpy()
 
@@ -47,10 +47,10 @@ def sums_of_rows(column: Jagged) -> np.ndarray:
 def token_advantages(
     shard: DataProto, config: AlgorithmConfig, kl: tuple[float, str] | None, *, group: dist.ProcessGroup, device: str
 ) -> tuple[dict[str, Metric], DataProto]:
-    """Columns advantages and returns of an estimator of single tokens, and metrics to be merged over the group.
+    """Computes columns advantages and returns by an estimator of single tokens, and metrics to merge over the group.
 
-    The score is the reward of a sample's last sampled token. kl: (its weight, name of the policy's log-probs), where it
-    is taken off every token's reward.  device: where collectives run.
+    The score is the reward of a sample's last sampled token. kl: (its weight, name of the policy's log-probs), if the
+    KL is subtracted from every token's reward.  device: where collectives run.
     """
     estimator = get_adv_estimator(config.adv_estimator)
     mask = shard.tokens["response_mask"]
@@ -70,8 +70,8 @@ def token_advantages(
         stats["values"] = columns["values"]
     for name, values_T in stats.items():
         metrics |= token_stat_sums(f"critic/{name}", values_T, mask.values)
-    made = {"advantages": advantages_T, "returns": returns_T}
-    return metrics, DataProto({name: Jagged(values_T, mask.cu_seqlens) for name, values_T in made.items()})
+    token_columns = {"advantages": advantages_T, "returns": returns_T}
+    return metrics, DataProto({name: Jagged(values_T, mask.cu_seqlens) for name, values_T in token_columns.items()})
 
 
 def _column(shard: DataProto, name: str) -> Tensor:
@@ -89,7 +89,7 @@ def covariance_column(
     group: dist.ProcessGroup,
     device: str,
 ) -> Jagged:
-    """The tokens that clip_cov and kl_cov single out in each mini-batch of all ranks (`covariance.select_tokens`).
+    """Marks the tokens that clip_cov and kl_cov single out in mini-batches of all ranks (`covariance.select_tokens`).
 
     micro_batches[mini-batch][micro-batch]: positions in the shard's rows.  mask: name of the loss tokens' column.
     """
@@ -101,11 +101,11 @@ def covariance_column(
     for mini_batch, total in zip(micro_batches, totals, strict=True):
         chosen_S = torch.zeros(len(shard), dtype=torch.bool)
         chosen_S[[row for rows in mini_batch for row in rows]] = True
-        at_T = chosen_S.repeat_interleave(masks.lengths)
+        chosen_T = chosen_S.repeat_interleave(masks.lengths)
         old_M, advantages_M, mask_M, keys_M = (
-            column[at_T].to(device) for column in (old_logprobs, advantages, masks.values, keys_T)
+            column[chosen_T].to(device) for column in (old_logprobs, advantages, masks.values, keys_T)
         )
-        selected_T[at_T] = select_tokens(
+        selected_T[chosen_T] = select_tokens(
             old_M, advantages_M, mask_M, keys_M, config, total["num_loss_tokens"], group=group
         ).cpu()
     return Jagged(selected_T, masks.cu_seqlens)

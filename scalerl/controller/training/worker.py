@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 W = TypeVar("W", bound="MegatronWorker")
 P = ParamSpec("P")
 R = TypeVar("R")
-# Of the workers' own loggers: DEBUG shows memory before and after each phase, INFO the search for a loss scale.
+# Level of the workers' own loggers: DEBUG shows memory before and after each phase, INFO the search for a loss scale.
 LOGGING_LEVEL_ENV = "SCALERL_LOGGING_LEVEL"
 
 
 def phase(
     name: str, *parts: str, role: str = "actor"
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """A worker's method that computes with that role's model: its parts are on the device while it runs.
+    """Decorates a worker's method that computes with a role's model: `parts` of it are on the device meanwhile.
 
-    name: of the method in timing_s/* and perf/memory_*_gb/*. parts: of parallel.offload.PARTS; none given: all.
+    name: of the method in timing_s/* and perf/memory_*_gb/*. parts: of parallel.offload.PARTS; without any: all.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
@@ -58,7 +58,7 @@ def phase(
 
 
 class MegatronWorker(Worker):
-    """One trainer rank. What a run trains is in its subclasses."""
+    """One trainer rank; its subclasses say what a run trains."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class MegatronWorker(Worker):
         self.user_files = user_files
         self.collective_timeout_s = collective_timeout_s
         self.engines: dict[str, Any] = {}
-        # Phase -> seconds since `memory` in which parts of its model came to the device and left it.
+        # Phase -> seconds since `memory` that parts of its model took to get to the device and to leave it.
         self.offload_s: dict[str, float] = {}
         # With trainer.async_save, from the first save on.
         self.background_save: BackgroundSave | None = None
@@ -84,7 +84,7 @@ class MegatronWorker(Worker):
         self.listener: socket.socket | None = None
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address as other nodes see it, and a port of it that this process listens on from now."""
+        """This node's address as other nodes see it, and a port there on which this process listens from now on."""
         import ray
 
         self.listener = rendezvous.listen(ray.util.get_node_ip_address())
@@ -126,7 +126,7 @@ class MegatronWorker(Worker):
         )
 
     def leave(self) -> None:
-        """Parts from the other ranks; models, groups and user files of the run are gone then."""
+        """Leaves the other ranks; models, groups and user files of the run are gone then."""
         from scalerl.parallel.layout import leave
 
         if self.background_save is not None:
@@ -146,7 +146,7 @@ class MegatronWorker(Worker):
         head: Head = "lm",
         trust_remote_code: bool = False,
     ) -> None:
-        """role: actor, ref, critic or reward_model. optim None: frozen."""
+        """Builds the model of a role.  role: actor, ref, critic or reward_model. optim None: frozen."""
         import torch
 
         from scalerl.parallel.engine import MegatronEngine
@@ -160,21 +160,24 @@ class MegatronWorker(Worker):
 
     @contextlib.contextmanager
     def present(self, name: str, role: str, parts: Sequence[str]) -> Iterator[None]:
-        """That role's parts are on the device inside the block."""
+        """Keeps parts of a role's model on the device inside the block.  name: phase that the moves count for."""
         engine, began = self.engines[role], time.perf_counter()
         with engine.on_device(*parts):
-            came = left = time.perf_counter()
+            arrived = leaving = time.perf_counter()
             try:
                 yield
             finally:
-                left = time.perf_counter()
+                leaving = time.perf_counter()
         if engine.leaves:
-            moved_s = came - began + time.perf_counter() - left
+            moved_s = arrived - began + time.perf_counter() - leaving
             self.offload_s[name] = self.offload_s.get(name, 0.0) + moved_s
 
     def update_metrics(self, updates: list[dict[str, float]], prefix: str) -> dict[str, Metric]:
-        """From one rank of the last stage: means over the step's updates that changed the weights, how many those were
-        and how many were skipped; ppo_kl and clipfrac of the first apart."""
+        """Metrics of a step's updates, from one rank of the last stage.
+
+        They are means over the updates that changed the weights, how many those were and how many were skipped;
+        ppo_kl and clipfrac of the first apart.
+        """
         if not self.groups.is_last_stage or self.groups.at.tp_rank or self.groups.at.dp_rank:
             return {}
         metrics: dict[str, Metric] = {}
@@ -201,7 +204,7 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def begin_save_checkpoint(self, role: str, directory: str) -> None:
-        """As `save_checkpoint`, but what this rank saves is only copied; a thread writes it."""
+        """Begins a save as `save_checkpoint`, but only copies what this rank saves; a thread writes it."""
         from scalerl.parallel.background_save import BackgroundSave
 
         if self.background_save is None:
@@ -211,7 +214,7 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def written_checkpoint(self, role: str) -> tuple[WrittenFile, dict[str, Any]] | None:
-        """What became of this rank's part of the save that was begun last: as `BackgroundSave.written`."""
+        """The state of this rank's part of the save that was begun last, as `BackgroundSave.written`."""
         assert self.background_save is not None, "no save was begun"
         return self.background_save.written(role)
 
@@ -224,7 +227,7 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def peak_flops(self, dtype: str) -> float | None:
-        """Of one device: from the table on a GPU, measured on a CPU; None for a GPU that the table does not know."""
+        """Peak FLOP/s of one device: from the table on a GPU (None if it is not there), measured on a CPU."""
         import torch
 
         from scalerl.metrics import device_peak_flops, measured_matmul_peak
@@ -235,7 +238,7 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def gpu_ids(self) -> str:
-        """What the node calls this rank's device."""
+        """Ray's id of this rank's device on its node."""
         import ray
 
         (gpu_id,) = ray.get_gpu_ids()
@@ -243,8 +246,11 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:
-        """`memory_metrics`, and timing_s/{phase}/offload of phases whose model comes and goes; since the last time that
-        this was called, or rode along with another call (`RLWorker.sync_weights`, `SFTWorker.update_sft`)."""
+        """The metrics `memory_metrics`, and timing_s/{phase}/offload of phases whose model comes and goes.
+
+        They cover the time since the last call, by itself or within another call (`RLWorker.sync_weights`,
+        `SFTWorker.update_sft`).
+        """
         from scalerl.metrics import memory_metrics
 
         moved, self.offload_s = self.offload_s, {}
@@ -255,7 +261,7 @@ class MegatronWorker(Worker):
         return self.reading()
 
     def reading(self) -> RankMemory:
-        """Free memory of this rank's device, and what its models take of it when they come back."""
+        """Free memory of this rank's device, and the bytes that its models take there when they come back."""
         from scalerl.hybrid.handover import measure
 
         return measure(self.rank, self.device, self.engines)

@@ -1,4 +1,4 @@
-"""The ways that weights take from the trainer ranks to the rollout servers, behind one interface."""
+"""`Transport`: the interface of the ways in which weights get from trainer ranks to rollout servers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ __all__ = ["Transport", "TransportName"]
 
 
 class Transport(Protocol):
-    """Made by all trainer ranks together."""
+    """A way for weights to get from trainer ranks to rollout servers; all ranks make it together."""
 
     # Whether servers take weights between begin_weight_update and end_weight_update.
     has_session: bool
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
-        """Collective over the trainer's world. -> bytes that this rank has of one copy of the model, and its buckets.
+        """Sends the weights to all servers of a delivery; collective over the trainer's world.
 
-        A rank on which no server depends has none of them, or those that it writes.
+        Returns how many bytes of one copy of the model this rank had, and in how many buckets. A rank on which no
+        server depends has none, or those that it writes.
 
         A server that fails is noted in `delivery`; the others get everything.
         """
         ...
 
     def forget(self, index: int) -> None:
-        """The server of that replica is gone; what was set up with it is given back."""
+        """Gives back what was set up with the server of a replica, which is gone."""
         ...

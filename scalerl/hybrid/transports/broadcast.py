@@ -23,14 +23,14 @@ from scalerl.servers.update_group import (
 )
 from scalerl.servers.weights import NamedTensors
 
-# By which a group outlives the request that it serves: else NCCL's watchdog may end this rank in the moment in which
-# the request to a server that hangs is given up.
+# How much longer a group's limit is than that of the request it serves: else NCCL's watchdog may end this rank when the
+# request to a server that hangs is given up.
 NCCL_GRACE_S = 300.0
 _counter = itertools.count()
 
 
 class BroadcastTransport:
-    """Each server has a group of its own with the rank that leads it, so that a lost one takes no other with it.
+    """Weights by broadcast: each server has a process group with its lead, so that a lost one takes no other with it.
 
     The leads, far apart in the world, have every bucket and send at the same time; the other ranks have none.
     """
@@ -52,7 +52,7 @@ class BroadcastTransport:
             leads = {feed.lead for feed in delivery.feeds}
             for named in self.export(delivery.bucket_bytes, lambda number: leads):
                 named = in_sending_order(named)
-                total, num_buckets = total + sum(x.nbytes for _, x in named), num_buckets + 1
+                total, num_buckets = total + sum(tensor.nbytes for _, tensor in named), num_buckets + 1
                 if delivery.led:
                     flat = pack(named)
                     sending = [threads.submit(self._send, delivery, feed, named, flat) for feed in delivery.led]
@@ -61,14 +61,14 @@ class BroadcastTransport:
         return total, num_buckets
 
     def forget(self, index: int) -> None:
-        """The server is gone, or did not follow: its group can be used no more."""
+        """Leaves the group of a server that is gone or did not take part in a broadcast."""
         if index in self.groups:
             _, group = self.groups.pop(index)
             group.abort()
             leave_group(group)
 
     def _join(self, delivery: Delivery, feed: Feed) -> None:
-        """Server and rank meet at a store of this rank."""
+        """Makes the process group with a server; they meet at a store of this rank."""
         address = address_towards(feed.replica.url)
         store = open_store(address, self.timeout_s)
         # One name for the whole life of both processes.
@@ -107,7 +107,7 @@ class BroadcastTransport:
             delivery.tell(feed, "bucket", lambda client: None)
             return
         name, group = self.groups[feed.index]
-        layout = [(tensor_name, str(x.dtype).removeprefix("torch."), list(x.shape)) for tensor_name, x in named]
+        layout = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in named]
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
             delivery.tell,

@@ -1,4 +1,4 @@
-"""A transport by its name."""
+"""`make_transport`: makes a transport by its name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def make_transport(
     directory: str | None = None,
     model_path: str | None = None,
 ) -> Transport:
-    """Collective over the trainer's world. directory, model_path: of `DiskTransport`, needed there."""
+    """Makes the transport of that name; collective over the trainer's world.
+
+    directory, model_path: as `DiskTransport`, which alone needs them.
+    """
     if name == "disk":
         assert directory is not None and model_path is not None
 

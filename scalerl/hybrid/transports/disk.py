@@ -28,30 +28,30 @@ PARTIAL = ".tmp"
 # Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
 Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Beside the tensors: their names, and the files that are not weights.
+# Room beside the tensors for their names and the files that are not weights.
 SPARE_BYTES = 64 * 2**20
 
 
 def directory_of_run(shared: str | Path, run_dir: str | Path) -> Path:
-    """In the directory that may serve many runs, that of the run which writes run_dir; the same when it is resumed."""
+    """The directory, below a shared one, of the run that writes run_dir; a resumed run has the same."""
     run = Path(run_dir).absolute()
     return Path(shared).expanduser().absolute() / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
 
 
 class WeightFilesError(UserError, RuntimeError):
-    """The weights could not be written. No server has been asked to load anything."""
+    """Raised when the weights could not be written; no server has been asked to load anything."""
 
 
 class DiskTransport:
-    """A whole Hugging Face model for each sync: it appears under its name once it is complete, then servers load it.
+    """Weights as a Hugging Face model on disk: it gets its name once it is complete, then servers load it.
 
-    Buckets are dealt over the ranks, each writes its own. The directory (`directory_of_run`) keeps the newest.
+    Buckets are dealt over the ranks, each writes its own. The directory (`directory_of_run`) keeps the newest model.
     """
 
     has_session = False
 
     def __init__(self, export: Export, layout: Layout, *, directory: str | Path, model_path: str | Path) -> None:
-        """model_path: configuration and tokenizer are copied from there."""
+        """model_path: model whose configuration and tokenizer are copied."""
         self.export, self.layout = export, layout
         self.directory, self.model_path = Path(directory).expanduser().absolute(), Path(model_path)
 
@@ -63,26 +63,28 @@ class DiskTransport:
         partial = target.with_name(target.name + PARTIAL)
         error = None
         world_size, hashing = dist.get_world_size(), {feed.lead for feed in delivery.feeds if delivery.verify}
-        for number, named in enumerate(self.export(delivery.bucket_bytes, lambda at: hashing | {at % world_size})):
+        for number, named in enumerate(
+            self.export(delivery.bucket_bytes, lambda bucket: hashing | {bucket % world_size})
+        ):
             if number % world_size == delivery.rank and error is None:
                 # The other ranks wait for this one in the next bucket's collectives.
-                error = self._failure(num_bytes, lambda at=number, x=named: _write(partial, specs, at, x))
+                error = self._failure(num_bytes, lambda n=number, named=named: _write(partial, specs, n, named))
             delivery.hash(named)
         self._agree(error, partial)
         error = self._failure(num_bytes, lambda: self._complete(partial, target, specs)) if _is_first() else None
         self._agree(error, partial)
         self._load(delivery, target)
-        # No server reads an older one now.
+        # No server reads an older model now.
         dist.barrier()
         if _is_first():
             self._remove_all_but(target)
         return num_bytes, len(buckets)
 
     def forget(self, index: int) -> None:
-        """Nothing is kept of a server."""
+        """Does nothing: this transport keeps nothing of a server."""
 
     def _begin(self, policy_version: int, num_bytes: int) -> Path:
-        """Collective. -> where the weights will be. Raises WeightFilesError where there is no room for them."""
+        """Makes room and returns where the weights will be; collective. Raises WeightFilesError without room."""
         name, error = None, None
         if _is_first():
             name = f"{PREFIX}{policy_version}-{secrets.token_hex(4)}"
@@ -94,7 +96,7 @@ class DiskTransport:
 
     def _make_room(self, name: str, num_bytes: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # What a killed run left half written; the newest whole one stays until the next is there.
+        # Models that a killed run left half written; the newest whole one stays until the next is complete.
         for leftover in self.directory.glob(f"{PREFIX}*{PARTIAL}"):
             shutil.rmtree(leftover)
         if shutil.disk_usage(self.directory).free < num_bytes + SPARE_BYTES:
@@ -132,7 +134,7 @@ class DiskTransport:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _failure(self, num_bytes: int, work: Callable[[], None]) -> str | None:
-        """What kept this rank from its work, for the person who has to make room."""
+        """Does the work; returns the message of an OSError, for the person who has to make room, else None."""
         try:
             work()
         except OSError as error:
@@ -147,14 +149,14 @@ class DiskTransport:
         return None
 
     def _agree(self, error: str | None, partial: Path | None = None) -> None:
-        """Collective. Raises WeightFilesError on every rank where one has an error."""
-        errors: list = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
-        found = [text for text in errors if text is not None]
-        if found:
+        """Raises WeightFilesError on every rank if any of them has an error; collective."""
+        by_rank: list = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, error)
+        errors = [text for text in by_rank if text is not None]
+        if errors:
             if partial is not None and _is_first():
                 shutil.rmtree(partial, ignore_errors=True)
-            raise WeightFilesError(found[0])
+            raise WeightFilesError(errors[0])
 
 
 def _write(directory: Path, specs: Sequence[dict[str, TensorSpec]], number: int, named: NamedTensors) -> None:

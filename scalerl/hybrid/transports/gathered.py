@@ -15,12 +15,12 @@ from scalerl.servers.weights import Bucket
 
 
 class GatheredTransport:
-    """On GPUs (CUDA IPC), and where trainer ranks are on several machines."""
+    """Weights by the memory of each device: on GPUs (CUDA IPC), and where trainer ranks are on several machines."""
 
     has_session = True
 
     def __init__(self, export: Export, feeds: Sequence[Feed]) -> None:
-        """Collective."""
+        """Makes the process groups of feeds with several ranks; collective."""
         self.export = export
         self.groups: dict[int, dist.ProcessGroup] = {}
         for feed in feeds:
@@ -42,21 +42,21 @@ class GatheredTransport:
         return num_bytes, num_buckets
 
     def _send(self, delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
-        """Collective over the feed's ranks."""
+        """Sends one bucket to one server; collective over the feed's ranks."""
         group = self.groups.get(feed.index)
         if group is None:
             load(delivery, feed, bucket)
             return
         engine = ENGINES[feed.replica.engine]
-        blobs = {at: engine.serialize(bucket) for at, maker in enumerate(feed.ranks) if maker == delivery.rank}
+        blobs = {rank: engine.serialize(bucket) for rank, maker in enumerate(feed.ranks) if maker == delivery.rank}
         is_lead = feed.lead == delivery.rank
         gathered: list | None = [None] * dist.get_world_size(group) if is_lead else None
         dist.gather_object(blobs, gathered, dst=feed.lead, group=group)
         if is_lead:
-            blobs = {at: blob for part in gathered or [] for at, blob in part.items()}
-            load_blobs(delivery, feed, bucket, [blobs[at] for at in range(feed.replica.tp_size)])
+            blobs = {rank: blob for part in gathered or [] for rank, blob in part.items()}
+            load_blobs(delivery, feed, bucket, [blobs[rank] for rank in range(feed.replica.tp_size)])
         # The bucket's memory must live until every engine rank has copied it.
         dist.barrier(group)
 
     def forget(self, index: int) -> None:
-        """Nothing is kept of a server."""
+        """Does nothing: this transport keeps nothing of a server."""

@@ -14,7 +14,7 @@ from scalerl.servers.weights import Bucket
 
 
 class SharedTransport:
-    """A byte is copied twice, by the trainer and by the server, whatever the layout."""
+    """Weights by memory of one machine: each byte is copied twice, by trainer and server, whatever the layout."""
 
     has_session = True
 
@@ -22,7 +22,7 @@ class SharedTransport:
         self.buckets = buckets
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
-        """While the ranks write a bucket, servers load and leads hash the one before."""
+        """Sends all buckets: while the ranks write one, servers load and leads hash the one before."""
         num_bytes = 0
         pending: list[Future] = []
         num_threads = max(1, len(delivery.led) + len(delivery.expected))
@@ -34,12 +34,12 @@ class SharedTransport:
                 # Now this bucket is whole, and nobody reads from where the next one goes.
                 dist.barrier()
                 pending = [threads.submit(load, delivery, feed, bucket) for feed in delivery.led]
-                pending += [threads.submit(x.add, bucket.named) for x in delivery.expected.values()]
+                pending += [threads.submit(checksums.add, bucket.named) for checksums in delivery.expected.values()]
             wait_all(pending)
         return num_bytes, len(self.buckets)
 
     def forget(self, index: int) -> None:
-        """Nothing is kept of a server."""
+        """Does nothing: this transport keeps nothing of a server."""
 
 
 def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
@@ -48,7 +48,7 @@ def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
 
 
 def load_blobs(delivery: Delivery, feed: Feed, bucket: Bucket, blobs: list[str]) -> None:
-    """blobs: one per engine rank."""
+    """Has one server load a bucket. blobs: one per engine rank."""
     # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides, up to a
     # second of every step on a CPU.
     delivery.tell(

@@ -33,8 +33,8 @@ def file_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         if prefix.endswith(f".{_MIXTURE}.experts") and part in fused:
             layer = prefix.removesuffix(f"{_MIXTURE}.experts")
             for expert, weight in enumerate(tensor):
-                for of_file, view in zip(fused[part], weight.chunk(len(fused[part])), strict=True):
-                    tensors[f"{layer}{of_file.format(e=expert)}.weight"] = view
+                for expert_name, view in zip(fused[part], weight.chunk(len(fused[part])), strict=True):
+                    tensors[f"{layer}{expert_name.format(e=expert)}.weight"] = view
         else:
             tensors[name.replace(f".{_MIXTURE}.", f".{mixture}.")] = tensor
     biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}

@@ -86,7 +86,7 @@ class Endpoints:
         unknown = sorted({key for params in per_prompt for key in params} - SAMPLING_DEFAULTS.keys())
         if unknown:
             raise RefusedError(f"sampling_params {unknown} are not known; known: {sorted(SAMPLING_DEFAULTS)}")
-        params = [SAMPLING_DEFAULTS | of_prompt for of_prompt in per_prompt]
+        params = [SAMPLING_DEFAULTS | changed for changed in per_prompt]
         # The i-th of n samples draws from sampling_seed + i.
         expanded = [
             (prompt, param | {"sampling_seed": param["sampling_seed"] + i})

@@ -59,17 +59,17 @@ class SGLangPlacement:
 
     def _place(self, name: str) -> tuple[Place, str]:
         """The place of a tensor, and how it is divided over the ranks (see `_shard`)."""
-        of_expert = _EXPERT_NAME.match(name)
-        if of_expert is not None and of_expert["part"] in self._expert_parts:
-            tensor, position, per_expert = self._expert_parts[of_expert["part"]]
+        expert = _EXPERT_NAME.match(name)
+        if expert is not None and expert["part"] in self._expert_parts:
+            tensor, position, per_expert = self._expert_parts[expert["part"]]
             place = Place(
-                of_expert["prefix"] + tensor,
-                int(of_expert["expert"]) * per_expert + position,
+                expert["prefix"] + tensor,
+                int(expert["expert"]) * per_expert + position,
                 self._num_experts * per_expert,
             )
             return place, "width_columns" if tensor == "w2_weight" else "width_rows"
         match = _NAME.match(name)
-        if match is None or of_expert is not None:
+        if match is None or expert is not None:
             raise ValueError(
                 f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
             )
