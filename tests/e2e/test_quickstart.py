@@ -40,6 +40,8 @@ ABSENT = re.compile(
     r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
     r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
+    # With trainer.async_save.
+    r"|checkpoint/failed_saves"
     # On a CPU servers release nothing.
     r"|perf/handover/(kv|weights)_gb|perf/handover/(free|used)_gb/(before_release|after_release_kv|after_resume|before_save|after_save)"
     r"|timing_s/(gen/release_|update_weights/resume_|testing/offload)"

@@ -241,9 +241,9 @@ class MiniSlurm:
     def processes(self, host: str) -> list[tuple[int, str]]:
         """(pid, command line) of everything on the node that is not the node itself."""
         rows = []
-        for line in self.run("ps", "-eo", "pid=,stat=,args=", host=host).stdout.splitlines():
+        for line in self.run("ps", "-ww", "-eo", "pid=,stat=,args=", host=host).stdout.splitlines():
             pid, stat, args = line.split(None, 2)
-            own = any(name in args for name in ("etc/node.sh", "slurmd -D", "ps -eo")) or args == "sleep 0.2"
+            own = any(name in args for name in ("etc/node.sh", "slurmd -D", "ps -ww")) or args == "sleep 0.2"
             if not own and not stat.startswith("Z"):
                 rows.append((int(pid), args))
         return rows

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +166,11 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
     }.items():
         (tmp_path / f"{module}.py").write_text(code)
     assert violations(tmp_path) == []
+
+
+def test_a_driver_does_not_import_megatron() -> None:
+    """Its ranks do. On a driver it would cost seconds of every start, and warnings on standard error."""
+    modules = ", ".join(f"scalerl.trainer.{name}" for name in ("main_ppo", "main_sft", "build", "preflight"))
+    code = f"import sys, {modules}; sys.exit('megatron is imported' if 'megatron' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
