@@ -41,7 +41,7 @@ ABSENT = re.compile(
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
     r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
     # With trainer.async_save.
-    r"|checkpoint/failed_saves"
+    r"|checkpoint/(failed_saves|background_s)"
     # On a CPU servers release nothing.
     r"|perf/handover/(kv|weights)_gb|perf/handover/(free|used)_gb/(before_release|after_release_kv|after_resume|before_save|after_save)"
     r"|timing_s/(gen/release_|update_weights/resume_|testing/offload)"
