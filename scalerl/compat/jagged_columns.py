@@ -1,4 +1,4 @@
-"""Columns of a batch, [rows, ...] tensors or `Jagged`: taken, joined, padded and unpadded row by row."""
+"""Takes, joins, pads and unpads the columns of a batch row by row; a column is a [rows, ...] tensor or `Jagged`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Column = Tensor | Jagged
 
 
 def take(column: Column, rows: Sequence[int]) -> Column:
-    """The rows, in that order; a row may come more than once."""
+    """Takes rows of a column, in the given order; a row may be taken more than once."""
     if isinstance(column, Tensor):
         return column[torch.as_tensor(rows, dtype=torch.int64, device=column.device)]
     if not rows:
@@ -23,7 +23,7 @@ def take(column: Column, rows: Sequence[int]) -> Column:
 
 
 def join(columns: Sequence[Column], name: str) -> Column:
-    """Rows end to end. Raises ValueError where some are jagged and others are not, or differ in dtype or shape."""
+    """Joins columns row after row. Raises ValueError where only some are jagged, or where dtypes or shapes differ."""
     kinds = {(type(column).__name__, _values(column).dtype, tuple(_values(column).shape[1:])) for column in columns}
     if len(kinds) > 1:
         raise ValueError(f"DataProto.concat: column {name!r} is of different kinds: {sorted(map(str, kinds))}")
@@ -36,7 +36,7 @@ def join(columns: Sequence[Column], name: str) -> Column:
 
 
 def same(a: Column, b: Column) -> bool:
-    """Equal in kind, dtype and every value."""
+    """Whether two columns are equal in kind, dtype and every value."""
     if type(a) is not type(b) or _values(a).dtype != _values(b).dtype or _values(a).shape != _values(b).shape:
         return False
     lengths = isinstance(a, Tensor) or (isinstance(b, Jagged) and torch.equal(a.cu_seqlens, b.cu_seqlens))
@@ -44,7 +44,10 @@ def same(a: Column, b: Column) -> bool:
 
 
 def unpadded(padded: Tensor, mask: Tensor) -> Jagged:
-    """[rows, width, ...] without the places where mask [rows, width] is 0, wherever they are."""
+    """Drops the positions of a [rows, width, ...] tensor where mask [rows, width] is 0, wherever they are.
+
+    Raises ValueError where the mask does not fit the tensor.
+    """
     if padded.shape[:2] != mask.shape:
         raise ValueError(f"a mask of shape {tuple(mask.shape)} does not fit a column of {tuple(padded.shape)}")
     is_token = mask.bool()
@@ -54,7 +57,7 @@ def unpadded(padded: Tensor, mask: Tensor) -> Jagged:
 def padded(
     column: Jagged, width: int | None = None, pad_value: float = 0, side: Literal["left", "right"] = "right"
 ) -> Tensor:
-    """[rows, width, ...] with pad_value beside the tokens. width None: of the longest row.
+    """Pads a column to [rows, width, ...] with pad_value beside the tokens.  width None: that of the longest row.
 
     Raises ValueError where a row is longer.
     """
@@ -69,9 +72,9 @@ def padded(
 
 
 def padding_mask(lengths: Tensor, width: int, side: Literal["left", "right"] = "right") -> Tensor:
-    """[rows, width] int64: 1 on the tokens."""
-    places = torch.arange(width)[None]
-    is_token = places < lengths[:, None] if side == "right" else places >= width - lengths[:, None]
+    """Makes a mask [rows, width], int64: 1 on the tokens, 0 on the padding."""
+    positions = torch.arange(width)[None]
+    is_token = positions < lengths[:, None] if side == "right" else positions >= width - lengths[:, None]
     return is_token.to(torch.int64)
 
 

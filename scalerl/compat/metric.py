@@ -1,4 +1,4 @@
-"""Reduction of lists of metric values by the names of their keys, as verl's.
+"""Reduces lists of metric values by the names of their keys, as verl does.
 
 A run of scalerl uses `Metric`s instead, each of which says how it is reduced.
 """

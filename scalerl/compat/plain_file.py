@@ -1,4 +1,4 @@
-"""A dict of tensors, arrays and plain values as one file, which is read without running anything that is in it."""
+"""Writes a dict of tensors, arrays and plain values as one file, and reads it without running anything in it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-# Of what is no plain value: its kind stands first.
+# Key under which a packed value that is not plain says its kind.
 _MARK = "__kind__"
 
 
 def write(content: dict[str, Any], path: str | Path) -> None:
-    """Whole or not at all. Raises ValueError, naming the place, for a value that is no tensor, array or plain value."""
+    """Writes a dict as one file, whole or not at all.
+
+    Raises ValueError, naming its place in the dict, for a value that is no tensor, array or plain value.
+    """
     path = Path(path)
     packed = _packed(content, "")
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
@@ -33,7 +36,7 @@ def write(content: dict[str, Any], path: str | Path) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Raises ValueError where the file holds anything else."""
+    """Reads the dict that `write` wrote. Raises ValueError where the file holds anything else."""
     try:
         return _unpacked(torch.load(path, map_location="cpu", weights_only=True))
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:

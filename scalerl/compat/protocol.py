@@ -20,7 +20,7 @@ from scalerl.protocol import Jagged
 
 
 class Batch(dict[str, Column]):
-    """Name -> column, all with the same number of rows."""
+    """The tensor columns of a batch by name, all with the same number of rows."""
 
     @property
     def batch_size(self) -> torch.Size:
@@ -29,7 +29,7 @@ class Batch(dict[str, Column]):
 
 @dataclass
 class DataProtoItem:
-    """One row: of a jagged column its own tokens."""
+    """One row of a batch; of a jagged column it has its own tokens only."""
 
     batch: dict[str, Tensor] = field(default_factory=dict)
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -38,8 +38,9 @@ class DataProtoItem:
 
 @dataclass
 class DataProto:
-    """batch: name -> [rows, ...] tensor or `Jagged`.  non_tensor_batch: name -> [rows] array.  meta_info: of the batch.
+    """A batch with the interface of verl's: tensor columns, array columns, and values of the whole batch.
 
+    batch: name -> [rows, ...] tensor or `Jagged`.  non_tensor_batch: name -> [rows] array.  meta_info: of the batch.
     Raises ValueError where columns have different numbers of rows.
     """
 
@@ -59,7 +60,7 @@ class DataProto:
             if not isinstance(column, np.ndarray):
                 raise ValueError(f"DataProto.non_tensor_batch[{name!r}] is a {type(column).__name__}; give an array")
 
-    # Made from, made to
+    # Conversions
 
     @classmethod
     def from_dict(
@@ -73,7 +74,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None) -> DataProto:
-        """Tensors and jagged columns go to batch, everything else to non_tensor_batch."""
+        """Makes a batch of one dict: tensors and jagged columns go to batch, everything else to non_tensor_batch."""
         tensors = {name: column for name, column in data.items() if isinstance(column, Tensor | Jagged)}
         return cls.from_dict(tensors, {name: data[name] for name in data if name not in tensors}, meta_info)
 
@@ -85,7 +86,10 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> DataProto:
-        """Tensors [rows, width, ...] as wide as the mask become jagged, without the places where it is 0."""
+        """Makes a batch of padded tensors: those as wide as attention_mask [rows, width] become jagged.
+
+        Padding, where the mask is 0, is dropped; tensors of another width stay as they are.
+        """
 
         def column(tensor: Tensor) -> Column:
             return unpadded(tensor, attention_mask) if tensor.shape[:2] == attention_mask.shape else tensor
@@ -98,8 +102,11 @@ class DataProto:
         pad_values: Mapping[str, float] | None = None,
         side: Literal["left", "right"] = "right",
     ) -> DataProto:
-        """Jagged columns become [rows, width, ...] tensors, 0 or pad_values[name] beside the tokens, and attention_mask
-        says where these are; width None: of the longest row of any column."""
+        """Pads the jagged columns to [rows, width, ...] tensors, and adds an attention_mask unless there is one.
+
+        pad_values: name -> value beside the tokens; 0 for other columns.  width None: that of the longest row of any
+        column.  Raises ValueError where a row is longer, or where columns without a mask differ in their lengths.
+        """
         jagged = {name: column for name, column in self.batch.items() if isinstance(column, Jagged)}
         if width is None:
             width = max((int(column.lengths.max()) for column in jagged.values() if len(column)), default=0)
@@ -113,7 +120,7 @@ class DataProto:
 
     @classmethod
     def from_tensordict(cls, tensor_dict: Any, meta_info: dict[str, Any] | None = None) -> DataProto:
-        """Nested tensors become jagged columns; what is no tensor goes to non_tensor_batch."""
+        """Makes a batch of a TensorDict: nested tensors become jagged; what is no tensor goes to non_tensor_batch."""
         tensors, others = {}, {}
         for name in tensor_dict.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
             value: Any = tensor_dict.get(name)
@@ -126,7 +133,7 @@ class DataProto:
         return cls.from_dict(tensors, others, meta_info)
 
     def to_tensordict(self) -> Any:
-        """A TensorDict of one batch dimension; jagged columns as nested tensors, meta_info left out."""
+        """Makes a TensorDict of one batch dimension: jagged columns become nested tensors, meta_info is left out."""
         from tensordict import NonTensorStack, TensorDict
 
         content: dict[str, Any] = {
@@ -140,11 +147,11 @@ class DataProto:
 
     @classmethod
     def from_run(cls, batch: protocol.DataProto) -> DataProto:
-        """Of a batch of a run: its token columns, its samples and its meta."""
+        """Makes a batch of a run's own batch: of its token columns, its samples and its meta."""
         return cls(Batch(batch.tokens), dict(batch.samples), dict(batch.meta))
 
     def to_run(self) -> protocol.DataProto:
-        """As a batch of a run. Raises ValueError for a tensor column that has not one number for each row."""
+        """Converts to a run's own batch. Raises ValueError for a tensor column that has not one number for each row."""
         tokens = {name: column for name, column in self.batch.items() if isinstance(column, Jagged)}
         samples = dict(self.non_tensor_batch)
         for name, column in self.batch.items():
@@ -157,7 +164,7 @@ class DataProto:
         return protocol.DataProto(tokens, samples, dict(self.meta_info))
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Tensors, arrays and plain values alone; raises ValueError, naming it, for anything else."""
+        """Saves the batch to a file. Raises ValueError, naming it, for what is no tensor, array or plain value."""
         batch = {
             name: {"values": column.values, "cu_seqlens": column.cu_seqlens} if isinstance(column, Jagged) else column
             for name, column in self.batch.items()
@@ -167,7 +174,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
-        """Runs nothing of the file, whatever it holds; raises ValueError where that is not a DataProto."""
+        """Loads a batch from a file, of which nothing is run. Raises ValueError where it holds no DataProto."""
         content = plain_file.read(filepath)
         if not isinstance(content, dict) or set(content) != {"batch", "non_tensor_batch", "meta_info"}:
             raise ValueError(f"{filepath}: holds no DataProto")
@@ -184,7 +191,7 @@ class DataProto:
         return 0
 
     def __getitem__(self, item: Any) -> DataProto | DataProtoItem:
-        """An int: that row. A slice, a list, an array or a tensor of indices or of bools: those rows."""
+        """One row for an int; a batch of rows for a slice, a list, an array or a tensor of indices or of bools."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, int | np.integer):
@@ -199,7 +206,7 @@ class DataProto:
         return self._take(range(len(self))[start:end:step])
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> DataProto:
-        """Rows by their indices, in that order, or by one bool for each row."""
+        """Selects rows by their indices, in that order, or by one bool for each row."""
         array = idxs.detach().cpu().numpy() if isinstance(idxs, Tensor) else np.asarray(idxs)
         if array.dtype == bool:
             if array.shape != (len(self),):
@@ -213,7 +220,7 @@ class DataProto:
         return DataProto(batch, {name: column[rows] for name, column in self.non_tensor_batch.items()}, self.meta_info)
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
-        """In place. indices: every row once. Raises ValueError otherwise."""
+        """Reorders the rows in place.  indices: every row once; raises ValueError otherwise."""
         order = [int(row) for row in indices]
         if sorted(order) != list(range(len(self))):
             raise ValueError(f"DataProto.reorder: {order} is no order of {len(self)} rows")
@@ -221,19 +228,22 @@ class DataProto:
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row repeat_times: a a b b with interleave, else a b a b."""
+        """Repeats every row repeat_times: a a b b with interleave, else a b a b."""
         rows = range(len(self))
         repeated = [row for row in rows for _ in range(repeat_times)] if interleave else [*rows] * repeat_times
         return self._take(repeated)
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> DataProto:
-        """Row i repeat_times[i] times, next to each other."""
+        """Repeats row i repeat_times[i] times, with the copies next to each other."""
         if len(repeat_times) != len(self):
             raise ValueError(f"{len(repeat_times)} numbers of times for {len(self)} rows")
         return self._take([row for row, times in enumerate(repeat_times) for _ in range(int(times))])
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """As many parts of equal size. Raises ValueError where the rows do not divide (`pad_dataproto_to_divisor`)."""
+        """Divides the rows into parts of equal size.
+
+        Raises ValueError where their number does not divide (see `pad_dataproto_to_divisor`).
+        """
         if chunks < 1 or len(self) % chunks:
             raise ValueError(
                 f"{len(self)} rows do not make {chunks} equal chunks; pad them with pad_dataproto_to_divisor"
@@ -242,16 +252,16 @@ class DataProto:
         return [self.slice(part * size, (part + 1) * size) for part in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of split_size rows; the last one may have less."""
+        """Divides the rows into parts of split_size rows; the last part may have fewer."""
         if split_size < 1:
             raise ValueError(f"split_size = {split_size}: must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Rows of all, in order. All must have the same columns.
+        """Joins the rows of batches, in order. All must have the same columns.
 
-        meta_info: what all agree on; lists under "metrics" are joined. Raises ValueError where anything else differs.
+        meta_info: the entries of all; lists under "metrics" are joined. Raises ValueError where anything else differs.
         """
         if not data:
             raise ValueError("DataProto.concat: there is nothing to join")
@@ -276,7 +286,7 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of equal size, epochs times; dataloader_kwargs={"shuffle": True}: each time in another order.
+        """Yields equal mini-batches, epochs times; dataloader_kwargs={"shuffle": True}: each time in another order.
 
         Raises ValueError where the rows do not divide, or for other arguments of a data loader.
         """
@@ -308,13 +318,13 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The columns that are named; None: all of that kind."""
-        found = DataProto(
+        """Selects columns by name; None: all columns of that kind."""
+        selected = DataProto(
             Batch(_picked(self.batch, batch_keys, "batch")),
             _picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
             _picked(self.meta_info, meta_info_keys, "meta_info"),
         )
-        return copy.deepcopy(found) if deepcopy else found
+        return copy.deepcopy(selected) if deepcopy else selected
 
     def pop(
         self,
@@ -322,19 +332,19 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Takes the columns that are named out of this batch. Nothing is taken where a name is unknown."""
-        found = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        """Removes the named columns from this batch and returns them. Nothing is removed where a name is unknown."""
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         for mine, names in (
-            (self.batch, found.batch),
-            (self.non_tensor_batch, found.non_tensor_batch),
-            (self.meta_info, found.meta_info),
+            (self.batch, popped.batch),
+            (self.non_tensor_batch, popped.non_tensor_batch),
+            (self.meta_info, popped.meta_info),
         ):
             for name in names:
                 del mine[name]
-        return found
+        return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Columns of batch, in place; returns this batch."""
+        """Renames columns of batch in place, and returns this batch."""
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new):
             raise ValueError(f"DataProto.rename: {len(old)} names, {len(new)} new ones")
@@ -347,8 +357,10 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Adds the columns of the other to this batch, in place, and returns it. Raises ValueError where both have a
-        column, or an entry of meta_info, with different values."""
+        """Adds the columns of another batch to this one in place, and returns this batch.
+
+        Raises ValueError where both have a column, or an entry of meta_info, with different values.
+        """
         different = [
             name for name in self.batch.keys() & other.batch.keys() if not same(self.batch[name], other.batch[name])
         ]
@@ -367,7 +379,7 @@ class DataProto:
         return self
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the columns of batch, in place; returns this batch."""
+        """Moves the columns of batch to a device in place, and returns this batch."""
         moved = {
             name: column.to(device)
             if isinstance(column, Tensor)
@@ -379,7 +391,10 @@ class DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """(rows of data and then its first ones again until size_divisor divides their number, how many came on top)."""
+    """Repeats the first rows of a batch at its end until size_divisor divides the number of rows.
+
+    Returns (the padded batch, the number of added rows). Raises ValueError for a batch without rows.
+    """
     if not len(data):
         raise ValueError("a batch without rows cannot be padded")
     pad_size = -len(data) % size_divisor
@@ -388,15 +403,16 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Undoes pad_dataproto_to_divisor."""
+    """Removes the rows that `pad_dataproto_to_divisor` added."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 
 @dataclass
 class DataProtoFuture:
-    """A batch that workers are still making. futures: references of Ray, one for each worker.
+    """A batch that workers are still making.
 
-    collect_fn: their values -> the batch.  dispatch_fn: the batch -> what is wanted of it; None: all.
+    futures: references of Ray, one for each worker.  collect_fn: their values -> the batch.  dispatch_fn: the batch ->
+    the part that is wanted; None: all of it.
     """
 
     collect_fn: Callable[[list[Any]], DataProto]
@@ -408,7 +424,7 @@ class DataProtoFuture:
         return DataProtoFuture(DataProto.concat, list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """As DataProto.chunk, without waiting."""
+        """Divides the future batch into equal parts as DataProto.chunk does, without waiting for it."""
 
         def part(number: int) -> Callable[[DataProto], DataProto]:
             return lambda whole: whole.chunk(chunks)[number]
@@ -416,7 +432,7 @@ class DataProtoFuture:
         return [DataProtoFuture(self.collect_fn, self.futures, part(number)) for number in range(chunks)]
 
     def get(self) -> DataProto:
-        """Waits for all of them."""
+        """Waits for all workers, and returns the batch."""
         import ray
 
         whole = self.collect_fn(ray.get(self.futures))

@@ -1,4 +1,4 @@
-"""Collation of a batch's rows into columns, as verl's.
+"""Collates the rows of a batch into columns, as verl does.
 
 A run of scalerl uses the columns of `protocol.DataProto`, which have no padding.
 """

@@ -1,4 +1,4 @@
-"""Micro-batches of one rank's padded batch under a token budget, as verl's.
+"""Splits one rank's padded batch into micro-batches under a token budget, as verl does.
 
 A run of scalerl is packed by `balance.plan_step`, for all ranks at once.
 """
@@ -31,7 +31,7 @@ def rearrange_micro_batches(
     [B, S]; a row's tokens are the sum of its mask.
     dp_group: with same_micro_num_in_dp, all ranks of the group get the largest count of any (collective call).
     num_batches_divided_by: the count is a multiple of it (virtual pipeline size).  min_num_micro_batch: lowest count.
-    use_dynamic_bsz_balance: balance tokens between micro-batches; False: keep the first packing found.
+    use_dynamic_bsz_balance: balance tokens between micro-batches; False: keep the first packing.
     If the count exceeds B, the last micro-batches have 0 rows.
     Returns (micro-batches, row indices of each). The micro-batches of a TensorDict are TensorDicts, those of another
     mapping dicts; `get_reverse_idx` of all indices restores the order.

@@ -1,4 +1,4 @@
-"""How many tokens the longest sample has and takes, and how many samples a mini-batch needs."""
+"""The tokens that the longest sample has and needs on a device, and the samples that a mini-batch needs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ LONGEST_SAMPLE = " + ".join(LONGEST_SAMPLE_KEYS)
 
 
 def longest_sample(cfg: PPOConfig) -> int:
-    """Tokens of the longest sample: LONGEST_SAMPLE."""
+    """The number of tokens of the longest sample: data.max_prompt_length + data.max_response_length."""
     return cfg.data.max_prompt_length + cfg.data.max_response_length
 
 
 def tokens_needed(longest: int, megatron: MegatronConfig) -> int:
-    """Tokens per device of the micro-batch that is one sequence of the longest length."""
+    """The tokens on each device of a micro-batch that is one sequence of `longest` tokens, padding included."""
     return LayoutSizes.of(megatron).tokens_per_device(longest, sequence_parallel=megatron.sequence_parallel)
 
 
 def fewest_samples(layout: LayoutSizes) -> tuple[int, str]:
-    """(samples of a mini-batch with which every data-parallel rank has its micro-batches, what asks for them)."""
+    """The fewest samples of a mini-batch with which every data-parallel rank has its micro-batches.
+
+    Returns (samples, what needs them, for messages).
+    """
     ranks, multiple = layout.dp_size, layout.micro_batch_multiple
     if multiple == 1:
         return ranks, f"{ranks} data-parallel ranks"

@@ -1,4 +1,4 @@
-"""How the prompts of a step become micro-batches, and which key sets each number."""
+"""The table of how a step's prompts become micro-batches, with the key that sets each number."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from scalerl.config.sections import ACTOR
 
 
 def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
-    """The table that a run prints at its start. `cfg` must be valid.
+    """Makes the table of batch sizes that a run prints at its start. `cfg` must be valid.
 
     Args:
-        num_prompts: prompts of the training data; adds the steps of an epoch and of the run.
+        num_prompts: prompts of the training data; None leaves out the steps of an epoch and of the run.
     """
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     layout = trained_layout(cfg)

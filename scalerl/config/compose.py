@@ -1,4 +1,4 @@
-"""Overrides and YAML files -> a checked config dataclass, through Hydra. All that is wrong is reported together."""
+"""Composes overrides and YAML files into a checked config dataclass, through Hydra; reports all errors together."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def compose(
     Args:
         overrides: a command line: `key=value`, `+group=option`, `--config-dir DIR`, `--config-name NAME`. NAME is a
             YAML file in DIR; it needs no defaults list, and its own groups in DIR are found too.
-        rules: False for a caller who validates it together with what the configuration names (files, models): broken
-            rules between keys are then no error here, unless something else is wrong.
+        rules: False for a caller who validates the configuration later, together with the files and models that it
+            names: broken rules between keys are then no error here, unless something else is wrong.
     Raises: ConfigError with every unknown key, wrong type, missing value and broken rule. Rules between keys are
         left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
     """
@@ -109,7 +109,7 @@ class Composed:
 
 
 def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Composed:
-    """As `compose`, with the translations."""
+    """Composes and checks a configuration as `compose` does, and also returns what became of verl's keys."""
     request = _parse(kind, overrides)
     with _hydra(request):
         groups = _group_overrides(request)
@@ -118,10 +118,11 @@ def composed(kind: str, overrides: Sequence[str], *, rules: bool = True) -> Comp
 
 @dataclass(frozen=True)
 class Examined:
-    """A command line, argument by argument.
+    """What a run would make of each argument of a command line.
 
-    taken: arguments that stay as they are. translations: those of verl's keys. violations: all that is wrong, without
-    rules between keys and missing values. config: with defaults in the place of what is wrong.
+    taken: arguments that stay as they are.  translations: what became of verl's keys.  violations: all that is wrong,
+    except broken rules between keys and missing values.  config: the configuration, with defaults in place of wrong
+    values.
     """
 
     taken: list[str]
@@ -131,7 +132,7 @@ class Examined:
 
 
 def examined(kind: str, overrides: Sequence[str]) -> Examined:
-    """What a run would make of a command line, without its groups and files."""
+    """Examines each argument of a command line as a run would, without the config groups and files that it names."""
     request = _parse(kind, overrides)
     draft = Draft(SCHEMAS[kind], kind)
     taken = []
@@ -141,7 +142,7 @@ def examined(kind: str, overrides: Sequence[str]) -> Examined:
         if len(draft.violations) == before:
             taken.append(override)
     _, config = draft.finish()
-    translated = {found.key for found in draft.translations}
+    translated = {translation.key for translation in draft.translations}
     return Examined(
         [str(override.input_line).lstrip("+") for override in taken if override.key_or_group not in translated],
         [*request.translations, *draft.translations],
@@ -180,8 +181,11 @@ class _Request:
 
 
 def _without_files_of_verl(flags: argparse.Namespace) -> list[Translation]:
-    """--config-path is another name of --config-dir where it is a directory with that file; verl's own files, which say
-    its defaults, are left out."""
+    """Corrects the flags of config files in place, and returns the translation of each flag that is left out.
+
+    --config-path is another name of --config-dir where it is a directory with that file. The names of verl's own files
+    stand for its defaults, and are left out. Raises ConfigError for any other --config-path.
+    """
     name, path = flags.config_name, flags.config_path
     if path is not None and flags.config_dir is None and (Path(path) / f"{_stem(name or '')}.yaml").is_file():
         flags.config_dir, flags.config_path = path, None
@@ -251,7 +255,7 @@ def _parse_override(request: _Request, group_names: set[str], text: str) -> None
 
 
 def _roots(request: _Request) -> list[Any]:
-    """The places where config files are looked up, in order. Hydra finds the primary config in the first alone."""
+    """The directories where config files are looked up, in order. Hydra finds the primary config in the first alone."""
     package = resources.files(CONFIGS_PACKAGE)
     if request.config_dir is None:
         return [package]
@@ -302,7 +306,7 @@ def _hydra(request: _Request) -> Iterator[None]:
 
 
 def _search_path(request: _Request) -> list[str]:
-    """The override that gives Hydra the second of `_roots`, if there is one."""
+    """The override that tells Hydra the second of `_roots`; no override if there is only one root."""
     if request.config_dir is None:
         return []
     second = f"pkg://{CONFIGS_PACKAGE}" if _primary_is_users(request) else f"file://{request.config_dir}"

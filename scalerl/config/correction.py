@@ -1,4 +1,4 @@
-"""What the values of `RolloutCorrectionConfig` mean, and which do not go together."""
+"""The meaning of the values of `RolloutCorrectionConfig`, and which of them exclude each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAND = 'a band is [lower, upper] or "lower_upper"'
 
 
 def corrects(config: RolloutCorrectionConfig) -> bool:
-    """Whether tokens get weights or a mask of their own; bypass_mode gives them neither."""
+    """Whether the correction weighs tokens or masks some of them; bypass_mode does neither."""
     return config.rollout_is is not None or rejects(config)
 
 
@@ -32,7 +32,7 @@ def is_bounds(config: RolloutCorrectionConfig) -> Bounds:
 
 
 def rs_bounds(config: RolloutCorrectionConfig) -> dict[str, Bounds]:
-    """Test of rollout_rs -> its bounds: k1: (lower, upper) of the ratio; k2, k3: (None, upper) of the divergence.
+    """The bounds of each test of rollout_rs: k1: (lower, upper) of the ratio; k2, k3: (None, upper) of the divergence.
 
     Raises ValueError for a test that does not exist or is named twice, and for thresholds that do not fit the tests.
     """

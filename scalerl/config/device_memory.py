@@ -1,4 +1,4 @@
-"""How much memory a device has: by its name, or as a number of bytes with a unit."""
+"""The memory of a device, parsed from its name or from a size with a unit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 
 
 def device_memory_bytes(text: str) -> int:
-    """Bytes of `80GB` (10^9), `79.1GiB` (2^30) or of a name in DEVICES_GIB.  Raises ValueError for anything else."""
+    """Converts `80GB` (10^9), `79.1GiB` (2^30) or a name in DEVICES_GIB to bytes.  Raises ValueError otherwise."""
     name = text.strip().lower()
     if name in DEVICES_GIB:
         return int(DEVICES_GIB[name] * GIB)
-    found = _SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size <= 0:
         raise ValueError(f"{text!r} is no memory of a device; give {DEVICE_MEMORY_LIMIT}")
     return size
@@ -38,7 +38,7 @@ DEVICE_MEMORY_LIMIT = f"a size such as 80GB or 79.1GiB, or one of {', '.join(DEV
 
 
 def is_device_memory(value: object) -> bool:
-    """Whether `device_memory_bytes` takes it."""
+    """Whether `value` is a text that `device_memory_bytes` can convert."""
     try:
         return isinstance(value, str) and device_memory_bytes(value) > 0
     except ValueError:

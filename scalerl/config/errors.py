@@ -1,4 +1,4 @@
-"""`ConfigError`: everything that is wrong with a configuration at once."""
+"""`ConfigError`, which reports everything that is wrong with a configuration at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ConfigError(UserError):
     """Everything that is wrong with a configuration, in one error.
 
     Args:
-        violations: one text for each, "key = value: limit; what to set". At least one.
+        violations: at least one text, each "key = value: limit; what to set".
     """
 
     def __init__(self, violations: Sequence[str]) -> None:

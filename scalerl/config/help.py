@@ -28,7 +28,11 @@ Kind = Literal["ppo", "sft", "generation", "eval", "launch"]
 
 @dataclasses.dataclass(frozen=True)
 class KeyDoc:
-    """One key. default: as a user would write it, "required" where there is none.  domain: "" for any of its type."""
+    """A key as `--help` describes it.
+
+    default: as a user would write it, "required" where there is none.  domain: "" where every value of the type is
+    allowed.
+    """
 
     key: str
     type_text: str
@@ -38,7 +42,7 @@ class KeyDoc:
 
 
 def key_docs(kind: Kind) -> list[KeyDoc]:
-    """Every key of a program, in the order of the source."""
+    """Describes every key of a command, in the order of the source."""
     inherited = inherited_keys(SCHEMAS[kind])
     return [
         KeyDoc(leaf.key, leaf.type_text, _domain(leaf), _inherited(inherited, leaf) or _default(leaf), _comment(leaf))
@@ -47,7 +51,10 @@ def key_docs(kind: Kind) -> list[KeyDoc]:
 
 
 def help_text(kind: Kind) -> str:
-    """All keys with default and comment, by section; one line for a section whose keys are all as another section's."""
+    """Lists all keys of a command with type, default and comment, by section.
+
+    A section whose keys are all inherited from another section takes one line.
+    """
     lines: list[str] = []
     section = None
     docs = key_docs(kind)
@@ -68,18 +75,18 @@ def help_text(kind: Kind) -> str:
 
 
 def _same_sections(kind: str, docs: list[KeyDoc]) -> dict[str, str]:
-    """Sections of which each key is inherited from its namesake in another section -> that section."""
+    """Maps each section whose keys are all inherited from their namesakes in one other section to that section."""
     inherited = inherited_keys(SCHEMAS[kind])
     sources: dict[str, set[str]] = {}
     for doc in docs:
         section, _, name = doc.key.rpartition(".")
         source, _, source_name = inherited.get(doc.key, "").rpartition(".")
         sources.setdefault(section, set()).add(source if source_name == name else "")
-    return {section: of.pop() for section, of in sources.items() if len(of) == 1 and "" not in of}
+    return {section: origins.pop() for section, origins in sources.items() if len(origins) == 1 and "" not in origins}
 
 
 def _domain(leaf: Leaf) -> str:
-    """Without the null that the type names too."""
+    """The limit of a key's values, without the null that its type names already."""
     domain = domains_of(leaf.owner).get(leaf.name)
     return "" if domain is None else domain.limit.removeprefix("null or ")
 
@@ -97,14 +104,14 @@ def _default(leaf: Leaf) -> str:
 
 
 def _comment(leaf: Leaf) -> str:
-    """That of the section, or of the nearest one that it extends."""
+    """The comment above a key in its section, or in the nearest section that it extends."""
     sections = [cls for cls in leaf.owner.__mro__ if dataclasses.is_dataclass(cls)]
     return next((comment for cls in sections if (comment := _comments(cls).get(leaf.name))), "")
 
 
 @cache
 def _comments(cls: type) -> dict[str, str]:
-    """Field -> the comment lines right above it, joined."""
+    """Maps each field of a section to the comment lines right above it, joined."""
     comments: dict[str, str] = {}
     pending: list[str] = []
     at_line_start = True

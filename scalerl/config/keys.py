@@ -1,4 +1,4 @@
-"""Which dotted keys exist, what type each has, and which known key a wrong one was meant to be."""
+"""The dotted keys that exist with their types, and the known key that a misspelt one was meant to be."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, Literal
 from omegaconf import OmegaConf
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
-# Likeness of two names that are one, misspelt.
+# Likeness from which on a name counts as another one, misspelt.
 _NEAR = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One key that holds a value. `owner` is the dataclass of its section, which declares or inherits `name`."""
+    """A key that holds a value. `owner` is the dataclass of its section, which declares or inherits `name`."""
 
     key: str
     owner: type
@@ -54,7 +54,7 @@ def leaves(schema: type, prefix: str = "") -> Iterator[Leaf]:
 
 @functools.cache
 def inherited_keys(schema: type) -> dict[str, str]:
-    """Key whose default is the value of another key -> that other key."""
+    """Maps each key whose default is the value of another key to that other key."""
     raw: Any = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
     sources = {}
     for leaf in leaves(schema):
@@ -65,7 +65,7 @@ def inherited_keys(schema: type) -> dict[str, str]:
 
 
 class KeyTable:
-    """The keys of one schema."""
+    """All keys and sections of one schema, in which wrong keys are looked up."""
 
     def __init__(self, schema: type) -> None:
         self.leaves = {leaf.key: leaf for leaf in leaves(schema)}
@@ -118,7 +118,7 @@ class KeyTable:
 
 
 def _is_near(known: str, written: str) -> bool:
-    """One is the start of the other, word by word, or they differ in a few letters."""
+    """Whether one name is the start of the other, word by word, or the names differ in a few letters only."""
     if known.startswith(written + "_") or written.startswith(known + "_"):
         return True
     return _ratio(known, written) >= _NEAR

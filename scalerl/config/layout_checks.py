@@ -1,4 +1,4 @@
-"""What a model allows of a layout, of the devices of a server and of activation recompute."""
+"""Checks of a model's sizes against its layout, the devices of a rollout server and activation recompute."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def layout_violations(
     rollout_tp: int | None = None,
     prefix: str = f"{ACTOR}.megatron",
 ) -> list[str]:
-    """Why the model cannot be spread in this way; empty where it can.
+    """Lists why the model cannot be spread over the devices in this way; empty where it can.
 
     Args:
         world_size: devices of the trainer.
@@ -66,9 +66,9 @@ def layout_violations(
 
 
 def server_violations(key: str, tp_size: int, widths: dict[str, int], num_kv_heads: int) -> list[str]:
-    """Why a rollout server cannot cut the model over tp_size devices; empty where it can.
+    """Lists why a rollout server cannot split the model over tp_size devices; empty where it can.
 
-    key: that of tp_size, for the messages.  widths: name -> size, to be cut evenly.
+    key: config key of tp_size, for the messages.  widths: name -> size, which must be split evenly.
     """
     violations = list(_indivisible(key, tp_size, widths))
     # The server repeats key/value heads when there are fewer than devices.
@@ -81,13 +81,13 @@ def server_violations(key: str, tp_size: int, widths: dict[str, int], num_kv_hea
 
 
 def dividing_sizes(megatron: MegatronConfig) -> list[str]:
-    """Names of the sizes above 1 whose product is one copy of the model; one name at least."""
+    """The keys above 1 whose product is the devices of one copy of the model; at least one key."""
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     return [name for name in names if getattr(megatron, name) > 1] or [names[0]]
 
 
 def _devices(layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    """The devices against the sizes, whatever the model."""
+    """Checks that the sizes divide the devices, whatever the model."""
     if layout.world_size % layout.copy_size:
         used = dividing_sizes(megatron)
         product = f" = {layout.copy_size}" if len(used) > 1 else ""
@@ -105,7 +105,7 @@ def _devices(layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iter
 
 
 def _context(sizes: ModelSizes, layout: LayoutSizes, megatron: MegatronConfig, prefix: str) -> Iterator[str]:
-    """Ranks that swap tokens for heads inside attention must divide the heads."""
+    """Checks that the ranks that swap tokens for heads inside attention divide the heads."""
     cp_size, tp_size, kind = layout.cp_size, layout.tp_size, megatron.cp_comm_type
     if sizes.num_attention_heads % tp_size:
         return
@@ -160,7 +160,7 @@ def _indivisible(key: str, parts: int, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def recompute_violations(sizes: ModelSizes, megatron: MegatronConfig, *, prefix: str) -> list[str]:
-    """Why the model, on a layout that it allows, cannot recompute in this way; empty where it can.
+    """Lists why the model, on a valid layout, cannot recompute activations in this way; empty where it can.
 
     prefix: key of the MegatronConfig, for the messages.
     """

@@ -1,6 +1,6 @@
-"""The sizes of a layout: what the keys of a `megatron` section come to on a number of devices.
+"""The sizes of a parallel layout, from the keys of a `megatron` section and the number of devices.
 
-Whether they fit each other, the devices and a model is said in `layout_checks` and `rules`.
+`layout_checks` and `rules` check that the sizes fit each other, the devices and a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LayoutSizes:
     ep_size, etp_size: devices that share the experts of a layer, each expert.
     vpp_size: model chunks of a stage (1: the pipeline is not interleaved).
     first_stage_layers, last_stage_layers: layers of that stage where they differ from the others.
-    hierarchical_cp_sizes: how cp ranks divide into groups of groups, neighbours first; () when nobody asks.
+    hierarchical_cp_sizes: how cp ranks divide into groups of groups, neighbours first; () when not set.
     """
 
     world_size: int
@@ -38,7 +38,7 @@ class LayoutSizes:
 
     @classmethod
     def of(cls, megatron: MegatronConfig, world_size: int | None = None) -> Self:
-        """The sizes that the keys of a `megatron` section give. world_size: None takes the devices of one copy."""
+        """Reads the sizes from a `megatron` section.  world_size: devices; None: those of one copy of the model."""
         tp_size, cp_size = megatron.tensor_model_parallel_size, megatron.context_parallel_size
         pp_size = megatron.pipeline_model_parallel_size
         return cls(
@@ -76,7 +76,7 @@ class LayoutSizes:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The micro-batches of a rank in a mini-batch are a multiple of this.
+        """The number that a rank's micro-batches in a mini-batch are a multiple of.
 
         An interleaved pipeline works in rounds of as many micro-batches as it has stages.
         """
@@ -114,7 +114,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 def world_size(cfg: PPOConfig | SFTConfig) -> int:
-    """Devices of the trainer; on CPU, processes."""
+    """The number of the trainer's devices; on CPU, of its processes."""
     return cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
 
 

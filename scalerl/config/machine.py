@@ -1,4 +1,4 @@
-"""How many devices the machine has that a command runs on, counted without torch."""
+"""Counts the devices of the machine that a command runs on, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES_HERE: Any = f"${{{_RESOLVER}:${{trainer.device}}}}"
 
 
 def devices_here(device: str) -> int:
-    """GPUs, or on a CPU cores, MAX_CPU_DEVICES at most. device: trainer.device."""
+    """The number of this machine's GPUs, or on a CPU of its cores, at most MAX_CPU_DEVICES.  device: trainer.device."""
     num_gpus = 0 if device == "cpu" else nvidia.count_devices()
     if num_gpus or device == "cuda":
         return max(1, num_gpus)
@@ -25,7 +25,7 @@ def devices_here(device: str) -> int:
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """The number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -30,7 +30,7 @@ LAYOUT_FIELDS = (
 class ModelRole:
     """A model other than the actor, as one configuration describes it.
 
-    section: its keys start with it.  head: lm | value.  switch: what makes a run have it, as an override.
+    section: what its keys start with.  head: lm | value.  switch: the override with which a run has this model.
     max_tokens_key: the key of max_tokens_per_device.
     """
 
@@ -61,12 +61,12 @@ class ModelRole:
 
 
 def uses_critic(cfg: PPOConfig) -> bool:
-    """Whether the estimator reads values; known of an estimator of the user's own once its file is imported."""
+    """Whether the advantage estimator reads values; true for a user's own estimator only once its file is imported."""
     return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS
 
 
 def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
-    """Each role that a run may have; `active` says whether this one does."""
+    """Lists every role that a run may have; `active` says whether this run has it."""
     policy, critic, reward = cfg.actor_rollout_ref, cfg.critic, cfg.reward_model
     return [
         ModelRole(
@@ -112,12 +112,12 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
 
 
 def model_roles(cfg: PPOConfig) -> list[ModelRole]:
-    """The roles of this run beside the actor."""
+    """Lists the roles that this run has beside the actor."""
     return [role for role in all_model_roles(cfg) if role.active]
 
 
 def num_devices(cfg: PPOConfig) -> int:
-    """Devices of all pools of the run; on CPU, processes."""
+    """The number of devices of all pools of the run; on CPU, of processes."""
     own = cfg.actor_rollout_ref.rollout.resource_pool
     servers = 0 if cfg.actor_rollout_ref.hybrid_engine else own.nnodes * own.n_gpus_per_node
     if cfg.reward_model.judge.enable:
@@ -128,5 +128,5 @@ def num_devices(cfg: PPOConfig) -> int:
 
 
 def different_sizes(role: ModelRole, actor: MegatronConfig) -> list[str]:
-    """Names of LAYOUT_FIELDS in which a role differs from the actor."""
+    """The names among LAYOUT_FIELDS in which a role differs from the actor."""
     return [name for name in LAYOUT_FIELDS if getattr(role.megatron, name) != getattr(actor, name)]

@@ -1,4 +1,4 @@
-"""A configuration while it is filled in: every value is checked against the schema, and nothing stops at the first."""
+"""`Draft`, a configuration while it is filled in: every value is checked against the schema, all errors are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl.config.keys import KeyTable
 from scalerl.config.value_checks import show
 from scalerl.config.verl import Translation, Translator
 
-# Dicts of which each entry is judged by itself.
+# Dicts whose entries are checked one by one.
 OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
 # A text inside the domain of every key that has no default.
 _PLACEHOLDER = "missing.parquet"
@@ -24,7 +24,7 @@ _PLACEHOLDER = "missing.parquet"
 
 @functools.cache
 def defaults_of(schema: type) -> DictConfig:
-    """The schema with its defaults. Callers copy it, which takes a sixth of the time, and never change it."""
+    """The schema with its defaults. Callers copy it, in a sixth of the time of making it, and never change it."""
     return OmegaConf.structured(schema)
 
 
@@ -32,10 +32,10 @@ class Draft:
     """The values of a configuration that is being filled in, and a violation for each that did not fit its schema."""
 
     def __init__(self, schema: type, kind: str = "ppo") -> None:
-        """kind: whose vocabulary of verl is understood."""
+        """kind: the kind of configuration whose vocabulary of verl is understood."""
         self.table = KeyTable(schema)
         self.violations: list[str] = []
-        # Of keys of verl; complete after `finish`.
+        # What became of verl's keys; complete after `finish`.
         self.translations: list[Translation] = []
         self._verl = Translator(kind)
         # Entries of inherited dicts: dict -> key in it -> value.
@@ -103,7 +103,7 @@ class Draft:
     # What verl's vocabulary asks of the rest of the configuration.
 
     def value(self, key: str) -> Any:
-        """As it stands; None where it cannot be resolved."""
+        """The present value of a key; None where it cannot be resolved."""
         with contextlib.suppress(OmegaConfBaseException):
             return OmegaConf.select(self._config, key)
         return None
@@ -116,7 +116,7 @@ class Draft:
         return frozenset(self._written)
 
     def resolved(self, value: Any) -> Any:
-        """What a reference to other keys stands for; the text itself where it cannot be resolved."""
+        """The value that a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:
             with contextlib.suppress(OmegaConfBaseException):
                 return OmegaConf.create({"it": value}, parent=self._config).it
@@ -152,7 +152,7 @@ class Draft:
             if key not in self._mentioned:
                 problems.append(f"{key}: missing; set {key}=...{self._about(key)}")
             OmegaConf.update(self._config, key, _PLACEHOLDER)
-        # One by one only where one is wrong: they are a hundred.
+        # The keys are resolved one by one only where one is wrong: there are a hundred.
         with contextlib.suppress(OmegaConfBaseException):
             return problems, OmegaConf.to_object(self._config)
         for key in [key for key, value in raw.items() if "${" in str(value)]:

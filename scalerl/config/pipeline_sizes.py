@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage and each model chunk has, and which numbers of layers cannot be divided so."""
+"""Divides the layers of a model into pipeline stages and model chunks, and says which numbers cannot be divided."""
 
 from __future__ import annotations
 
@@ -37,20 +37,24 @@ class PipelineSizes:
         return [size // self.vpp_size for size in self.stages(num_layers)]
 
     def violations(self, num_layers: int, prefix: str = "megatron") -> list[str]:
-        """Why a model of num_layers cannot be divided so; empty where it can. prefix: key of the MegatronConfig."""
+        """Lists why num_layers cannot be divided in this way; empty if they can.  prefix: key of the MegatronConfig."""
         if self.pp_size == 1:
             return self._given_for_one_stage(prefix)
-        left, stages_left = self._rest(num_layers)
+        layers_left, stages_left = self._rest(num_layers)
         if stages_left == self.pp_size:
             if num_layers % self.pp_size:
                 return [
                     f"{prefix}.{_STAGES} = {self.pp_size}: must divide the model's {num_layers} layers; set one of "
                     f"{divisors_text(num_layers)}"
                 ]
-        elif left < 0 or (left and not stages_left) or (stages_left and (left % stages_left or not left)):
+        elif (
+            layers_left < 0
+            or (layers_left and not stages_left)
+            or (stages_left and (layers_left % stages_left or not layers_left))
+        ):
             return [
-                f"{prefix}.{_FIRST} = {self.first}, {_LAST} = {self.last}: leave {left} of the model's {num_layers} "
-                f"layers to {stages_left} stages; the rest must be the same number for each"
+                f"{prefix}.{_FIRST} = {self.first}, {_LAST} = {self.last}: leave {layers_left} of the model's "
+                f"{num_layers} layers to {stages_left} stages; the rest must be the same number for each"
             ]
         sizes = set(self._divided(num_layers))
         wrong = sorted(size for size in sizes if size % self.vpp_size)
@@ -62,21 +66,21 @@ class PipelineSizes:
         return []
 
     def _given_for_one_stage(self, prefix: str) -> list[str]:
-        given = ((_FIRST, self.first), (_LAST, self.last), (_CHUNKS, self.vpp_size if self.vpp_size > 1 else None))
+        settings = ((_FIRST, self.first), (_LAST, self.last), (_CHUNKS, self.vpp_size if self.vpp_size > 1 else None))
         return [
             f"{prefix}.{name} = {value}: needs {prefix}.{_STAGES} above 1; set {prefix}.{name}=null"
-            for name, value in given
+            for name, value in settings
             if value is not None
         ]
 
     def _rest(self, num_layers: int) -> tuple[int, int]:
-        """(layers, stages) that neither first nor last says."""
-        given = [size for size in (self.first, self.last) if size is not None]
-        return num_layers - sum(given), self.pp_size - len(given)
+        """The (layers, stages) that remain beside the stages whose layers are set."""
+        set_sizes = [size for size in (self.first, self.last) if size is not None]
+        return num_layers - sum(set_sizes), self.pp_size - len(set_sizes)
 
     def _divided(self, num_layers: int) -> list[int]:
-        left, stages_left = self._rest(num_layers)
-        sizes = [left // max(stages_left, 1)] * self.pp_size
+        layers_left, stages_left = self._rest(num_layers)
+        sizes = [layers_left // max(stages_left, 1)] * self.pp_size
         for stage, size in ((0, self.first), (-1, self.last)):
             if size is not None:
                 sizes[stage] = size

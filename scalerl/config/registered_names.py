@@ -13,7 +13,7 @@ from scalerl.config.sections import IMPORT_FILES
 
 
 class RegisteredNames:
-    """The names that a key may be set to. kind: what they name, for messages."""
+    """The names that a key may be set to.  kind: what a name stands for, for messages."""
 
     def __init__(self, kind: str, key: str, own: Iterable[str]) -> None:
         self.kind, self.key = kind, key

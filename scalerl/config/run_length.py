@@ -1,4 +1,4 @@
-"""How many steps a run takes, and what its data must have for one."""
+"""The steps that a run takes, and the checks that its data has enough rows for one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalerl.config.validate import validate_ppo, validate_sft
 
 
 def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
-    """The steps of a run: total_training_steps, or total_epochs of the data.
+    """The number of steps of a run: total_training_steps, or those of total_epochs of the data.
 
     The last batch of an epoch runs into the next epoch's order.
     """

@@ -1,4 +1,4 @@
-"""A configuration as a YAML file and as one flat dict."""
+"""Writes a configuration as a YAML file, and flattens it to one dict of dotted keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-# In the directory of a run: what it was started with, every key with its value.
+# The file in a run's directory that has every key with the value that the run was started with.
 RESOLVED_CONFIG = "config.yaml"
 Scalar = str | int | float | bool | None
 
@@ -48,7 +48,7 @@ def saved_value(path: str | Path, key: str) -> str | None:
 
 
 def flatten(cfg: Any) -> dict[str, Scalar]:
-    """A config dataclass as dotted key -> scalar. A list and an empty dict become their JSON text."""
+    """Flattens a config dataclass to dotted key -> scalar. A list and an empty dict become their JSON text."""
     flat: dict[str, Scalar] = {}
     _flatten_into(flat, "", dataclasses.asdict(cfg))
     return flat

@@ -1,4 +1,4 @@
-"""Dotted names of sections and keys that several messages and rules speak of."""
+"""Dotted names of sections and keys that several messages and rules name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IMPORT_FILES = "trainer.import_files"
 
 
 def trained_layout_keys(megatron: str) -> tuple[str, ...]:
-    """The keys that the data-parallel ranks of the trained model and their micro-batches follow from."""
+    """The keys that determine the data-parallel ranks of the trained model and their micro-batches."""
     return (
         *alignment_keys(megatron),
         f"{megatron}.pipeline_model_parallel_size",
@@ -22,5 +22,5 @@ def trained_layout_keys(megatron: str) -> tuple[str, ...]:
 
 
 def alignment_keys(megatron: str) -> tuple[str, str]:
-    """The keys that the tokens which a layout adds to a sequence follow from."""
+    """The keys that determine how many tokens of padding a layout adds to a sequence."""
     return f"{megatron}.tensor_model_parallel_size", f"{megatron}.context_parallel_size"

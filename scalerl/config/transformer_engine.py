@@ -1,4 +1,4 @@
-"""What Transformer Engine's attention asks of the device and of the installed version."""
+"""The device and the installed version that Transformer Engine's attention needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FIRST_VERSIONS = {"p2p": (2, 9), "a2a": (2, 15), "all_gather": (2, 18), "a2a+p2p
 def transformer_engine_violations(
     cp_comm_type: str | None, cp_size: int, *, prefix: str, device: str, version: str | None
 ) -> Iterator[str]:
-    """Why the machine cannot run it; empty where it can, and where cp_comm_type is null.
+    """Yields why the machine cannot run Transformer Engine's attention; nothing where it can or cp_comm_type is null.
 
     Args:
         prefix: key of the MegatronConfig, for the messages.
         device: cuda or cpu.
-        version: of transformer-engine; None where it is not installed.
+        version: the installed version of transformer-engine; None where it is not installed.
     """
     if cp_comm_type is None:
         return
@@ -40,7 +40,10 @@ def transformer_engine_violations(
 
 
 def transformer_engine_version() -> str | None:
-    """None where it is not installed. Nothing is imported: a broken installation has a version too."""
+    """The installed version of transformer-engine; None where it is not installed.
+
+    Nothing is imported: a broken installation has a version too.
+    """
     try:
         return importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
@@ -48,6 +51,6 @@ def transformer_engine_version() -> str | None:
 
 
 def _major_minor(version: str) -> tuple[int, int]:
-    """(0, 0) where the version says neither."""
+    """The first two numbers of a version; (0, 0) where it does not start with them."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

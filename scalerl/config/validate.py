@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration by itself: values outside their domain, and broken rules."""
+"""Checks a configuration by itself: values outside their domain, and broken rules between keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scalerl.config.schema import (
 
 
 def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
-    """Everything that is wrong with `cfg` by itself.
+    """Lists everything that is wrong with a configuration of `scalerl train` by itself.
 
     Args:
         device: cuda or cpu once it is known; None takes trainer.device, where auto skips the rules of one device.
@@ -29,37 +29,37 @@ def validate_ppo(cfg: PPOConfig, *, device: str | None = None) -> list[str]:
 
 
 def validate_sft(cfg: SFTConfig, *, device: str | None = None) -> list[str]:
-    """As `validate_ppo`, for `scalerl sft`."""
+    """Lists what is wrong with a configuration of `scalerl sft`, as `validate_ppo` does."""
     return _validate(cfg, SFT_RULES, device)
 
 
 def validate_generation(cfg: GenerationConfig) -> list[str]:
-    """As `validate_ppo`, for `scalerl generate`, whose rules are the same on every device."""
+    """Lists what is wrong with a configuration of `scalerl generate`, whose rules are the same on every device."""
     return _validate(cfg, GENERATION_RULES)
 
 
 def validate_eval(cfg: EvalConfig) -> list[str]:
-    """As `validate_ppo`, for `scalerl eval`, which needs no device and has no rules between keys."""
+    """Lists what is wrong with a configuration of `scalerl eval`, which has no device and no rules between keys."""
     return _validate(cfg, [])
 
 
 def validate_launch(cfg: LaunchConfig) -> list[str]:
-    """As `validate_ppo`, for the keys of `scalerl launch slurm`; `scalerl.launch` holds them against the run."""
+    """Lists what is wrong with the keys of `scalerl launch slurm`; `scalerl.launch` checks them against the run."""
     return _validate(cfg, [])
 
 
 def _validate(cfg: Any, rules: list[Rule], device: str | None = None) -> list[str]:
     outside = dict(domain_violations(cfg))
     violations = without_repeats(cfg, outside)
-    of_the_device = [] if "trainer.device" in outside else device_rules(cfg, device)
-    for rule in [*rules, *of_the_device]:
+    rules_of_device = [] if "trainer.device" in outside else device_rules(cfg, device)
+    for rule in [*rules, *rules_of_device]:
         if outside.keys().isdisjoint(rule.keys):
             violations += rule.check(cfg)
     return violations
 
 
 def without_repeats(cfg: Any, outside: dict[str, str]) -> list[str]:
-    """The violations without those of values that come from another key with the same violation."""
+    """The violations, without those of keys that inherit their value from another key with a violation."""
     sources = inherited_keys(type(cfg))
 
     def repeats(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""What one value may be: a `Domain` stands beside each default in `schema`. Rules between keys are in `rules`."""
+"""The values that one key may have: a `Domain` beside each default in `schema`. Rules between keys are in `rules`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scalerl.config.device_memory import DEVICE_MEMORY_LIMIT, is_device_memory
 
 @dataclass(frozen=True)
 class Domain:
-    """Values that a key may take.
+    """The values that a key may have.
 
-    limit: completes "must be ...".  example: one that is allowed, as a user writes it; "" is the default of the key.
+    limit: completes "must be ...".  example: an allowed value, as a user writes it; "": the default of the key.
     """
 
     allows: Callable[[Any], bool]
@@ -36,7 +36,7 @@ def above(low: float, *, below: float = math.inf, example: float | None = None) 
 
 
 def all_or_at_least(low: int) -> Domain:
-    """-1 switches the limit off."""
+    """A number of at least low, or -1, which switches the limit off."""
     return Domain(lambda v: _is_number(v) and (v == -1 or v >= low), f"-1 (off) or at least {low}", "-1")
 
 
@@ -111,11 +111,11 @@ def list_of(*names: str) -> Domain:
 
 
 def some_of(*names: str, example: str) -> Domain:
-    """A list of one name at least, or the names in one text, separated by commas."""
+    """At least one of the names, as a list or as one text, separated by commas."""
 
     def allows(value: Any) -> bool:
-        given = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        return isinstance(given, list) and len(given) > 0 and all(name in names for name in given)
+        chosen = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        return isinstance(chosen, list) and len(chosen) > 0 and all(name in names for name in chosen)
 
     return Domain(allows, f"some of {', '.join(names)}", example)
 
@@ -143,7 +143,7 @@ THRESHOLD = Domain(_is_threshold, "a number, a band [lower, upper] or a list of 
 
 
 def server_args(engines: tuple[str, ...]) -> Domain:
-    """Arguments of a server's command, by engine."""
+    """A dict of engine -> arguments of its server's command, api_key excluded."""
 
     def is_args(value: Any) -> bool:
         return isinstance(value, dict) and not any(

@@ -1,4 +1,4 @@
-"""The way that weights take to the servers: `actor_rollout_ref.rollout.weight_transport`."""
+"""How weights reach the rollout servers: `actor_rollout_ref.rollout.weight_transport`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TransportName = Literal["shared", "broadcast", "disk"]
 
 
 def transport_of(cfg: PPOConfig) -> TransportName:
-    """weight_transport with auto filled in."""
+    """The weight transport of a run, with auto replaced by what it stands for."""
     transport = cfg.actor_rollout_ref.rollout.weight_transport
     if transport != "auto":
         return cast("TransportName", transport)

@@ -1,1 +1,1 @@
-"""`scalerl init`: a directory with all that a first run of one's own needs, to edit."""
+"""`scalerl init`: writes a directory with the files that a user's first own run needs, to edit."""

@@ -1,4 +1,4 @@
-"""`scalerl init DIR`: a configuration, a reward function and data to edit, which train as they are on this machine."""
+"""`scalerl init DIR`: writes a configuration, a reward function and data to edit, which train as they are here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ QUICKSTART_MODEL = Path("outputs/quickstart/sft_model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises UserError for a model that cannot be trained, and for files that are there already."""
+    """Writes the files and prints the next steps; returns 0.
+
+    Raises UserError for a model that cannot be trained, and for files that exist already.
+    """
     arguments = _parser().parse_args(argv)
     directory = arguments.directory.expanduser().resolve()
     model = _model(arguments.model)
@@ -44,21 +47,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model(given: str | None) -> Path:
-    """Absolute: the run may be started from elsewhere."""
+def _model(path: str | None) -> Path:
+    """The model's directory, asked for if it is not given; absolute, since the run may be started from elsewhere."""
     proposed = QUICKSTART_MODEL if QUICKSTART_MODEL.is_dir() else None
-    if given is None and sys.stdin.isatty():
-        given = input(f"Model directory{f' [{proposed}]' if proposed else ''}: ").strip() or str(proposed or "")
-    if not given:
+    if path is None and sys.stdin.isatty():
+        path = input(f"Model directory{f' [{proposed}]' if proposed else ''}: ").strip() or str(proposed or "")
+    if not path:
         hint = f"; here is the quickstart's: --model {proposed}" if proposed else ""
         raise UserError(f"no model: give --model DIR, a Hugging Face model directory{hint}")
-    return Path(given).expanduser().resolve()
+    return Path(path).expanduser().resolve()
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:
-    there = [name for name in files if (directory / name).exists()]
-    if there:
-        raise UserError(f"{directory} has {', '.join(there)} already; give another directory, or remove them")
+    existing = [name for name in files if (directory / name).exists()]
+    if existing:
+        raise UserError(f"{directory} has {', '.join(existing)} already; give another directory, or remove them")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -1,4 +1,4 @@
-"""What `scalerl init` writes: the configuration, the reward function, and a few rows of data."""
+"""The files that `scalerl init` writes: the configuration, the reward function, and a few rows of data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SMALL_HIDDEN_SIZE = 512
 
 @dataclass(frozen=True)
 class Machine:
-    """device: cpu or cuda.  num_devices: of this machine."""
+    """The devices that the configuration is written for.
+
+    device: cpu or cuda.  num_devices: how many of them this machine has.
+    """
 
     device: str
     num_devices: int
@@ -27,7 +30,7 @@ class Machine:
 
 
 def make_files(directory: Path, model: Path, hidden_size: int, machine: Machine) -> dict[str, str]:
-    """Name -> text. directory: absolute, where they will lie."""
+    """Makes the text of each file, by name.  directory: where the files will lie, absolute."""
     train, val = _rows()
     return {
         "train.yaml": _config(directory, model, hidden_size, machine),
@@ -84,7 +87,7 @@ def _config(directory: Path, model: Path, hidden_size: int, machine: Machine) ->
 
 
 def _quoted(path: Path) -> str:
-    """As a YAML text, whatever is in it."""
+    """A path as a quoted YAML text, whatever characters it has."""
     return json.dumps(str(path), ensure_ascii=False)
 
 

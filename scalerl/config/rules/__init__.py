@@ -1,4 +1,4 @@
 """Rules between keys. A module exports lists of `Rule`, functions that make them for a section, and nothing else.
 
-`programs` has the rules of each program; what a model allows of a layout is in `config.layout_checks`.
+`commands` has the rules of each command; what a model allows of a layout is in `config.layout_checks`.
 """

@@ -18,12 +18,12 @@ _CONTROL = tuple(f"kl_ctrl.{field.name}" for field in dataclasses.fields(KLContr
 
 @rule(*(f"algorithm.{key}" for key in ("kl_penalty", *_CONTROL)))
 def _kl_control(cfg: PPOConfig) -> Iterator[str]:
-    given, default = (_flat(config) for config in (cfg.algorithm, AlgorithmConfig()))
-    # A weight of 0 asks for no KL, which is so.
-    changed = [key for key in given if given[key] != default[key] and (key, given[key]) != ("kl_ctrl.kl_coef", 0)]
+    values, default = (_flat(config) for config in (cfg.algorithm, AlgorithmConfig()))
+    # A weight of 0 asks for no KL, and there is none.
+    changed = [key for key in values if values[key] != default[key] and (key, values[key]) != ("kl_ctrl.kl_coef", 0)]
     if changed and not cfg.algorithm.use_kl_in_reward:
         yield (
-            f"algorithm.{changed[0]} = {show(given[changed[0]])}: has no effect when algorithm.use_kl_in_reward = "
+            f"algorithm.{changed[0]} = {show(values[changed[0]])}: has no effect when algorithm.use_kl_in_reward = "
             f"false; set algorithm.use_kl_in_reward=true, or leave {', '.join(f'algorithm.{key}' for key in changed)} "
             "out"
         )

@@ -1,4 +1,4 @@
-"""A rule between keys, and the one way to make it: `@rule("a.key", "another.key")` above a function."""
+"""`Rule`, a relation between keys, and `@rule("a.key", "another.key")`, which makes one from a function."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Rule:
 
 
 def rule(*keys: str) -> Callable[[Callable[[Any], Iterator[str]]], Rule]:
-    """Makes a function that yields violations the check of a rule between these keys."""
+    """Decorator that turns a function, which yields violations, into a rule between these keys."""
     return functools.partial(Rule, keys)
 
 
 def value_at(cfg: Any, key: str) -> Any:
+    """The value of a dotted key."""
     return functools.reduce(getattr, key.split("."), cfg)

@@ -57,7 +57,7 @@ SFT_RULES: list[Rule] = [
 
 
 def device_rules(cfg: Any, device: str | None) -> list[Rule]:
-    """The rules that hold on one device only. device: cuda or cpu; None while trainer.device alone says which."""
+    """The rules that depend on the device.  device: cuda or cpu; None while only trainer.device is known."""
     if not isinstance(cfg, PPOConfig | SFTConfig):
         return []
     rules: list[Rule] = []

@@ -17,7 +17,7 @@ from scalerl.config.transformer_engine import transformer_engine_version, transf
 
 
 def trained_layout_rule(megatron: str) -> Rule:
-    """The devices of the trainer hold whole copies of the model that is trained."""
+    """Makes the rule that the trainer's devices hold whole copies of the trained model."""
 
     @rule(*trained_layout_keys(megatron))
     def whole_copies(cfg: Any) -> Iterator[str]:
@@ -37,7 +37,10 @@ def trained_layout_rule(megatron: str) -> Rule:
 
 
 def transformer_engine_rules(cfg: PPOConfig | SFTConfig, device: str) -> list[Rule]:
-    """For the trained model, and for each role of the run with another attention. device: cuda or cpu."""
+    """Makes the rules of attention for the trained model, and for each role of the run with another cp_comm_type.
+
+    device: cuda or cpu.
+    """
     trained = "megatron" if isinstance(cfg, SFTConfig) else f"{ACTOR}.megatron"
     roles = [] if isinstance(cfg, SFTConfig) else model_roles(cfg)
     usual = trained_megatron(cfg).cp_comm_type

@@ -13,7 +13,7 @@ from scalerl.config.value_checks import show
 
 
 def megatron_rules(megatron: str, unless: str | None = None) -> list[Rule]:
-    """The rules of one section. unless: another section; while both are equal, only that one is judged."""
+    """Makes the rules of one `megatron` section.  unless: a section that is judged alone while both are equal."""
     granularity, modules = f"{megatron}.recompute_granularity", f"{megatron}.recompute_modules"
     method, num_layers = f"{megatron}.recompute_method", f"{megatron}.recompute_num_layers"
     initial, lowest = f"{megatron}.initial_loss_scale", f"{megatron}.min_loss_scale"

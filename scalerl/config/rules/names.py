@@ -13,7 +13,7 @@ from scalerl.config.sections import IMPORT_FILES
 def _name_rule(names: RegisteredNames) -> Rule:
     @rule(names.key, IMPORT_FILES)
     def is_known(cfg: PPOConfig) -> Iterator[str]:
-        # With files of the user's own it is known once they are imported; then the registry says it.
+        # Names that files of the user's own register are known once these are imported; the registry checks them then.
         if value_at(cfg, names.key) not in names and not cfg.trainer.import_files:
             yield names.unknown(value_at(cfg, names.key))
 

@@ -9,7 +9,7 @@ from scalerl.config.rules.base import Rule, rule, value_at
 
 
 def optimizer_rules(optim: str) -> list[Rule]:
-    """The rules of one section."""
+    """Makes the rules of one `optim` section."""
     style, decay, warmup = f"{optim}.lr_decay_style", f"{optim}.lr_decay_steps", f"{optim}.lr_warmup_steps"
     lr, min_lr = f"{optim}.lr", f"{optim}.min_lr"
 

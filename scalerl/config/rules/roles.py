@@ -1,4 +1,4 @@
-"""Rules of the models beside the actor: `config.model_specs`."""
+"""Rules of the models beside the actor, which `config.model_specs` lists."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _role(cfg: PPOConfig, name: RoleName) -> ModelRole:
 
 
 def _may_have_critic(cfg: PPOConfig, name: RoleName) -> bool:
-    """An estimator of the user's own may ask for one; whether it does is known once its file is imported."""
+    """Whether a user's own estimator may ask for a critic: this is known once its file is imported."""
     return name == "critic" and cfg.algorithm.adv_estimator not in ESTIMATORS
 
 
 def role_rules(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
-    """The rules of one role; each holds only where the run has it."""
+    """Makes the rules of one role; each rule holds only where the run has this role."""
     megatron, pool = f"{section}.megatron", f"{section}.resource_pool"
     sizes = [f"{prefix}.{size}" for prefix in (megatron, f"{ACTOR}.megatron") for size in LAYOUT_FIELDS]
     nodes = (f"{pool}.nnodes", f"{pool}.n_gpus_per_node")
@@ -74,13 +74,13 @@ def role_rules(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
     @rule(*LONGEST_SAMPLE_KEYS, max_tokens_key, *alignment_keys(megatron), *alignment_keys(f"{ACTOR}.megatron"))
     def longest_sample_fits(cfg: PPOConfig) -> Iterator[str]:
         role, longest = _role(cfg, name), longest_sample(cfg)
-        given = role.max_tokens_per_device
+        max_tokens = role.max_tokens_per_device
         needed, actor = tokens_needed(longest, role.megatron), cfg.actor_rollout_ref.actor
-        # Of the actor's number on the actor's layout the actor's own rule speaks.
-        is_the_actors = given == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
-        if role.active and given < needed and not is_the_actors:
+        # The actor's number on the actor's layout is checked by the actor's own rule.
+        is_the_actors = max_tokens == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
+        if role.active and max_tokens < needed and not is_the_actors:
             yield (
-                f"{max_tokens_key} = {given}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set "
+                f"{max_tokens_key} = {max_tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set "
                 f"{max_tokens_key}={needed} or more"
             )
 

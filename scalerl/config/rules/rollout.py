@@ -1,4 +1,4 @@
-"""Rules of where the rollout servers live, and of the way that weights take to them."""
+"""Rules of where the rollout servers live, and of how weights reach them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
 
 
 def own_pool_rule(section: str, has_servers: Callable[[PPOConfig], bool]) -> Rule:
-    """The replicas of a section fit on the pool that the section has for itself, where the run has such servers."""
+    """Makes the rule that the replicas of a section fit on its own pool, where the run has such servers."""
     tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
 
     @rule(tp_key, f"{section}.num_replicas", f"{pool_key}.nnodes", f"{pool_key}.n_gpus_per_node")
@@ -87,7 +87,7 @@ def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _num_replicas(cfg: PPOConfig) -> int:
-    """Number of the policy's servers."""
+    """The number of the policy's servers."""
     rollout = cfg.actor_rollout_ref.rollout
     pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
     per_node = max(1, pool.n_gpus_per_node // rollout.tensor_model_parallel_size)
@@ -135,5 +135,5 @@ ROLLOUT_RULES = [
     _transport_reaches,
     _directory_given,
 ]
-# Of GPUs alone: on a CPU a device is a process, and any number of servers share the machine with the trainer.
+# Rules on GPUs only: on a CPU a device is a process, and any number of servers share the machine with the trainer.
 ROLLOUT_RULES_ON_CUDA = [_replicas_fit_the_trainer, _no_broadcast_on_one_device]

@@ -1,4 +1,4 @@
-"""Rules of what a step's samples are taken from: over-sampling, dynamic sampling, samples of older policies."""
+"""Rules of where a step's samples come from: over-sampling, dynamic sampling, samples of older policies."""
 
 from __future__ import annotations
 

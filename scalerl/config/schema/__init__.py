@@ -1,10 +1,10 @@
-"""Every configuration key of scalerl with its default and its domain, once; rules between keys are in `config.rules`.
+"""Declares each configuration key of scalerl once, with default and domain; rules between keys are in `config.rules`.
 
 A module holds the sections that belong together, and `commands` puts them together. Key names are those of verl where
 verl has the concept; a size says its unit in the comment above it.
 
-A section that extends another one has its keys. Where it declares one of them again, the domain stays unless `key(...)`
-gives another, and `Other.name` as default is the other section's: such a line only says more about the key.
+A section that extends another one has the other's keys. A key that is declared again keeps its domain unless
+`key(...)` gives another; `Other.name` as default is the other section's, and such a line only changes the comment.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PolicyLossConfig:
 
 @dataclass
 class PPOModelConfig:
-    """What actor and critic have in common: how a step's samples become updates."""
+    """The keys that actor and critic have in common: how a step's samples become updates."""
 
     # Prompts per optimizer update (times rollout.n = samples).
     ppo_mini_batch_size: int = key(256, at_least(1))
@@ -68,7 +68,7 @@ class ActorConfig(PPOModelConfig):
     clip_ratio_c: float = key(3.0, above(1))
     # sapo: how fast a token's gradient fades as its ratio leaves 1, where the advantage is above 0.
     tau_pos: float = key(1.0, above(0))
-    # sapo: the same for the other tokens.
+    # sapo: the same where the advantage is not above 0.
     tau_neg: float = key(1.05, above(0))
     # Weight of the entropy that the loss rewards.
     entropy_coeff: float = key(0.0, FINITE)

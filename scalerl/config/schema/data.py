@@ -21,7 +21,7 @@ class FilesConfig:
 
 @dataclass
 class ChatConfig(FilesConfig):
-    """How messages become text."""
+    """The keys of how messages become text."""
 
     # Variables of the chat template, for every row: chat_template_kwargs.enable_thinking=false; tools is a list of
     # function schemas.
@@ -32,7 +32,7 @@ class ChatConfig(FilesConfig):
 
 @dataclass
 class TrainingDataConfig(ChatConfig):
-    """What training on prompts and training on conversations have in common."""
+    """The keys that training on prompts and training on conversations have in common."""
 
     # One path or URL, or a list of them (parquet, json, jsonl).
     train_files: Any = key(MISSING, FILES)
@@ -61,14 +61,14 @@ class DataConfig(TrainingDataConfig):
     prompt_key: str = key("prompt", TEXT)
     # Column whose value picks the reward rule and groups validation metrics.
     reward_fn_key: str = key("data_source", TEXT)
-    # Tokens, chat template included.
+    # Tokens of a prompt, chat template included.
     max_prompt_length: int = key(512, at_least(1))
-    # Tokens.
+    # Tokens of a response.
     max_response_length: int = key(512, at_least(1))
     # Prompts per step.
     train_batch_size: int = key(1024, at_least(1))
     # Prompts whose samples a step begins. More than train_batch_size: generation ends when that many groups are whole,
-    # and what is unfinished is dropped or, with rollout.partial_rollout, goes on in the next step.
+    # and what is unfinished is dropped or, with rollout.partial_rollout, continued in the next step.
     gen_batch_size: int = key(same_as("data.train_batch_size"), at_least(1))
     # First rows to keep; -1: all.
     train_max_samples: int = key(-1, all_or_at_least(1))
@@ -76,7 +76,7 @@ class DataConfig(TrainingDataConfig):
     val_max_samples: int = key(-1, all_or_at_least(1))
     # Drop prompts over max_prompt_length, with a count.
     filter_overlong_prompts: bool = False
-    # Processes that tokenize the prompts of a file beyond its first 1024; 1: none but this one.
+    # Processes that tokenize the prompts of a file beyond its first 1024; 1: this process alone.
     filter_overlong_prompts_workers: int = key(1, at_least(1))
     # Column with a list of images, which may be missing. Prompts with images are refused: no supported model family
     # takes images.
@@ -104,7 +104,7 @@ class SFTDataConfig(TrainingDataConfig):
 
 @dataclass
 class ResponseFilesConfig(FilesConfig):
-    """What `scalerl generate` and `scalerl eval` have in common: prompts and, in another column, responses."""
+    """The keys that `scalerl generate` and `scalerl eval` have in common: prompts and, in another column, responses."""
 
     # One path or URL, or a list of them (parquet, json, jsonl).
     path: Any = key(MISSING, FILES)
@@ -126,8 +126,8 @@ class GenerationDataConfig(ResponseFilesConfig, ChatConfig):
     max_samples: int = key(-1, all_or_at_least(1))
     # What to do with a prompt over rollout.prompt_length: refuse it, or cut off its left, right or middle.
     truncation: str = key(DataConfig.truncation, one_of("error", "left", "right", "middle"))
-    # Parquet file with the columns of the input and the responses. Until it is there, OUTPUT_PATH.parts
-    # has what is done.
+    # Parquet file with the columns of the input and the responses. Until it is complete,
+    # OUTPUT_PATH.parts has the responses that are done.
     output_path: str = key(MISSING, PARQUET)
 
 
@@ -145,5 +145,5 @@ class EvalDataConfig(ResponseFilesConfig):
     data_source_key: str = key("data_source", TEXT)
     # Column with {"ground_truth": ...}.
     reward_model_key: str = key("reward_model", TEXT)
-    # null: none. Parquet file with the columns of the input and the scores.
+    # Parquet file with the columns of the input and the scores; null: none is written.
     output_path: str | None = key(None, or_null(PARQUET))

@@ -1,4 +1,4 @@
-"""Devices of a run, and those that one section of it has for itself."""
+"""The sections of devices: those of a run, and those that one model or its servers have for themselves."""
 
 from __future__ import annotations
 

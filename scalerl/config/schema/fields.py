@@ -1,4 +1,4 @@
-"""How a key is declared: `lr: float = key(1e-6, at_least(0))` is its default and the values that it may have."""
+"""Declares keys: `lr: float = key(1e-6, at_least(0))` gives a key its default and the values that it may have."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def key(default: Any, domain: Domain) -> Any:
 
 
 def same_as(source: str) -> Any:
-    """A default that is the value of another key."""
+    """Makes a default that is the value of another key."""
     return f"${{{source}}}"
 
 
 @functools.cache
 def domains_of(section: type) -> dict[str, Domain]:
-    """Name of a key -> its domain, for every key of the section that is neither a bool nor a free dict.
+    """Maps the name of each key of a section to its domain; a key that is a bool or a free dict has none.
 
     A key that a section declares again without a domain keeps that of the section that it extends.
     """
@@ -42,7 +42,7 @@ def domains_of(section: type) -> dict[str, Domain]:
 
 
 def domain_violations(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, violation) for every value of a config dataclass that is outside its domain."""
+    """Yields (key, violation) for every value of a config dataclass that is outside its domain."""
     domains = domains_of(type(config))
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)

@@ -23,17 +23,18 @@ class SlurmConfig:
     qos: str | None = key(None, or_null(TEXT))
     # Devices to ask for on each node. null: trainer.n_gpus_per_node; none with trainer.device=cpu.
     gpus_per_node: int | None = key(None, or_null(at_least(0)))
-    # Nodes beyond those of the run: as many as that may be found sick before Ray starts, and are left out.
+    # Nodes beyond those of the run: up to this many nodes may be found sick before Ray starts, and are left out.
     spare_nodes: int = key(0, at_least(0))
     # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
     preflight: bool = True
     # Free space of the directory for temporary files below which a node counts as sick.
     min_disk_gib: float = key(5.0, at_least(0))
-    # The same of /dev/shm.
+    # Free space of /dev/shm below which a node counts as sick.
     min_shm_gib: float = key(1.0, at_least(0))
     # Gbit/s of an all-reduce with a neighbour below which a node counts as sick; 0: not measured.
     min_bandwidth_gbit: float = key(0.0, at_least(0))
-    # How they are asked for: gpus-per-node | gres (--gres=gpu:N) | none (a site that hands out whole nodes uncounted).
+    # How devices are asked for: gpus-per-node | gres (--gres=gpu:N) | none (for a site that gives whole nodes, with
+    # devices uncounted).
     gpu_option: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
     # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}.
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,11 +42,11 @@ class SlurmConfig:
     env: dict[str, Any] = field(default_factory=dict)
     # Where the run's programs are: none (the virtual environment alone) | pyxis (srun --container-image) | apptainer.
     container: str = key("none", one_of("none", "pyxis", "apptainer"))
-    # Of pyxis a name in a registry or a .sqsh file, of apptainer a .sif file.
+    # Container image: for pyxis a name in a registry or a .sqsh file, for apptainer a .sif file.
     image: str | None = key(None, or_null(TEXT))
     # Directories that the container sees beside those of the run: /data, or /data:/inside.
     mounts: list[str] = key([], TEXTS)
-    # Virtual environment of all nodes, in the container if there is one. null: the one that launches.
+    # Virtual environment of all nodes, in the container if there is one. null: that of the launching command.
     venv: str | None = key(None, or_null(TEXT))
     # File of NAME=VALUE lines, mode 0600: variables that nobody else may read. It is read when the job starts.
     env_file: str | None = key(None, or_null(TEXT))

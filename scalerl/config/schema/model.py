@@ -26,7 +26,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "
 
 @dataclass
 class ModelCodeConfig:
-    """The key of every model directory."""
+    """The key that every section of a model directory has."""
 
     # Run Python code that the model directory brings along.
     trust_remote_code: bool = False
@@ -41,7 +41,7 @@ class ModelConfig(ModelCodeConfig):
 
 @dataclass
 class OptionalModelConfig(ModelCodeConfig):
-    """A model that a run may have."""
+    """The keys of a model that a run may do without."""
 
     # Directory of the model.
     path: str | None = key(None, or_null(TEXT))
@@ -71,7 +71,7 @@ class MegatronConfig:
     tensor_model_parallel_size: int = key(1, at_least(1))
     # Stages that share the layers.
     pipeline_model_parallel_size: int = key(1, at_least(1))
-    # Model chunks of each stage (interleaved pipeline); null: one.
+    # Model chunks of each stage (interleaved pipeline); null: one chunk.
     virtual_pipeline_model_parallel_size: int | None = key(None, or_null(at_least(1)))
     # Layers of the first stage, where it holds the embedding and should have fewer; null: as the others.
     num_layers_in_first_pipeline_stage: int | None = key(None, or_null(at_least(1)))
@@ -100,7 +100,7 @@ class MegatronConfig:
     moe_router_bias_update_rate: float = key(0.0, at_least(0))
     # Optimizer state is split over the data-parallel ranks.
     use_distributed_optimizer: bool = True
-    # Arithmetic and parameters. Main gradients, main parameters and optimizer state are float32 with each of them.
+    # Type of arithmetic and parameters. Main gradients, main parameters and optimizer state are float32 in any case.
     dtype: str = key("bfloat16", DTYPE)
     seed: int = key(42, at_least(0))
     # What a layer keeps for backward: null: everything; selective: all but what recompute_modules compute again; full:
@@ -126,16 +126,19 @@ class MegatronConfig:
     initial_loss_scale: float = key(65536.0, at_least(1))
     # The scale is never halved below this; an overflow at it counts as a gradient that is not finite.
     min_loss_scale: float = key(1.0, above(0))
-    # Updates.
+    # Updates without overflow after which the scale doubles.
     loss_scale_window: int = key(1000, at_least(1))
     # Fields of Megatron's TransformerConfig that have no key here: override_transformer_config.batch_p2p_sync=false.
     # docs/from-verl.md has those that scalerl sets itself.
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
-    # The same of Megatron's DistributedDataParallelConfig, for models that are trained.
+    # Fields of Megatron's DistributedDataParallelConfig that have no key here, for models that are trained.
     override_ddp_config: dict[str, Any] = field(default_factory=dict)
 
 
 def as_actor() -> MegatronConfig:
-    """Each key as the actor's: a role in the actor's processes must have its sizes, and often wants the rest."""
+    """A section whose keys all default to the actor's.
+
+    A role in the actor's processes must have the actor's sizes, and often wants the rest.
+    """
     section = "actor_rollout_ref.actor.megatron"
     return MegatronConfig(**{field.name: same_as(f"{section}.{field.name}") for field in fields(MegatronConfig)})

@@ -1,4 +1,4 @@
-"""Where scores come from: reward functions, their managers, a reward model, a judge."""
+"""The sections of rewards: reward functions, their managers, a reward model, a judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, above, 
 
 @dataclass
 class CustomRewardFunctionConfig:
-    # Python file; null: the rule for each row's data_source.
+    # Python file with the reward function; null: the rule for each row's data_source.
     path: str | None = key(None, or_null(TEXT))
     name: str = key("compute_score", TEXT)
     # Keyword arguments for every call.
@@ -79,13 +79,13 @@ class OverlongBufferConfig:
 
 @dataclass
 class RewardManagerConfig:
-    """What the `reward_model` sections of `scalerl train` and `scalerl eval` have in common."""
+    """The keys that the `reward_model` sections of `scalerl train` and `scalerl eval` have in common."""
 
     # naive | batch | dapo | prime, or a name registered with rewards.register_reward_manager.
     reward_manager: str = key("naive", TEXT)
     # Seconds that scoring one sample may take; with reward_manager=batch, one call.
     timeout_s: float = key(60.0, above(0))
-    # stop: a reward function that raises, hangs or returns NaN ends the run, and a judge that gives no number does.
+    # stop: a reward function that raises, hangs or returns NaN ends the run, and so does a judge that gives no number.
     # zero: the sample scores 0 and is counted.
     on_error: str = key("stop", one_of("stop", "zero"))
 

@@ -1,4 +1,4 @@
-"""Servers that write: those of the policy, of a judge and of `scalerl generate`, and how they sample."""
+"""The sections of servers that generate: for the policy, a judge and `scalerl generate`; how they sample."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLLOUT_NAMES = ("sglang", "embedded")
 
 @dataclass
 class SamplingConfig:
-    """How each next token is drawn."""
+    """The keys of how each next token is drawn."""
 
     temperature: float = key(1.0, above(0))
     # Draw from the most probable tokens that have this probability together.
@@ -44,7 +44,7 @@ class ValSamplingConfig(SamplingConfig):
 
 @dataclass
 class ServerConfig(SamplingConfig):
-    """What the servers of the policy, of a judge and of `scalerl generate` have in common."""
+    """The keys that the servers of the policy, of a judge and of `scalerl generate` have in common."""
 
     # The engine.
     name: str = key("sglang", one_of(*ROLLOUT_NAMES))
@@ -64,7 +64,8 @@ class ServerConfig(SamplingConfig):
     max_num_seqs: int = key(256, at_least(1))
     # Seconds that a server may take to start.
     start_timeout_s: float = key(600.0, above(0))
-    # Of one request, its time in the server's queue included; a server that then answers no health check is restarted.
+    # Seconds that one request may take, its time in the server's queue included; a server that then answers no health
+    # check is restarted.
     request_timeout_s: float = key(600.0, above(0))
     # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
     max_restarts: int = key(3, at_least(0))
@@ -74,7 +75,7 @@ class ServerConfig(SamplingConfig):
 
 @dataclass
 class ProgramConfig:
-    """What makes a sample (docs/extending.md)."""
+    """The function that makes a sample (docs/extending.md)."""
 
     # Python file with a program of your own: several turns, tools; null: one answer to the prompt.
     path: str | None = key(None, or_null(TEXT))
@@ -88,7 +89,7 @@ class RolloutConfig(ServerConfig):
 
     # Samples per prompt.
     n: int = key(1, at_least(1))
-    # Generate max_response_length tokens, whatever comes.
+    # Generate max_response_length tokens, even where the response ends earlier.
     ignore_eos: bool = False
     # null: as many as fit on the trainer's devices (world size / tensor_model_parallel_size), or on resource_pool.
     num_replicas: int | None = ServerConfig.num_replicas
@@ -96,8 +97,8 @@ class RolloutConfig(ServerConfig):
     # No number of a run depends on how many they are. null: one for every 8 replicas.
     num_workers: int | None = key(None, or_null(at_least(1)))
     gpu_memory_utilization: float = 0.5
-    # Interrupt unfinished samples instead of waiting for them or dropping them; they go on under the next policy, each
-    # token with the version of its own. Needs trainer.max_staleness.
+    # Interrupt unfinished samples instead of waiting for them or dropping them; the next policy continues them, and
+    # each token has the version of the policy that sampled it. Needs trainer.max_staleness.
     partial_rollout: bool = False
     # Release the server's KV cache and weights while the trainer computes (GPU only; servers with devices of their own
     # keep them).
@@ -128,7 +129,7 @@ class GenerationRolloutConfig(ServerConfig):
 
     # 0: greedy.
     temperature: float = key(ServerConfig.temperature, at_least(0))
-    # Generate response_length tokens, whatever comes.
+    # Generate response_length tokens, even where the response ends earlier.
     ignore_eos: bool = False
     # Tokens of a prompt, chat template included.
     prompt_length: int = key(1024, at_least(1))

@@ -33,7 +33,7 @@ class UserFilesConfig:
 
 @dataclass
 class RunConfig(UserFilesConfig, DevicesConfig):
-    """What `scalerl train` and `scalerl sft` have in common."""
+    """The keys that `scalerl train` and `scalerl sft` have in common."""
 
     # Memory of a device for the plan that a run is checked against: 80GB, 79.1GiB or a name (h100, h200);
     # null: what the device of this machine reports, on a CPU unlimited.
@@ -55,24 +55,24 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     test_freq: int = key(-1, all_or_at_least(1))
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
-    # auto: go on from the newest checkpoint in default_local_dir, if there is one; disable: begin anew; resume_path: go
-    # on from resume_from_path.
+    # auto: continue from the newest checkpoint in default_local_dir, if there is one; disable: start anew; resume_path:
+    # continue from resume_from_path.
     resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
     # A global_step_N directory, for resume_mode=resume_path alone.
     resume_from_path: str | None = key(None, or_null(TEXT))
     # Newest checkpoints that stay; null keeps all.
     max_actor_ckpt_to_keep: int | None = key(None, or_null(at_least(1)))
-    # Checkpoints that stay beside the newest: so many of the best by best_ckpt_metric; those of steps that
-    # ckpt_every_to_keep divides. Both need max_actor_ckpt_to_keep.
+    # Checkpoints with the best best_ckpt_metric that stay beside the newest; this and ckpt_every_to_keep need
+    # max_actor_ckpt_to_keep.
     best_ckpt_to_keep: int = key(0, at_least(0))
     # A metric of the validation, as it is logged; a checkpoint whose step was not validated has none.
     best_ckpt_metric: str | None = key(None, or_null(TEXT))
-    # Which is the better one: max or min.
+    # Which best_ckpt_metric is the better one: max or min.
     best_ckpt_mode: str = key("max", one_of("max", "min"))
     # Steps whose checkpoints stay are multiples of this; null: none stays for its step.
     ckpt_every_to_keep: int | None = key(None, or_null(at_least(1)))
-    # Ranks only copy what they save, to host memory of that size, and go on; threads write it. A save that fails
-    # then ends no run; the last one is waited for.
+    # Ranks only copy what they save, to host memory of that size, and continue; threads write it. A save that then
+    # fails does not end the run, which waits for its last save.
     async_save: bool = False
     # Seconds that writing or reading a checkpoint, as a whole, may take.
     save_timeout_s: float = key(3600.0, above(0))

@@ -1,4 +1,4 @@
-"""verl's counts of samples, steps and copies in the units of scalerl's keys."""
+"""Converts verl's counts of samples, steps and copies to the units of scalerl's keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "ac
 
 
 def update_micro_batch(match: re.Match[str], value: Any, context: Context) -> Outcome:
-    """Samples of a micro-batch -> tokens, of which it may have as many as so many of the longest samples."""
+    """Converts an update's samples per micro-batch to tokens: as many as so many of the longest samples have."""
     return _tokens(f"{match[1]}.ppo_max_token_len_per_gpu", match[1], value, context)
 
 
 def pass_micro_batch(_: re.Match[str], value: Any, context: Context) -> Outcome:
-    """The same of the reference's pass."""
+    """Converts the samples per micro-batch of the reference's pass to tokens, as `update_micro_batch` does."""
     return _tokens(f"{_REF}.log_prob_max_token_len_per_gpu", _REF, value, context)
 
 
@@ -42,6 +42,7 @@ def _size(context: Context, section: str, name: str) -> int:
 
 
 def response_limit(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads a second limit of prompt or response tokens, which may not differ from the one in `data`."""
     key = f"data.max_{match[1]}_length"
     if value is None or value == context.value(key):
         return AlreadySo(f"{key} says it")
@@ -51,7 +52,7 @@ def response_limit(match: re.Match[str], value: Any, context: Context) -> Outcom
 
 
 def updates_per_step(context: Context, section: str) -> int | None:
-    """Optimizer updates of one step; None where the keys do not say."""
+    """The number of optimizer updates of one step; None where the keys do not determine it."""
     prompts, mini, epochs = (
         context.value(key)
         for key in ("data.train_batch_size", f"{section}.ppo_mini_batch_size", f"{section}.ppo_epochs")
@@ -62,6 +63,7 @@ def updates_per_step(context: Context, section: str) -> int | None:
 
 
 def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Converts a warm-up as a share of all steps to optimizer updates."""
     section = match[1]
     key = f"{section}.optim.lr_warmup_steps"
     if not value:
@@ -78,6 +80,7 @@ def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outco
 
 
 def critic_kept(_: re.Match[str], value: Any, context: Context) -> Outcome | None:
+    """Gives actor and critic the larger of their numbers of checkpoints to keep; None where they are equal."""
     key = "trainer.max_actor_ckpt_to_keep"
     actor = context.value(key)
     if value == actor or not (value is None or type(value) is int):
@@ -88,6 +91,7 @@ def critic_kept(_: re.Match[str], value: Any, context: Context) -> Outcome | Non
 
 
 def critic_enable(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads verl's switch of the critic, which must agree with algorithm.adv_estimator."""
     estimator = context.value("algorithm.adv_estimator")
     if value is None or value is (estimator == "gae"):
         return AlreadySo("algorithm.adv_estimator says whether there is a critic")

@@ -1,4 +1,4 @@
-"""One line of the vocabulary of verl: a key of it, and what scalerl makes of a value that it is given."""
+"""`Entry`, one line of verl's vocabulary: a pattern of keys, and what scalerl makes of their values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from scalerl.config.value_checks import show
 
 @dataclass(frozen=True)
 class Becomes:
-    """The value is said by other keys here, or by another value of the same key.
+    """Outcome of a value that other keys express here, or another value of the same key.
 
-    overrules: what the user set there has been taken into account.
+    overrules: the values replace those that the user set there, which have been taken into account.
     """
 
     values: Mapping[str, Any]
@@ -24,14 +24,14 @@ class Becomes:
 
 @dataclass(frozen=True)
 class AlreadySo:
-    """There is nothing to set."""
+    """Outcome of a value that asks for what scalerl does in any case: there is nothing to set."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The value asks for what scalerl does not do. why: completes "KEY = VALUE: "."""
+    """Outcome of a value that asks for what scalerl does not do.  why: completes "KEY = VALUE: "."""
 
     why: str
 
@@ -40,10 +40,10 @@ Outcome = Becomes | AlreadySo | Refused
 
 
 class Context(Protocol):
-    """The rest of the configuration, while one key is read."""
+    """The rest of the configuration, as the reading of one key sees it."""
 
     def value(self, key: str) -> Any:
-        """Of a key of scalerl as it stands; None where it cannot be resolved."""
+        """The present value of a key of scalerl; None where it cannot be resolved."""
         ...
 
     def is_set(self, key: str) -> bool:
@@ -51,7 +51,7 @@ class Context(Protocol):
         ...
 
     def foreign(self, key: str) -> Any:
-        """What the user wrote for a key of verl; None where nothing."""
+        """The value that the user wrote for a key of verl; None if there is none."""
         ...
 
 
@@ -60,11 +60,11 @@ Read = Callable[[re.Match[str], Any, Context], Outcome | None]
 
 @dataclass(frozen=True)
 class Entry:
-    """Keys of verl with one answer.
+    """A pattern of verl's keys, with the function that reads their values.
 
     pattern: dotted key; `*` is one part, `**` the rest, `(a|b)` either.
-    said: for the documentation, what becomes of it.
-    read: (match, value, context) -> outcome; None: the value is not of verl, and read like any other.
+    said: what becomes of the keys, for the documentation.
+    read: (match, value, context) -> outcome; None: the value is not verl's, and is read like any other.
     """
 
     pattern: str
@@ -88,13 +88,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
-    """As `in`, but 0 is not false, and a text is compared without regard to case."""
+    """Whether the options contain a value, where 0 is not false and texts are compared without regard to case."""
     folded = value.lower() if isinstance(value, str) else value
     return any(isinstance(option, bool) == isinstance(folded, bool) and option == folded for option in options)
 
 
 def same(pattern: str, *allowed: Any, why: str) -> Entry:
-    """scalerl always does what these values say (none given: whatever the value is)."""
+    """An entry of keys whose allowed values ask for what scalerl always does; no allowed values: every value does."""
 
     def read(_: re.Match[str], value: Any, __: Context) -> Outcome:
         if not allowed or is_one_of(value, allowed):
@@ -114,9 +114,10 @@ def renamed(
     only: Any = ...,
     neutral: tuple[Any, ...] = (),
 ) -> Entry:
-    r"""The value goes to `target`, in which \1 stands for the first group of the pattern.
+    r"""An entry of keys whose value goes to `target`, in which \1 stands for the first group of the pattern.
 
-    only: reads no other value. convert: its unit or spelling there. neutral: values that ask for nothing.
+    only: the values that are read; no others are.  convert: changes the value's unit or spelling.  neutral: values that
+    ask for nothing.
     """
 
     def read(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
@@ -131,7 +132,7 @@ def renamed(
 
 
 def absent(pattern: str, *neutral: Any, why: str, instead: str = "leave it out") -> Entry:
-    """There is no counterpart; the neutral values ask for none. why: completes "because"."""
+    """An entry of keys without counterpart; the neutral values ask for nothing.  why: completes "because"."""
 
     def read(_: re.Match[str], value: Any, __: Context) -> Outcome:
         if is_one_of(value, neutral):
@@ -143,13 +144,13 @@ def absent(pattern: str, *neutral: Any, why: str, instead: str = "leave it out")
 
 
 def goes_with(pattern: str, switch: str) -> Entry:
-    """Says more about something that another key switches on, which is judged there."""
+    """An entry of keys that only detail what another key switches on; that key is checked instead."""
     why = f"counts only with {switch}"
     return Entry(pattern, "already so", why, lambda _, __, ___: AlreadySo(why))
 
 
 def computed(pattern: str, said: str, why: str, read: Read) -> Entry:
-    """Depends on other keys."""
+    """An entry of keys whose outcome `read` computes, for example from other keys."""
     return Entry(pattern, said, why, read)
 
 

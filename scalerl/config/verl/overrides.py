@@ -215,7 +215,7 @@ def _entries() -> list[Entry]:
     assert fields.issuperset(SAME_NAME) and set(OptimConfig.__dataclass_fields__).issuperset(OPTIMIZER_NAMES)
     transformer, ddp = (f"{_SECTIONS}megatron.override_{kind}_config" for kind in ("transformer", "ddp"))
     optimizer = f"{_SECTIONS}optim.override_optimizer_config"
-    found = [
+    entries = [
         computed(f"{transformer}.({'|'.join(SAME_NAME)})", "the key of that name in the section", "", _same_section),
         computed(f"{ddp}.(use_distributed_optimizer)", "`megatron.use_distributed_optimizer`", "", _same_section),
         computed(
@@ -238,11 +238,11 @@ def _entries() -> list[Entry]:
         by_answer: dict[Owned, list[str]] = {}
         for name, owned in OWNED[kind].items():
             by_answer.setdefault(owned, []).append(name)
-        found += [
+        entries += [
             computed(f"{prefix}.({'|'.join(names)})", _said(owned), owned.why, _judge(kind))
             for owned, names in by_answer.items()
         ]
-    return found
+    return entries
 
 
 OVERRIDE_ENTRIES = _entries()

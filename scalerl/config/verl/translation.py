@@ -1,4 +1,4 @@
-"""Keys of verl that a user wrote -> values of scalerl's keys, and what was made of each."""
+"""Translates the keys of verl that a user wrote to values of scalerl's keys, with a record of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Verdict = Literal["renamed", "already so", "refused"]
 
 @dataclass(frozen=True)
 class Translation:
-    """One key of verl, as written. becomes: `key=value` of scalerl's keys, with verdict renamed."""
+    """What became of one key of verl that a user wrote.
+
+    becomes: `key=value` of scalerl's keys, with verdict renamed.  origin: says in which file it was written.
+    """
 
     key: str
     value: Any
@@ -35,7 +38,7 @@ class Translation:
 
 
 class Draft(Protocol):
-    """The configuration that is filled in."""
+    """The configuration that is being filled in, as far as a translation asks it."""
 
     def value(self, key: str) -> Any: ...
     def is_set(self, key: str) -> bool: ...
@@ -44,7 +47,7 @@ class Draft(Protocol):
 
 @dataclass
 class Translator:
-    """Collects the keys of verl while a configuration is read; reads them when all of it is there."""
+    """Collects the keys of verl while a configuration is read, and translates them once all of it has been read."""
 
     kind: str
     _written: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -60,7 +63,7 @@ class Translator:
         return self._written[key][0] if key in self._written else None
 
     def translations(self, draft: Draft) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
-        """Each with the values that it sets; those are in the draft before the next one is read."""
+        """Yields each translation with the values that it sets; the caller puts them into the draft before the next."""
         context = _DraftContext(draft, self)
         # Key of scalerl -> the key of verl that has set it.
         said: dict[str, str] = {}
@@ -74,18 +77,18 @@ class Translator:
                 clash = _clash(draft, said, key, outcome)
                 if clash is None:
                     said |= dict.fromkeys(outcome.values, key)
-                    becomes = tuple(f"{name}={show(given)}" for name, given in outcome.values.items())
+                    becomes = tuple(f"{name}={show(new)}" for name, new in outcome.values.items())
                     yield Translation(key, value, "renamed", becomes, outcome.why, origin), outcome.values
                 else:
                     yield Translation(key, value, "refused", why=clash, origin=origin), {}
 
 
-# Of limits of time that verl has in several places the last one counts.
+# Keys that several keys of verl set, with their limits of time: the last value counts.
 _SHARED = ("trainer.timeout_s",)
 
 
 def _clash(draft: Draft, said: Mapping[str, str], key: str, outcome: Becomes) -> str | None:
-    """What to tell where something else has set one of the keys to another value."""
+    """The reason to refuse where something else has set one of the keys to another value; None where nothing has."""
     for name, value in outcome.values.items():
         is_free = name == key or outcome.overrules or (name in _SHARED and name in said)
         if is_free or not (draft.is_set(name) or name in said) or "${" in str(value) or draft.value(name) == value:
@@ -111,7 +114,7 @@ class _DraftContext:
 
 
 def entry_of(kind: str, key: str) -> Iterator[tuple[Entry, re.Match[str]]]:
-    """Entries whose pattern fits."""
+    """The entries whose pattern fits a key, each with its match."""
     for entry in ENTRIES.get(kind, ()):
         if match := entry.regex.fullmatch(key):
             yield entry, match
@@ -123,7 +126,7 @@ def _read(kind: str, key: str, value: Any, context: Context) -> AlreadySo | Beco
 
 
 def translation_table(translations: list[Translation]) -> str:
-    """What a run prints of the keys of verl that it was given; "" without any."""
+    """The text in which a run lists the keys of verl that it was given; "" if there are none."""
     renamed = [
         (key.written, f"-> {' '.join(key.becomes)}{f'  ({key.why})' if key.why else ''}")
         for key in translations
@@ -139,5 +142,5 @@ def translation_table(translations: list[Translation]) -> str:
 
 
 def _columns(rows: list[tuple[str, str]]) -> str:
-    width = min(max(len(left) for left, _ in rows), 90)
-    return "\n".join(f"  {left:<{width}}  {right}" for left, right in rows)
+    width = min(max(len(written) for written, _ in rows), 90)
+    return "\n".join(f"  {written:<{width}}  {meaning}" for written, meaning in rows)
