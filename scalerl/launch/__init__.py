@@ -1,1 +1,1 @@
-"""`scalerl launch`: a run becomes a job of a scheduler, and is watched and ended by the name of its directory."""
+"""`scalerl launch`: submits a run as a job of a scheduler, and watches or ends the job by the run's directory."""

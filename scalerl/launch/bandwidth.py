@@ -1,4 +1,4 @@
-"""Bandwidth of an all-reduce between two nodes, with the library that the training will use."""
+"""Measures the bandwidth of an all-reduce between two nodes, with the library that the training will use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _listener: socket.socket | None = None
 
 
 def listen(host: str) -> tuple[str, int]:
-    """Where the pair will meet: an address of this node."""
+    """Opens a socket on which a pair of nodes will meet, and returns its (address, port) on this node."""
     global _listener
     _listener = rendezvous.listen(host)
     return _listener.getsockname()[:2]
 
 
 def measured(rank: int, address: tuple[str, int], backend: str, timeout_s: float) -> float:
-    """Gbit/s of the better of some all-reduces of NUM_BYTES between this node and its peer: bytes over seconds."""
+    """Gbit/s of the fastest of some all-reduces between this node and its peer: NUM_BYTES over seconds."""
     import torch
     import torch.distributed as dist
 

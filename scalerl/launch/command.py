@@ -1,4 +1,4 @@
-"""`scalerl launch slurm KEY=VALUE ...`: a run as a Slurm job, which the other subcommands look after."""
+"""`scalerl launch slurm KEY=VALUE ...`: submits a run as a Slurm job, which the other subcommands look after."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when done; of `attach` the command's exit code."""
+    """Runs a subcommand. Returns 0 when it is done; for `attach`, the exit code of the attached command."""
     command, *rest = argv or ["--help"]
     if command not in COMMANDS:
         if command in ("-h", "--help"):
@@ -117,16 +117,16 @@ def _logs(arguments: list[str]) -> int:
     parser.add_argument("--lines", type=int, default=50)
     parser.add_argument("--follow", "-f", action="store_true")
     parser.add_argument("--all", "-a", action="store_true")
-    given = parser.parse_args(arguments)
-    record = _record(Path(given.run))
-    if given.all:
-        return _all_logs(Path(record.logs) / "latest", given.lines, given.follow)
+    options = parser.parse_args(arguments)
+    record = _record(Path(options.run))
+    if options.all:
+        return _all_logs(Path(record.logs) / "latest", options.lines, options.follow)
     output = Path(record.output)
-    if given.follow:
-        return subprocess.call(["tail", "-n", str(given.lines), "-F", str(output)])
+    if options.follow:
+        return subprocess.call(["tail", "-n", str(options.lines), "-F", str(output)])
     if not output.exists():
-        raise UserError(f"{output}: not there yet; the job has not begun (scalerl launch status {given.run})")
-    print("".join(_last_lines(output, given.lines)), end="")
+        raise UserError(f"{output}: not there yet; the job has not begun (scalerl launch status {options.run})")
+    print("".join(_last_lines(output, options.lines)), end="")
     return 0
 
 
@@ -149,14 +149,14 @@ def _attach(arguments: list[str]) -> int:
     # All that follows is the command's, options included.
     parser = _parser("attach")
     parser.add_argument("--node", help="default: the one that the run's driver is on")
-    mine = 3 if arguments[1:2] == ["--node"] else 1
-    given, command = parser.parse_args(arguments[:mine]), arguments[mine:]
-    record = _record(Path(given.run))
+    num_own = 3 if arguments[1:2] == ["--node"] else 1
+    options, command = parser.parse_args(arguments[:num_own]), arguments[num_own:]
+    record = _record(Path(options.run))
     job = slurm.job(record.job_id)
     if job is None or job.state != "RUNNING":
         state = "over" if job is None else job.state
         raise UserError(f"job {record.job_id} is {state}: there is no node to attach to")
-    return slurm.attach(record.job_id, given.node or job.head, command)
+    return slurm.attach(record.job_id, options.node or job.head, command)
 
 
 def _cancel(arguments: list[str]) -> int:

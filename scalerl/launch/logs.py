@@ -1,4 +1,4 @@
-"""All logs of an attempt as one: each line after the name of its log."""
+"""Shows all logs of an attempt as one: each line after the name of its log."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ POLL_S = 0.5
 
 
 def logs_of(attempt: Path) -> dict[str, Path]:
-    """Name -> log, the driver first; those of a judge's servers after their directory."""
-    found = {str(path.relative_to(attempt).with_suffix("")): path for path in sorted(attempt.rglob("*.log"))}
+    """Maps the name of each log of an attempt to its path, the driver's first; a name includes the log's directory."""
+    paths = {str(path.relative_to(attempt).with_suffix("")): path for path in sorted(attempt.rglob("*.log"))}
     # Ray's own are many, and of interest when something else has led to them.
-    kept = {name: path for name, path in found.items() if not name.startswith(("ray/", "preflight/"))}
+    kept = {name: path for name, path in paths.items() if not name.startswith(("ray/", "preflight/"))}
     return dict(sorted(kept.items(), key=lambda item: item[0] != "driver"))
 
 
 def ends_of(attempt: Path, lines: int) -> Iterator[str]:
-    """The last lines of each log."""
+    """Yields the last lines of each log, after its name."""
     logs = logs_of(attempt)
     for name, path in logs.items():
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -28,12 +28,12 @@ def ends_of(attempt: Path, lines: int) -> Iterator[str]:
 
 
 def followed(attempt: Path, poll_s: float = POLL_S) -> Iterator[str]:
-    """What is added to the logs from this call on, to new ones too; it never ends."""
+    """Yields the lines that are added to the logs after this call, to new logs too; never ends."""
     return _added(attempt, {name: path.stat().st_size for name, path in logs_of(attempt).items()}, poll_s)
 
 
 def _added(attempt: Path, read: dict[str, int], poll_s: float) -> Iterator[str]:
-    """read: bytes of each log that are not wanted."""
+    """Yields the lines behind the bytes of each log that have been read.  read: log -> bytes, changed in place."""
     while True:
         logs = logs_of(attempt)
         for name, path in logs.items():

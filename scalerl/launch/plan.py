@@ -1,4 +1,4 @@
-"""Arguments -> a checked plan of the job: what can be found wrong before it is in the queue, found together."""
+"""Makes a checked plan of a Slurm job: what can be wrong is reported together, before the job is in the queue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORE
 
 @dataclass(frozen=True)
 class Pool:
-    """Nodes that belong together. section: of the keys that size it."""
+    """Nodes that belong together in a run.  section: the section whose keys size the pool."""
 
     section: str
     nnodes: int
@@ -39,7 +39,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Plan:
-    """needs: paths that every node must be able to read."""
+    """A job that has been checked.  needs: paths that every node must be able to read."""
 
     run_dir: Path
     script: Script
@@ -52,7 +52,7 @@ class Plan:
         return self.run_dir / LAUNCH
 
     def write(self) -> Path:
-        """The sbatch file and what it reads; the path of the first."""
+        """Writes the sbatch file and the files that it reads, and returns its path."""
         self.launch_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / LOGS).mkdir(exist_ok=True)
         (self.launch_dir / NEEDS).write_text("".join(f"{path}\n" for path in self.needs), encoding="utf-8")
@@ -62,9 +62,10 @@ class Plan:
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:
-    """arguments: [train | sft] KEY=VALUE ... slurm.KEY=VALUE ...
+    """Makes the plan of a job from the arguments of `scalerl launch slurm`, and checks it.
 
-    Raises ConfigError with every violation that was found.
+    arguments: [train | sft] KEY=VALUE ... slurm.KEY=VALUE ...
+    Raises ConfigError with every violation.
     """
     is_named = bool(arguments) and arguments[0] in COMMANDS
     command, rest = (arguments[0], arguments[1:]) if is_named else (COMMANDS[0], arguments)
@@ -87,7 +88,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
 
 
 def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[str]) -> Plan:
-    """Of a configuration that has been checked."""
+    """Makes the plan of a configuration that has been checked.  command: what the job runs."""
     num_nodes, gpus_per_node = nodes_to_ask_for(slurm, cfg), devices_to_ask_for(slurm, cfg)
     run_dir = Path(cfg.trainer.default_local_dir).expanduser().absolute()
     script = Script(
@@ -134,6 +135,7 @@ def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) 
 
 
 def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:
+    """Yields the pools of a run, the trainer's first."""
     yield Pool("trainer", cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node)
     if isinstance(cfg, SFTConfig):
         return
@@ -149,18 +151,19 @@ def pools_of(cfg: PPOConfig | SFTConfig) -> Iterator[Pool]:
 
 
 def nodes_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:
+    """The number of nodes of the job, without spare ones."""
     return slurm.nodes or sum(pool.nnodes for pool in pools_of(cfg))
 
 
 def devices_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:
-    """Of each node."""
+    """The number of GPUs that the job asks for on each node; 0: none."""
     if cfg.trainer.device == "cpu" or slurm.gpu_option == "none":
         return 0
     return cfg.trainer.n_gpus_per_node if slurm.gpus_per_node is None else slurm.gpus_per_node
 
 
 def size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: int, gpus_per_node: int) -> Iterator[str]:
-    """What does not fit the nodes, and nodes that nothing would use."""
+    """Yields what does not fit the nodes of the job, and a number of nodes that the run does not use."""
     most = sum(pool.nnodes for pool in pools)
     keys = " + ".join(f"{pool.section}.nnodes={pool.nnodes}" for pool in pools)
     if slurm.nodes is not None and slurm.nodes > most:
@@ -183,7 +186,7 @@ def size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: int, g
 
 
 def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Partition]) -> Iterator[str]:
-    """Against the limits of the partition; whether it has such nodes, Slurm itself says (sbatch --test-only)."""
+    """Yields what breaks a limit of the partition; whether it has such nodes, Slurm says (sbatch --test-only)."""
     time_s = None
     if slurm.time is not None:
         try:
@@ -195,9 +198,9 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
             f"slurm.notice_s = {slurm.notice_s}: not below slurm.time={slurm.time}; set it to what a step and a "
             "checkpoint take"
         )
-    named = [one for one in known if (one.is_default if slurm.partition is None else one.name == slurm.partition)]
+    named = [each for each in known if (each.is_default if slurm.partition is None else each.name == slurm.partition)]
     if not named:
-        names = ", ".join(sorted(one.name for one in known)) or "none"
+        names = ", ".join(sorted(each.name for each in known)) or "none"
         if slurm.partition is not None:
             yield f"slurm.partition = {slurm.partition}: there is no such partition; there are {names}"
         elif known:
@@ -221,7 +224,7 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
 
 
 def secret_violations(slurm: SlurmConfig) -> Iterator[str]:
-    """Of what `slurm.env` would write into the sbatch file, and of who may read `slurm.env_file`."""
+    """Yields secrets that `slurm.env` would write into the sbatch file, and why `slurm.env_file` cannot hold them."""
     for name in slurm.env:
         if SECRET_NAME.search(str(name)):
             yield f"slurm.env has {name}, which would be written into {SCRIPT}; put it into a file: slurm.env_file"
@@ -235,6 +238,7 @@ def secret_violations(slurm: SlurmConfig) -> Iterator[str]:
 
 
 def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
+    """Yields what is wrong with the keys of the container."""
     if slurm.container == "none":
         for name in ("image", "mounts"):
             if getattr(slurm, name):
@@ -250,14 +254,14 @@ def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
 
 
 def needed_paths(cfg: PPOConfig | SFTConfig) -> list[str]:
-    """Absolute paths that the configuration names and that are there: what every node must see, too."""
-    found = {Path(sys.prefix), SCRIPTS, Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
+    """The absolute paths that exist among those that the configuration names: every node must see them, too."""
+    paths = {Path(sys.prefix), SCRIPTS, Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
     for text in _texts(dataclasses.asdict(cfg)):
         if os.sep in text and "\n" not in text:
             path = Path(text).expanduser().absolute()
             if path.exists():
-                found.add(path)
-    return sorted(map(str, found))
+                paths.add(path)
+    return sorted(map(str, paths))
 
 
 def _texts(value: Any) -> Iterator[str]:

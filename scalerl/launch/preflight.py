@@ -1,6 +1,7 @@
-"""Every node is looked at before Ray starts: those that are sick are left out, or the job goes on without them later.
+"""Probes every node before Ray starts: sick nodes are left out of this attempt, or of the job's next one.
 
-`python -m scalerl.launch.preflight collect` runs where the batch script does, `... probe` on each node, and connects.
+`python -m scalerl.launch.preflight collect` runs where the batch script does; `... probe` runs on each node and
+connects to it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from scalerl.launch.probes import Limits, Probe, all_probes, versions
 
 MAX_SKEW_S = 5.0
 CLOCK_QUESTIONS = 5
-# For a node to begin to connect again and again: the collector may start later.
+# Seconds after which a node tries again to connect: the collector may start later.
 CONNECT_EVERY_S = 0.2
 CANARY, PORT, HOSTS, SICK, REPORT = "canary", "port", "hosts", "sick", "report.json"
 
 
 @dataclass
 class Node:
-    """What a node said of itself.  bandwidths: to each peer that it was measured with, in Gbit/s."""
+    """A node, with what it reported of itself.  bandwidths: to each peer that it was measured with, in Gbit/s."""
 
     host: str
     probes: list[Probe]
@@ -42,6 +43,7 @@ class Node:
 
     @property
     def sick(self) -> list[Probe]:
+        """The probes that are not ok."""
         return [probe for probe in self.probes if not probe.ok]
 
 
@@ -49,10 +51,11 @@ class Node:
 
 
 def probe(arguments: argparse.Namespace) -> int:
+    """Probes this node, reports to the collector and answers its questions until it ends. Returns 0."""
     limits = Limits(arguments.gpus, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs)
     with _connected(arguments.directory, arguments.head, arguments.timeout_s) as channel:
-        said = {"probes": [asdict(one) for one in all_probes(limits)], "versions": versions()}
-        channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **said})
+        report = {"probes": [asdict(result) for result in all_probes(limits)], "versions": versions()}
+        channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **report})
         while (question := channel.receive()) is not None:
             if "end" in question:
                 break
@@ -61,7 +64,7 @@ def probe(arguments: argparse.Namespace) -> int:
 
 
 def _digest(path: Path) -> str:
-    """Of what the head wrote there: a node that reads the same sees the same directory."""
+    """The digest of the file that the head wrote: a node that reads the same file sees the same directory."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -80,7 +83,7 @@ def _measure(question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
 
 
 class Channel:
-    """Lines of JSON over a socket."""
+    """A connection of two machines that send each other lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -90,11 +93,12 @@ class Channel:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """None when the other side is gone."""
+        """Waits for the next message; None when the other side is gone."""
         line = self._file.readline()
         return json.loads(line) if line.endswith("\n") else None
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends a question and waits for the answer. Raises ConnectionError when the other side is gone."""
         self.send(question)
         answer = self.receive()
         if answer is None:
@@ -126,7 +130,7 @@ def _connected(directory: Path, head: str, timeout_s: float) -> Channel:
 
 
 class Collector:
-    """Waits for the nodes, asks each, and knows at its deadline which did not come."""
+    """Waits until a deadline for the nodes' reports, and asks each node for its clock and its bandwidths."""
 
     def __init__(self, directory: Path, address: str, hosts: Sequence[str], timeout_s: float) -> None:
         self.directory, self.address, self.hosts = directory, address, list(hosts)
@@ -142,17 +146,18 @@ class Collector:
         os.replace(partial, directory / PORT)
 
     def collect(self) -> dict[str, Node]:
+        """Waits for all nodes or the deadline, and returns host -> node; a node without report has a failed probe."""
         threading.Thread(target=self._accept, daemon=True).start()
         deadline = time.monotonic() + self.timeout_s
         with self._came:
-            while len(self.nodes) < len(self.hosts) and (left := deadline - time.monotonic()) > 0:
-                self._came.wait(left)
-            found = dict(self.nodes)
+            while len(self.nodes) < len(self.hosts) and (left_s := deadline - time.monotonic()) > 0:
+                self._came.wait(left_s)
+            nodes = dict(self.nodes)
         for host in self.hosts:
-            if host not in found:
+            if host not in nodes:
                 meaning = f"it did not report: see {self.directory}/node-{host}.log"
-                found[host] = Node(host, [Probe("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
-        return {host: found[host] for host in self.hosts}
+                nodes[host] = Node(host, [Probe("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
+        return {host: nodes[host] for host in self.hosts}
 
     def _accept(self) -> None:
         while True:
@@ -166,11 +171,11 @@ class Collector:
         connection.settimeout(self.timeout_s)
         try:
             channel = Channel(connection)
-            said = channel.receive()
-            if said is None or said.get("host") not in self.hosts:
+            report = channel.receive()
+            if report is None or report.get("host") not in self.hosts:
                 return
-            node = Node(said["host"], [Probe(**one) for one in said["probes"]], said["versions"])
-            node.probes.append(self._canary(said["canary"]))
+            node = Node(report["host"], [Probe(**result) for result in report["probes"]], report["versions"])
+            node.probes.append(self._canary(report["canary"]))
             node.probes.append(clock_probe([clock_offset(channel) for _ in range(CLOCK_QUESTIONS)]))
         # A stranger, or a node that went away while it spoke: it is missing at the deadline.
         except (OSError, ValueError, KeyError, TypeError):
@@ -185,30 +190,31 @@ class Collector:
         meaning = "" if ok else f"{self.directory} must be one directory on all nodes: mend the mount of this node"
         return Probe("shared directory", ok, value, meaning)
 
-    def measure(self, found: Mapping[str, Node], backend: str) -> None:
-        """Bandwidths of neighbours in the ring of those that are well, each in two pairs, as many pairs at once."""
-        well = [host for host in self.hosts if host in self.channels and not found[host].sick]
+    def measure(self, nodes: Mapping[str, Node], backend: str) -> None:
+        """Measures and notes the bandwidths of neighbours in a ring of the nodes that are well, in rounds of pairs."""
+        well = [host for host in self.hosts if host in self.channels and not nodes[host].sick]
         for pairs in rounds(well):
-            threads = [threading.Thread(target=self._measure_pair, args=(found, *pair, backend)) for pair in pairs]
+            threads = [threading.Thread(target=self._measure_pair, args=(nodes, *pair, backend)) for pair in pairs]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
-    def _measure_pair(self, found: Mapping[str, Node], first: str, second: str, backend: str) -> None:
-        one, other = self.channels[first], self.channels[second]
+    def _measure_pair(self, nodes: Mapping[str, Node], first: str, second: str, backend: str) -> None:
+        first_channel, second_channel = self.channels[first], self.channels[second]
         try:
-            host = one.connection.getpeername()[0]
-            address = one.ask({"listen": host})["address"]
-            one.send({"rank": 0, "address": address, "backend": backend})
-            answer = other.ask({"rank": 1, "address": address, "backend": backend})
-            answers = (one.receive() or {}, answer)
+            host = first_channel.connection.getpeername()[0]
+            address = first_channel.ask({"listen": host})["address"]
+            first_channel.send({"rank": 0, "address": address, "backend": backend})
+            answer = second_channel.ask({"rank": 1, "address": address, "backend": backend})
+            answers = (first_channel.receive() or {}, answer)
             gbit = min(answer.get("gbit", 0.0) for answer in answers)
         except (OSError, ValueError):
             gbit = 0.0
-        found[first].bandwidths[second] = found[second].bandwidths[first] = gbit
+        nodes[first].bandwidths[second] = nodes[second].bandwidths[first] = gbit
 
     def end(self) -> None:
+        """Tells the nodes that there are no more questions, and stops listening."""
         for channel in self.channels.values():
             try:
                 channel.send({"end": True})
@@ -218,13 +224,14 @@ class Collector:
 
 
 def clock_offset(channel: Channel) -> float:
-    """Seconds that the node's clock is ahead of this one, half the way of the answer taken off."""
+    """Seconds that the node's clock is ahead of this machine's, as of the middle between question and answer."""
     asked = time.time()
     theirs = channel.ask({"time": True})["time"]
     return float(theirs) - (asked + time.time()) / 2
 
 
 def clock_probe(offsets_s: Sequence[float]) -> Probe:
+    """Probe of a node's clock, by the median of its offsets."""
     offset_s = statistics.median(offsets_s)
     ok = abs(offset_s) <= MAX_SKEW_S
     meaning = "" if ok else f"more than {MAX_SKEW_S:g} s from the head: time synchronisation (chronyd) is down there"
@@ -232,7 +239,7 @@ def clock_probe(offsets_s: Sequence[float]) -> Probe:
 
 
 def version_probes(nodes: Mapping[str, Node]) -> None:
-    """A node that has other versions than most of them is sick."""
+    """Adds a probe to each node, which fails where its versions are not those of most nodes."""
     reporting = [node for node in nodes.values() if node.versions]
     usual = {
         name: Counter(node.versions.get(name, "none") for node in reporting).most_common(1)[0][0]
@@ -249,7 +256,7 @@ def version_probes(nodes: Mapping[str, Node]) -> None:
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Pairs of neighbours in a ring, in rounds in which no host is twice."""
+    """Pairs the neighbours in a ring of hosts, in rounds in which no host is twice."""
     if len(hosts) < 2:
         return []
     ring = list(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
@@ -257,11 +264,11 @@ def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
         return [ring[:1]]
     last = [ring[-1]] if len(hosts) % 2 else []
     pairs = ring[: len(ring) - len(last)]
-    return [found for found in (pairs[0::2], pairs[1::2], last) if found]
+    return [round_ for round_ in (pairs[0::2], pairs[1::2], last) if round_]
 
 
 def bandwidth_probes(nodes: Mapping[str, Node], min_gbit: float) -> None:
-    """Sick is who is slow with everyone that it was measured with, where somebody is fast with another."""
+    """Adds a probe to each node that was measured, which fails where the node is slow with all its peers."""
     for node in nodes.values():
         if not node.bandwidths:
             continue
@@ -275,7 +282,10 @@ def bandwidth_probes(nodes: Mapping[str, Node], min_gbit: float) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """hosts: to start Ray on.  lacking: why there are not enough; empty: there are."""
+    """Which nodes the run gets.
+
+    hosts: the nodes to start Ray on.  sick: host -> why.  lacking: why there are not enough hosts; "" if there are.
+    """
 
     hosts: list[str]
     sick: dict[str, str]
@@ -283,7 +293,7 @@ class Verdict:
 
 
 def verdict(nodes: Mapping[str, Node], num_nodes: int, head: str) -> Verdict:
-    """The head, where the batch script is, and the first of the others that are well."""
+    """Chooses num_nodes nodes that are well: the head, where the batch script is, and the first of the others."""
     sick = {
         node.host: "; ".join(f"{probe.name}: {probe.value}; {probe.meaning}" for probe in node.sick)
         for node in nodes.values()
@@ -299,9 +309,9 @@ def verdict(nodes: Mapping[str, Node], num_nodes: int, head: str) -> Verdict:
 
 
 def collect(arguments: argparse.Namespace) -> int:
-    """0 with the hosts to use in HOSTS, 70 when there are not enough.
+    """Collects the nodes' reports; returns 0 with the hosts to use in HOSTS, or 70 when there are not enough.
 
-    Sick ones are in SICK, all that was found in REPORT.
+    The sick nodes are written to SICK, all reports to REPORT.
     """
     directory: Path = arguments.directory
     collector = Collector(directory, arguments.address, arguments.hosts.split(","), arguments.timeout_s)
@@ -311,28 +321,30 @@ def collect(arguments: argparse.Namespace) -> int:
         bandwidth_probes(nodes, arguments.min_bandwidth_gbit)
     collector.end()
     version_probes(nodes)
-    found = verdict(nodes, arguments.num_nodes, arguments.head)
+    result = verdict(nodes, arguments.num_nodes, arguments.head)
     (directory / REPORT).write_text(json.dumps([asdict(node) for node in nodes.values()], indent=1), encoding="utf-8")
-    (directory / SICK).write_text("".join(f"{host} {why}\n" for host, why in found.sick.items()), encoding="utf-8")
-    (directory / HOSTS).write_text("".join(f"{host}\n" for host in found.hosts), encoding="utf-8")
-    for host, why in found.sick.items():
+    (directory / SICK).write_text("".join(f"{host} {why}\n" for host, why in result.sick.items()), encoding="utf-8")
+    (directory / HOSTS).write_text("".join(f"{host}\n" for host in result.hosts), encoding="utf-8")
+    for host, why in result.sick.items():
         print(f"sick: {host}: {why}", flush=True)
-    if found.lacking:
-        print(f"error: {found.lacking}", flush=True)
+    if result.lacking:
+        print(f"error: {result.lacking}", flush=True)
         return EXIT_FAILED
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True, help="of this attempt, that all nodes share")
+    parser.add_argument(
+        "--directory", type=Path, required=True, help="directory of this attempt, which all nodes share"
+    )
     parser.add_argument("--timeout-s", type=float, default=120.0)
     modes = parser.add_subparsers(required=True)
     on_head = modes.add_parser("collect")
-    on_head.add_argument("--address", required=True, help="of this node, as the others see it")
+    on_head.add_argument("--address", required=True, help="address of this node, as the others see it")
     on_head.add_argument("--hosts", required=True, help="comma-separated")
     on_head.add_argument("--head", required=True)
-    on_head.add_argument("--num-nodes", type=int, required=True, help="that the run needs")
+    on_head.add_argument("--num-nodes", type=int, required=True, help="nodes that the run needs")
     on_head.add_argument("--min-bandwidth-gbit", type=float, default=0.0, help="0: not measured")
     on_head.add_argument("--backend", default="gloo")
     on_head.set_defaults(mode=collect)

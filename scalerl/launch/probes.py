@@ -1,4 +1,4 @@
-"""What can be found out about a node before a job uses it. What the machine does not have is "not here", and passes."""
+"""Probes of a node before a job uses it. The probe of what the machine does not have says "not here", and passes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 GIB = 1 << 30
 COMMAND_TIMEOUT_S = 60.0
-# Of one process: Ray and servers hold a file for each connection.
+# Open files of one process: Ray and servers hold a file for each connection.
 MIN_OPEN_FILES = 4096
 # Registered memory of an InfiniBand adapter counts as locked.
 MIN_LOCKED_GIB = 1.0
-# Errors of the driver that are this old belong to another job.
+# Errors of the driver before this belong to another job.
 XID_SINCE = "1 hour ago"
 INFINIBAND = Path("/sys/class/infiniband")
 PACKAGES = ("scalerl", "torch", "ray", "megatron-core", "sglang", "transformers", "transformer-engine")
@@ -27,7 +27,10 @@ PACKAGES = ("scalerl", "torch", "ray", "megatron-core", "sglang", "transformers"
 
 @dataclass(frozen=True)
 class Probe:
-    """value: what was found.  meaning: of a probe that is not ok, what it does to a run and what to do."""
+    """The result of one check of a node.
+
+    value: what the node has.  meaning: where the probe is not ok, what this does to a run and what to do.
+    """
 
     name: str
     ok: bool
@@ -37,7 +40,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Limits:
-    """gpus: devices that each node must have.  needs: a file of paths that it must be able to read."""
+    """What a node must have.
+
+    gpus: devices of each node.  min_disk_gib, min_shm_gib: free space.  needs: a file of paths that must be readable.
+    """
 
     gpus: int = 0
     min_disk_gib: float = 5.0
@@ -46,10 +52,12 @@ class Limits:
 
 
 def not_here(name: str, what: str) -> Probe:
+    """The probe of something that the machine does not have, which passes."""
     return Probe(name, True, f"not here: {what}")
 
 
 def all_probes(limits: Limits) -> list[Probe]:
+    """Runs all probes on this node."""
     temporary = Path(tempfile.gettempdir())
     return [
         paths(limits.needs),
@@ -66,6 +74,7 @@ def all_probes(limits: Limits) -> list[Probe]:
 
 
 def paths(needs: Path | None) -> Probe:
+    """Probe of the paths that the run needs: each must be readable.  needs: a file with one path a line."""
     if needs is None:
         return not_here("paths", "the run names none")
     try:
@@ -80,6 +89,7 @@ def paths(needs: Path | None) -> Probe:
 
 
 def space(name: str, path: Path, min_gib: float, use: str) -> Probe:
+    """Probe of the free space in a directory.  use: what it is used for."""
     try:
         free = shutil.disk_usage(path).free / GIB
     except OSError as error:
@@ -89,12 +99,14 @@ def space(name: str, path: Path, min_gib: float, use: str) -> Probe:
 
 
 def open_files() -> Probe:
+    """Probe of the limit of open files of a process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ok = hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES
     return Probe("open files", ok, _limit(hard), "" if ok else f"below {MIN_OPEN_FILES}: raise LimitNOFILE of slurmd")
 
 
 def locked_memory(infiniband: Path = INFINIBAND) -> Probe:
+    """Probe of the limit of locked memory, which InfiniBand needs."""
     if not _names(infiniband):
         return not_here("locked memory", "no InfiniBand, which needs it")
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -104,16 +116,20 @@ def locked_memory(infiniband: Path = INFINIBAND) -> Probe:
 
 
 def devices(wanted: int) -> Probe:
+    """Probe of the number of GPUs."""
     if shutil.which("nvidia-smi") is None:
         return not_here("devices", "no nvidia-smi")
-    # One that fails shows none.
+    # An nvidia-smi that fails shows no device.
     listed = _nvidia_smi("--list-gpus") or ""
-    found = sum(line.startswith("GPU ") for line in listed.splitlines())
-    meaning = "" if found >= wanted else f"the job asks for {wanted}: a device fell off the bus, or the driver is down"
-    return Probe("devices", found >= wanted, f"{found} GPUs", meaning)
+    num_gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
+    meaning = (
+        "" if num_gpus >= wanted else f"the job asks for {wanted}: a device fell off the bus, or the driver is down"
+    )
+    return Probe("devices", num_gpus >= wanted, f"{num_gpus} GPUs", meaning)
 
 
 def memory_errors() -> Probe:
+    """Probe of the memory errors that the GPUs counted."""
     fields = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.failure,remapped_rows.pending"
     listed = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if listed is None:
@@ -124,16 +140,20 @@ def memory_errors() -> Probe:
 
 
 def bad_rows(csv: str) -> list[str]:
-    """csv: index, uncorrected errors, remapping failed, remapping pending; a device that counts none says [N/A]."""
-    found = []
+    """Lists the GPUs with memory errors, each as text.
+
+    csv: index, uncorrected errors, remapping failed, remapping pending; a device that counts none says [N/A].
+    """
+    bad = []
     for line in csv.splitlines():
         index, *counts = (word.strip() for word in line.split(","))
         if any(count.lower() not in ("0", "no", "[n/a]", "n/a", "") for count in counts):
-            found.append(f"GPU {index}: {', '.join(counts)} (uncorrected, remapping failed, pending)")
-    return found
+            bad.append(f"GPU {index}: {', '.join(counts)} (uncorrected, remapping failed, pending)")
+    return bad
 
 
 def driver_errors() -> Probe:
+    """Probe of the device faults (Xid) that the driver wrote to the kernel's log."""
     done = _run("dmesg", "--since", XID_SINCE)
     if done is None:
         return not_here("Xid", "the kernel's log cannot be read")
@@ -143,10 +163,12 @@ def driver_errors() -> Probe:
 
 
 def xid_lines(kernel_log: str) -> list[str]:
+    """The lines of a kernel's log in which the driver reports a device fault."""
     return [line.strip() for line in kernel_log.splitlines() if re.search(r"NVRM: Xid .*: \d+", line)]
 
 
 def nvlink() -> Probe:
+    """Probe of the NVLink links between the GPUs: none may be inactive."""
     status = _nvidia_smi("nvlink", "--status")
     if status is None or "Link" not in status:
         return not_here("NVLink", "none")
@@ -156,7 +178,10 @@ def nvlink() -> Probe:
 
 
 def infiniband(root: Path = INFINIBAND, wanted: str = "") -> Probe:
-    """wanted: adapters by name (NCCL_IB_HCA); without, one that is active is enough: some ports have no cable."""
+    """Probe of the InfiniBand ports.
+
+    wanted: adapters by name (NCCL_IB_HCA); without, one active port is enough: some ports have no cable.
+    """
     states = {
         f"{port.parents[1].name}:{port.name}": (port / "state").read_text(encoding="utf-8").strip()
         for port in sorted(root.glob("*/ports/*"))
@@ -175,15 +200,15 @@ def infiniband(root: Path = INFINIBAND, wanted: str = "") -> Probe:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be equal on all nodes; of packages that are not installed nothing."""
-    found = {"python": platform.python_version()}
+    """The versions that must be equal on all nodes; packages that are not installed are left out."""
+    by_name = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return found | ({"NVIDIA driver": driver.split("\n")[0].strip()} if driver else {})
+    return by_name | ({"NVIDIA driver": driver.split("\n")[0].strip()} if driver else {})
 
 
 def _names(directory: Path) -> list[str]:
@@ -199,7 +224,7 @@ def _nvidia_smi(*arguments: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """Its output; None where there is no such command, or it fails or hangs."""
+    """The output of a command; None where there is no such command, or it fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Which job a run directory has: `launch/job.json` in it, written at each submission."""
+"""The record of a run's job: `launch/job.json` in the run's directory, written at each submission."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECORD = Path("launch/job.json")
 
 @dataclass(frozen=True)
 class Record:
-    """submitted_at: ISO, with the zone."""
+    """The last job of a run that was submitted.  submitted_at: ISO time, with the zone."""
 
     job_id: str
     submitted_at: str
@@ -30,7 +30,7 @@ class Record:
 
 
 def read_record(run_dir: Path) -> Record | None:
-    """None where nothing has been launched. Raises UserError for a file that is no record."""
+    """Reads the record of a run; None where nothing was launched. Raises UserError for a file that is no record."""
     path = run_dir / RECORD
     if not path.exists():
         return None

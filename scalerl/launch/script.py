@@ -1,4 +1,4 @@
-"""The sbatch file of a run: options and variables; what it does is scripts/ray.sbatch, which it calls."""
+"""The sbatch file of a run: it sets options and variables, and calls scripts/ray.sbatch, which does the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ HEAD = """\
 
 @dataclass(frozen=True)
 class Script:
-    """options: of sbatch by name, without dashes; None for one without a value."""
+    """An sbatch file.
+
+    options: options of sbatch by name, without dashes; None for an option without a value.
+    """
 
     options: Mapping[str, str | None]
     variables: Mapping[str, str]
@@ -35,10 +38,10 @@ class Script:
 
 
 def launcher_options() -> dict[str, str | None]:
-    """What ray.sbatch asks for by itself."""
+    """The options of sbatch that ray.sbatch itself has, by name; None for an option without a value."""
     text = (SCRIPTS / LAUNCHER).read_text(encoding="utf-8")
-    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
-    return {name: value or None for name, value in found}
+    directives = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
+    return {name: value or None for name, value in directives}
 
 
 def _directive(name: str, value: str | None) -> str:

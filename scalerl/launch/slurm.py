@@ -1,4 +1,4 @@
-"""What scalerl asks of Slurm, through its own commands; none of them needs accounting (sacct)."""
+"""Asks Slurm through its own commands, none of which needs accounting (sacct)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlurmError(RunError):
 
 @dataclass(frozen=True)
 class Partition:
-    """max_nodes, max_time_s: None where there is no limit."""
+    """A partition of the cluster.  max_nodes, max_time_s: None where there is no limit."""
 
     name: str
     is_default: bool
@@ -35,7 +35,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Job:
-    """state: RUNNING, PENDING, ...  nodes: empty until it runs.  head: the node that its batch script is on."""
+    """What Slurm says of a job.
+
+    state: RUNNING, PENDING, ...  nodes: empty until it runs.  head: the node that its batch script is on.
+    """
 
     state: str
     reason: str
@@ -52,6 +55,7 @@ class Job:
 
 
 def missing_commands() -> list[str]:
+    """The commands of Slurm that are not on PATH."""
     return [name for name in COMMANDS if shutil.which(name) is None]
 
 
@@ -61,6 +65,7 @@ def has_pyxis() -> bool:
 
 
 def partitions() -> list[Partition]:
+    """All partitions of the cluster."""
     return [_partition(_fields(line)) for line in _run("scontrol", "-o", "show", "partition").splitlines() if line]
 
 
@@ -77,12 +82,12 @@ def _partition(fields: dict[str, str]) -> Partition:
 
 
 def test_only(script: Path) -> str:
-    """When and where Slurm would start it. Raises UserError with why it never would."""
+    """Asks when and where Slurm would start a script. Raises UserError with the reason where it never would."""
     return _sbatch("--test-only", script).strip().removeprefix("sbatch: ")
 
 
 def submit(script: Path) -> str:
-    """The job's number. Raises UserError with why Slurm refuses it."""
+    """Submits a script and returns the job's number. Raises UserError with the reason where Slurm refuses it."""
     return _sbatch("--parsable", script).split(";")[0].strip()
 
 
@@ -95,7 +100,7 @@ def _sbatch(option: str, script: Path) -> str:
 
 
 def job(job_id: str) -> Job | None:
-    """None for a job that Slurm no longer knows, some minutes after its end."""
+    """Asks Slurm about a job; None where Slurm no longer knows it, some minutes after its end."""
     done = _call("scontrol", "-o", "show", "job", job_id)
     if done.returncode and "Invalid job id" in done.stderr:
         return None
@@ -113,18 +118,19 @@ def job(job_id: str) -> Job | None:
 
 
 def cancel(job_id: str) -> None:
+    """Cancels a job."""
     _run("scancel", job_id)
 
 
 def attach(job_id: str, node: str, command: Sequence[str]) -> int:
-    """A shell, or the command, on a node of a running job; the exit code."""
+    """Runs a command, or a shell, on a node of a running job, and returns its exit code."""
     options = ["--quiet", "--overlap", "--mem=0", f"--jobid={job_id}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     shell = command or ("--pty", "bash")
     return subprocess.call(["srun", *options, *shell])
 
 
 def seconds_of(text: str) -> int:
-    """A time limit as Slurm takes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. Raises UserError."""
+    """Seconds of a time limit as Slurm takes it: minutes, m:s, h:m:s, d-h, d-h:m, d-h:m:s. Raises UserError."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise UserError(f"{text}: no time limit; write minutes, hours:minutes:seconds or days-hours:minutes:seconds")

@@ -1,1 +1,1 @@
-"""`scalerl translate`: a launch script of verl, read without running it -> a scalerl command, a table of its keys."""
+"""`scalerl translate`: reads a launch script of verl without running it, and prints scalerl's command and a table."""

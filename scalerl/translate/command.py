@@ -1,4 +1,4 @@
-"""`scalerl translate SCRIPT`: prints the scalerl command of a launch script of verl. Runs nothing of it."""
+"""`scalerl translate SCRIPT`: prints the scalerl command of a launch script of verl, without running the script."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def translated(text: str) -> str:
-    """What the command prints for a script. Raises UserError where it runs no program of verl."""
+    """The text that the command prints for a script. Raises UserError where the script runs no program of verl."""
     script = read_script(text)
     if not script.commands:
         script = _arguments_by_line(text)
     blocks = []
-    for found in script.commands:
-        known = command_of(found.program)
+    for command in script.commands:
+        known = command_of(command.program)
         if known is None:
             blocks.append(
-                f"# line {found.line}: {found.program}: there is no such program in scalerl; see `scalerl --help`"
+                f"# line {command.line}: {command.program}: there is no such program in scalerl; see `scalerl --help`"
             )
             continue
-        report = report_on(*known, found.arguments)
+        report = report_on(*known, command.arguments)
         blocks.append(f"{report.shell()}\n\n{report.table()}")
     if script.notes:
         blocks.append("\n".join(["not known without running the script:", *(f"  {note}" for note in script.notes)]))

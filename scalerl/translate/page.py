@@ -1,4 +1,4 @@
-"""docs/from-verl.md: how a user of verl starts, what becomes of each key, and what becomes of whole commands."""
+"""Writes docs/from-verl.md: how a user of verl starts, what becomes of each key, and of whole commands."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ below name them.
 
 
 def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
-    """commands: name -> (what it is, its arguments)."""
+    """Makes the text of docs/from-verl.md.  commands: name -> (title, arguments) of commands of verl."""
     reports = {name: report_on("train", "ppo", list(arguments)) for name, (_, arguments) in commands.items()}
     blocks = [INTRO, "## Whole commands", _counts(commands, reports)]
     for name, (title, _) in commands.items():
@@ -104,10 +104,10 @@ def _key_table(entries: Sequence[Entry]) -> str:
 
 
 def _readable(pattern: str) -> str:
-    """`(a|b).c` as `{a, b}.c`; an alternative that is empty says so by `?`."""
-    while found := re.search(r"\(([^()]*)\)", pattern):
-        options = found[1].split("|")
+    """A pattern as a reader sees it: `(a|b).c` as `{a, b}.c`, with `?` after a group that may be empty."""
+    while group := re.search(r"\(([^()]*)\)", pattern):
+        options = group[1].split("|")
         text = ", ".join(option for option in options if option)
         text = f"<{text}>" if len([option for option in options if option]) > 1 else text
-        pattern = pattern[: found.start()] + text + ("?" if "" in options else "") + pattern[found.end() :]
+        pattern = pattern[: group.start()] + text + ("?" if "" in options else "") + pattern[group.end() :]
     return pattern.replace("<", "{").replace(">", "}").replace("|", ", ")

@@ -1,4 +1,4 @@
-"""Arguments of a program of verl -> those of scalerl's, with a row for each that says what became of it."""
+"""Translates the arguments of a program of verl to scalerl's, with a row for each that says what became of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = {
     "sft": ("sft", "sft"),
     "main_": ("train", "ppo"),
 }
-# Keys whose default decides what is trained, and is another one in verl.
+# Keys whose default decides what is trained and is not the same in verl, with verl's default.
 DEFAULTS_OF_VERL = {
     "algorithm.adv_estimator": "gae",
     "trainer.total_epochs": "30",
@@ -32,7 +32,7 @@ _STEPS = re.compile(r"((actor_rollout_ref\.actor|critic)\.optim\.(lr_warmup_step
 
 @dataclass(frozen=True)
 class Row:
-    """written: as in the script. becomes: arguments of scalerl."""
+    """What became of one argument.  written: as in the script.  becomes: arguments of scalerl."""
 
     written: str
     fate: Fate
@@ -42,14 +42,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """command: of scalerl, e.g. train."""
+    """The translation of one command of verl.  command: that of scalerl, for example train."""
 
     command: str
     rows: list[Row]
 
     @property
     def arguments(self) -> list[str]:
-        """Each key once: the last one counts."""
+        """The arguments of scalerl, each key once: the last value counts."""
         by_key = {text.partition("=")[0]: text for row in self.rows for text in row.becomes}
         return list(by_key.values())
 
@@ -58,7 +58,7 @@ class Report:
         return " \\\n    ".join([f"scalerl {self.command}", *map(shell_quoted, self.arguments)])
 
     def table(self) -> str:
-        """All rows, by what became of them."""
+        """All rows as text, in a block for each fate."""
         blocks = []
         for fate in FATES:
             rows = [row for row in self.rows if row.fate == fate]
@@ -70,28 +70,30 @@ class Report:
 
 
 def command_of(program: str) -> tuple[str, str] | None:
-    """(command of scalerl, kind of its configuration) for a module or file of verl."""
+    """The command of scalerl and the kind of its configuration for a module or file of verl; None if there is none."""
     name = program.rpartition("/")[2].removesuffix(".py")
-    return next((found for part, found in PROGRAMS.items() if part in name.rpartition(".")[2]), None)
+    return next((command for part, command in PROGRAMS.items() if part in name.rpartition(".")[2]), None)
 
 
 def report_on(command: str, kind: str, arguments: list[str]) -> Report:
-    """What becomes of each argument. Values may hold `$NAME` and `$(...)` of a shell."""
+    """Reports what becomes of each argument. Values may hold `$NAME` and `$(...)` of a shell."""
     table = KeyTable(SCHEMAS[kind])
-    open_ones = [text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")]
-    found = examined(kind, [_readable(text) for text in arguments if text not in open_ones])
-    rows = [_taken(text, found.config) for text in found.taken]
-    rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_ones]
-    for translation in found.translations:
+    open_arguments = [
+        text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")
+    ]
+    result = examined(kind, [_readable(text) for text in arguments if text not in open_arguments])
+    rows = [_taken(text, result.config) for text in result.taken]
+    rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_arguments]
+    for translation in result.translations:
         if translation.verdict == "refused":
             rows.append(Row(translation.written, "dropped", why=translation.why))
         else:
             rows.append(Row(translation.written, translation.verdict, translation.becomes, translation.why))
-    for violation in found.violations:
+    for violation in result.violations:
         written, _, why = violation.partition(": ")
         rows.append(Row(written, "dropped", why=why))
     if kind == "ppo":
-        rows += _defaults(found, {_key(text) for text in open_ones})
+        rows += _defaults(result, {_key(text) for text in open_arguments})
     return Report(command, rows)
 
 
@@ -112,13 +114,13 @@ def _key(text: str) -> str:
 
 
 def _left_to_the_shell(text: str) -> bool:
-    """Whether its value holds what the script did not say."""
+    """Whether an argument's value holds a variable or a command that only the shell knows."""
     return re.search(r"\$[\w(]|`", text.partition("=")[2]) is not None
 
 
-def _defaults(found: Examined, more: set[str]) -> Iterator[Row]:
-    set_keys = more | {text.partition("=")[0] for text in found.taken}
-    set_keys |= {text.partition("=")[0] for row in found.translations for text in row.becomes}
+def _defaults(result: Examined, more: set[str]) -> Iterator[Row]:
+    set_keys = more | {text.partition("=")[0] for text in result.taken}
+    set_keys |= {text.partition("=")[0] for row in result.translations for text in row.becomes}
     for key, value in DEFAULTS_OF_VERL.items():
         if key not in set_keys:
             text = f"{key}={value}"
@@ -126,7 +128,7 @@ def _defaults(found: Examined, more: set[str]) -> Iterator[Row]:
 
 
 def _readable(argument: str) -> str:
-    """Quoted for the parser of overrides where a value holds a command of the shell."""
+    """An argument that the parser of overrides can read: quoted where its value holds a command of the shell."""
     key, _, value = argument.partition("=")
     if re.search(r"\$\(|`", value) and value[:1] not in "'\"":
         return f"{key}='{value}'"
@@ -134,7 +136,7 @@ def _readable(argument: str) -> str:
 
 
 def shell_quoted(text: str) -> str:
-    """One argument for a shell, which expands what the script left to it."""
+    """Quotes an argument for a shell, which still expands what the script left to it."""
     if _left_to_the_shell(text) and "${" not in text:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     quoted = shlex.quote(text)

@@ -1,4 +1,4 @@
-"""What a launch script would hand to a program, found without running it: assignments, expansions, plain conditions."""
+"""Reads the commands of a launch script without running it: assignments, expansions, plain conditions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class Command:
 
 @dataclass
 class Script:
-    """commands: of verl's programs. notes: what was left out or could not be known, by line."""
+    """What a launch script runs.
+
+    commands: those of verl's programs.  notes: what was left out or could not be known, by line.
+    """
 
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,18 +58,22 @@ class Script:
 
 @dataclass
 class _Block:
-    """kind: if, case or skipped. active: its statements count. done: a branch of it has been taken."""
+    """A block of statements that the reader is in.
+
+    kind: if, case, group or skipped.  active: its statements count.  done: one of its branches has been taken.
+    subject: the text that a case compares.
+    """
 
     kind: str
     active: bool
     done: bool = False
     subject: str | None = None
-    # Of a case: alternatives before the last one.
+    # The alternatives of a case's pattern before the last one, each with its `|`.
     patterns: str = ""
 
 
 def read_script(text: str) -> Script:
-    """The commands of verl in a bash script. Nothing is run."""
+    """Reads the commands of verl in a bash script, without running it."""
     return _Interpreter().read(text)
 
 
@@ -110,7 +117,10 @@ class _Interpreter:
             self.blocks[-1].active = False
 
     def _keyword(self, statement: Statement) -> bool:
-        """Whether the first word was one, which is taken away; a condition is taken whole."""
+        """Takes a keyword away if the first word is one, a condition as a whole.
+
+        Returns whether a keyword was taken and words are left.
+        """
         first = statement.raw(0)
         block = self.blocks[-1] if self.blocks else None
         if first in ("if", "elif"):
@@ -177,7 +187,7 @@ class _Interpreter:
         block.done = block.done or fits
 
     def _test(self, words: list[str | None]) -> bool | None:
-        """Of `[ ... ]`, `[[ ... ]]` or `test ...`; None: not known."""
+        """The result of `[ ... ]`, `[[ ... ]]` or `test ...`; None where it is not known."""
         known = [word for word in words if word is not None]
         if len(known) < len(words) or not known:
             return None
@@ -203,31 +213,31 @@ class _Interpreter:
 
     def _simple(self, statement: Statement) -> None:
         start = 1 if statement.raw(0) in _DECLARING else 0
-        place = start
-        while place < len(statement.words) and self._assign(statement, place):
-            place += 1
-        if place == len(statement.words) or start:
+        index = start
+        while index < len(statement.words) and self._assign(statement, index):
+            index += 1
+        if index == len(statement.words) or start:
             return
         if statement.raw(0) in ("source", "."):
             self._note(f"`{statement.raw(0)} {self._text(statement.words[1]) or '...'}` is not read")
             return
-        fields = [text for word in statement.words[place:] for text in self._fields(word)]
+        fields = [text for word in statement.words[index:] for text in self._fields(word)]
         if (command := _program(fields)) is not None:
             program, arguments = command
             self.script.commands.append(Command(program, _until_redirection(arguments), self.line))
 
-    def _assign(self, statement: Statement, place: int) -> bool:
-        word = statement.words[place]
+    def _assign(self, statement: Statement, index: int) -> bool:
+        word = statement.words[index]
         first = word[0].text if word and word[0].quote == "" else ""
-        if not (found := _ASSIGNMENT.fullmatch(first)):
+        if not (match := _ASSIGNMENT.fullmatch(first)):
             return False
-        name, more = found[1], found[2] == "+"
-        if place in statement.items:
-            items = [text for item in statement.items[place] for text in self._fields(item)]
+        name, more = match[1], match[2] == "+"
+        if index in statement.items:
+            items = [text for item in statement.items[index] for text in self._fields(item)]
             before = self.variables.get(name, []) if more else []
             self.variables[name] = [*([before] if isinstance(before, str) else before), *items]
             return True
-        text = self._text([Part(found[3], ""), *word[1:]])
+        text = self._text([Part(match[3], ""), *word[1:]])
         before = self.variables.get(name, "") if more else ""
         self.variables[name] = (before if isinstance(before, str) else " ".join(before)) + (text or "")
         return True
@@ -235,15 +245,15 @@ class _Interpreter:
     # Expansions
 
     def _text(self, word: list[Part]) -> str | None:
-        """A word as one text."""
+        """A word expanded to one text."""
         return "".join(part.text if part.quote == "'" else self._expanded(part.text) for part in word)
 
     def _fields(self, word: list[Part]) -> list[str]:
-        """A word as the arguments that it becomes: an array its items, what is not quoted split at blanks."""
-        if len(word) == 1 and (found := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}|\$[@*]|\$\{[@*]\}", word[0].text)):
-            if found[1] is None:
+        """A word expanded to arguments: an array becomes its items, and text without quotes is split at blanks."""
+        if len(word) == 1 and (array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}|\$[@*]|\$\{[@*]\}", word[0].text)):
+            if array[1] is None:
                 return []
-            value = self.variables.get(found[1], [])
+            value = self.variables.get(array[1], [])
             return [value] if isinstance(value, str) else list(value)
         fields = [""]
         is_empty = True
@@ -265,11 +275,11 @@ class _Interpreter:
         if match["sum"] is not None:
             return self._sum(match["sum"], match[0])
         body = match["braced"] if match["braced"] is not None else match["name"]
-        found = _BRACED.fullmatch(body)
-        if found is None:
+        parts = _BRACED.fullmatch(body)
+        if parts is None:
             self._note(f"`{match[0]}` is not expanded")
             return match[0]
-        name, _, sign, other = found.groups()
+        name, _, sign, other = parts.groups()
         value = self.variables.get(name)
         if name in ("@", "*"):
             return ""
@@ -280,13 +290,13 @@ class _Interpreter:
         if sign in ("+", ":+"):
             return ""
         if sign in ("-", ":-", "=", ":="):
-            given = self._expanded(other.strip("\"'"))
+            default = self._expanded(other.strip("\"'"))
             if sign in ("=", ":="):
-                self.variables[name] = given
+                self.variables[name] = default
             self._note(
-                f"${name} is not set in the script: its default {given!r} is taken"
+                f"${name} is not set in the script: its default {default!r} is taken"
             ) if not name.isdigit() else None
-            return given
+            return default
         if value is None:
             self._note(f"${name} is not set in the script")
             return f"${name}"
@@ -317,15 +327,15 @@ class _Interpreter:
 
 
 def _program(fields: list[str]) -> tuple[str, list[str]] | None:
-    """The module or file of verl that a command runs, and its arguments."""
-    for place, text in enumerate(fields):
-        if text == "-m" and place + 1 < len(fields) and re.match(r"(verl|recipe|scalerl)\.", fields[place + 1]):
-            return fields[place + 1], fields[place + 2 :]
+    """The module or file of verl that a command runs, and its arguments; None where it runs no such program."""
+    for index, text in enumerate(fields):
+        if text == "-m" and index + 1 < len(fields) and re.match(r"(verl|recipe|scalerl)\.", fields[index + 1]):
+            return fields[index + 1], fields[index + 2 :]
         if re.search(r"(^|/)(main_\w+|\w*sft_trainer\w*)\.py$", text):
-            return text, fields[place + 1 :]
+            return text, fields[index + 1 :]
     return None
 
 
 def _until_redirection(arguments: list[str]) -> list[str]:
-    ends = [place for place, text in enumerate(arguments) if re.match(r"\d?>|&>|<", text)]
+    ends = [index for index, text in enumerate(arguments) if re.match(r"\d?>|&>|<", text)]
     return arguments[: ends[0]] if ends else arguments

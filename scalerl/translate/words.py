@@ -1,4 +1,4 @@
-"""The text of a shell script -> statements of words: quotes, continuations, arrays, heredocs."""
+"""Splits the text of a shell script into statements of words: quotes, continuations, arrays, heredocs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Quote = Literal["", "'", '"']
-# Ends of a statement.
+# Operators that end a statement.
 OPERATORS = (";;", "&&", "||", ";", "|", "&", "\n")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Text of a word between two quotes."""
+    """A piece of a word whose text has one kind of quotes.  quote: "" for text without quotes."""
 
     text: str
     quote: Quote
@@ -23,7 +23,10 @@ class Part:
 
 @dataclass
 class Statement:
-    """words: each its parts. items: of the words that assign an array. ends: the operator behind the statement."""
+    """One statement of a script.
+
+    line: its first line, from 1.  words: the parts of each word.  ends: the operator behind the statement.
+    """
 
     line: int
     words: list[list[Part]] = field(default_factory=list)
@@ -32,11 +35,12 @@ class Statement:
     ends: str = "\n"
 
     def raw(self, number: int) -> str:
+        """The text of a word, without its quotes."""
         return "".join(part.text for part in self.words[number])
 
 
 def without_heredocs(text: str) -> str:
-    """The script with the bodies of its heredocs blank, line by line; what is fed to a shell is kept."""
+    """Blanks the bodies of a script's heredocs line by line, except those that are fed to a shell."""
     lines, end, kept = [], None, False
     for line in text.split("\n"):
         if end is not None:
@@ -45,16 +49,16 @@ def without_heredocs(text: str) -> str:
             else:
                 lines.append(line if kept else "")
             continue
-        if (found := _HEREDOC.search(line)) and "<<<" not in line:
-            end = found[2]
+        if (match := _HEREDOC.search(line)) and "<<<" not in line:
+            end = match[2]
             kept = re.search(r"\b(bash|sh)\b(\s+-\w+)*\s*<<", line) is not None
-            line = "" if kept else line[: found.start()] + line[found.end() :]
+            line = "" if kept else line[: match.start()] + line[match.end() :]
         lines.append(line)
     return "\n".join(lines)
 
 
 def statements(text: str) -> Iterator[Statement]:
-    """Those of a script, in order. A syntax that is not understood ends up inside words."""
+    """Yields the statements of a script, in order. Syntax that is not understood ends up inside words."""
     reader = _Reader(without_heredocs(text))
     while not reader.done:
         statement = reader.statement()
@@ -64,49 +68,51 @@ def statements(text: str) -> Iterator[Statement]:
 
 class _Reader:
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.line = text, 0, 1
+        self.text, self.position, self.line = text, 0, 1
 
     @property
     def done(self) -> bool:
-        return self.at >= len(self.text)
+        return self.position >= len(self.text)
 
     def _take(self, count: int = 1) -> str:
-        taken = self.text[self.at : self.at + count]
+        taken = self.text[self.position : self.position + count]
         self.line += taken.count("\n")
-        self.at += count
+        self.position += count
         return taken
 
     def _skip_blanks(self, newlines: bool = False) -> None:
         while not self.done:
-            if self.text.startswith("\\\n", self.at):
+            if self.text.startswith("\\\n", self.position):
                 self._take(2)
-            elif self.text[self.at] in " \t\r" or (newlines and self.text[self.at] == "\n"):
+            elif self.text[self.position] in " \t\r" or (newlines and self.text[self.position] == "\n"):
                 self._take()
-            elif self.text[self.at] == "#":
-                while not self.done and self.text[self.at] != "\n":
+            elif self.text[self.position] == "#":
+                while not self.done and self.text[self.position] != "\n":
                     self._take()
             else:
                 return
 
     def statement(self) -> Statement:
         self._skip_blanks()
-        found = Statement(self.line)
+        parsed = Statement(self.line)
         while not self.done:
-            operator = next((name for name in OPERATORS if self.text.startswith(name, self.at)), None)
+            operator = next((name for name in OPERATORS if self.text.startswith(name, self.position)), None)
             if operator is not None and not self._is_redirection(operator):
                 self._take(len(operator))
-                found.ends = operator
-                return found
+                parsed.ends = operator
+                return parsed
             word = self._word()
-            if re.fullmatch(r"\w+\+?=", "".join(part.text for part in word)) and self.text.startswith("(", self.at):
-                found.items[len(found.words)] = self._array()
-            found.words.append(word)
+            if re.fullmatch(r"\w+\+?=", "".join(part.text for part in word)) and self.text.startswith(
+                "(", self.position
+            ):
+                parsed.items[len(parsed.words)] = self._array()
+            parsed.words.append(word)
             self._skip_blanks()
-        return found
+        return parsed
 
     def _is_redirection(self, operator: str) -> bool:
         # `2>&1` and `&>log` are no ends.
-        around = self.text[max(self.at - 1, 0) : self.at + 2]
+        around = self.text[max(self.position - 1, 0) : self.position + 2]
         return operator == "&" and (around.startswith(">&") or around[1:] == "&>")
 
     def _array(self) -> list[list[Part]]:
@@ -114,7 +120,7 @@ class _Reader:
         items = []
         while True:
             self._skip_blanks(newlines=True)
-            if self.done or self.text[self.at] == ")":
+            if self.done or self.text[self.position] == ")":
                 self._take()
                 return items
             items.append(self._word(")"))
@@ -123,7 +129,7 @@ class _Reader:
         parts: list[Part] = []
         bare = ""
         while not self.done:
-            rest, char = self.text[self.at :], self.text[self.at]
+            rest, char = self.text[self.position :], self.text[self.position]
             if rest.startswith("\\\n"):
                 self._take(2)
             elif self._ends_word(char, bare, stop):
@@ -143,7 +149,7 @@ class _Reader:
 
     def _ends_word(self, char: str, bare: str, stop: str) -> bool:
         if char == "&":
-            return not (bare.endswith(">") or self.text.startswith("&>", self.at))
+            return not (bare.endswith(">") or self.text.startswith("&>", self.position))
         if char == "(":
             return re.fullmatch(r"\w+\+?=", bare) is not None
         return char in " \t\r\n" + stop or (char in ";|" and not stop)
@@ -155,13 +161,17 @@ class _Reader:
     def _quoted(self, quote: Quote) -> str:
         self._take()
         text = ""
-        while not self.done and self.text[self.at] != quote:
-            if quote == '"' and self.text[self.at] == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "`"):
+        while not self.done and self.text[self.position] != quote:
+            if (
+                quote == '"'
+                and self.text[self.position] == "\\"
+                and self.text[self.position + 1 : self.position + 2] in ('"', "\\", "`")
+            ):
                 self._take()
                 text += self._take()
-            elif quote == '"' and self.text.startswith("\\\n", self.at):
+            elif quote == '"' and self.text.startswith("\\\n", self.position):
                 self._take(2)
-            elif quote == '"' and self.text.startswith(("$(", "${"), self.at):
+            elif quote == '"' and self.text.startswith(("$(", "${"), self.position):
                 text += self._nested()
             else:
                 text += self._take()
@@ -169,13 +179,13 @@ class _Reader:
         return text
 
     def _nested(self) -> str:
-        """`$(...)`, `$((...))`, `${...}` or backticks, whole."""
-        if self.text[self.at] == "`":
-            end = self.text.find("`", self.at + 1)
-            return self._take((end if end > 0 else len(self.text)) - self.at + 1)
-        opening, closing = ("(", ")") if self.text[self.at + 1] == "(" else ("{", "}")
+        """Takes a whole `$(...)`, `$((...))`, `${...}` or text in backticks."""
+        if self.text[self.position] == "`":
+            end = self.text.find("`", self.position + 1)
+            return self._take((end if end > 0 else len(self.text)) - self.position + 1)
+        opening, closing = ("(", ")") if self.text[self.position + 1] == "(" else ("{", "}")
         text, depth = self._take(2), 1
         while not self.done and depth:
-            depth += (self.text[self.at] == opening) - (self.text[self.at] == closing)
+            depth += (self.text[self.position] == opening) - (self.text[self.position] == closing)
             text += self._take()
         return text
