@@ -19,11 +19,11 @@ usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--d
        scalerl launch cancel RUN
 
   slurm     check everything, write RUN/launch/job.sbatch, submit it; --dry-run stops before submitting
-  status    of the run's job: its state, attempt, nodes, last line of the launcher, newest checkpoint
-  logs      the end of its output; --follow goes on with what comes; --all: of every log of the last attempt (driver,
-            nodes, servers), each line after the name of its log
-  attach    a shell, or a command, on one of its nodes
-  cancel    end it for good; with trainer.save_deadline_s it saves first
+  status    state, attempt and nodes of the run's job, last line of the launcher, newest checkpoint
+  logs      the end of the job's output; --follow shows new lines, too; --all: the end of every log of the last attempt
+            (driver, nodes, servers), each line after the name of its log
+  attach    a shell, or a command, on a node of the job
+  cancel    end the job for good; with trainer.save_deadline_s the run saves first
 
 RUN is trainer.default_local_dir. docs/slurm.md says what a job does.
 """
@@ -103,9 +103,9 @@ def _status(arguments: list[str]) -> int:
         print(f"job {record.job_id}: {job.state}{reason}{code}, attempt {job.restarts}{nodes}")
         print(f"time    {job.run_time} of {job.time_limit}, submitted {record.submitted_at}")
     print(f"output  {record.output}")
-    said = [line for line in _last_lines(Path(record.output), 200) if line.startswith(LAUNCHERS_OWN)]
-    if said:
-        print(f"last    {said[-1].rstrip()}")
+    launcher_lines = [line for line in _last_lines(Path(record.output), 200) if line.startswith(LAUNCHERS_OWN)]
+    if launcher_lines:
+        print(f"last    {launcher_lines[-1].rstrip()}")
     tracker = run_dir / TRACKER
     if tracker.exists():
         print(f"newest  {run_dir / f'global_step_{tracker.read_text().strip()}'}")
@@ -146,7 +146,7 @@ def _all_logs(attempt: Path, lines: int, follow: bool) -> int:
 def _attach(arguments: list[str]) -> int:
     from scalerl.launch import slurm
 
-    # All that follows is the command's, options included.
+    # Arguments after RUN and --node are the command's, options included.
     parser = _parser("attach")
     parser.add_argument("--node", help="default: the one that the run's driver is on")
     num_own = 3 if arguments[1:2] == ["--node"] else 1

@@ -21,7 +21,7 @@ from scalerl.runtime.checks import ErrorCollector
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
 COMMANDS = ("train", "sft")
-# In trainer.default_local_dir.
+# Folders in trainer.default_local_dir.
 LAUNCH, LOGS = "launch", "logs"
 SCRIPT, NEEDS = "job.sbatch", "needs.txt"
 OUTPUT = "slurm-%j.out"
@@ -124,7 +124,7 @@ def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[Slurm
 def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) -> None:
     from scalerl.trainer.preflight import check_ppo, check_sft
 
-    # The job reads a checkpoint's data, not the machine that sends it off.
+    # The job reads a checkpoint's data, not the machine that submits the job.
     try:
         if isinstance(cfg, SFTConfig):
             check_sft(cfg, device, digests=False)

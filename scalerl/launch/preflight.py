@@ -137,7 +137,7 @@ class Collector:
         self.timeout_s = timeout_s
         self.nodes: dict[str, Node] = {}
         self.channels: dict[str, Channel] = {}
-        self._came = threading.Condition()
+        self._reported = threading.Condition()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CANARY).write_text(secrets.token_hex(32), encoding="utf-8")
         self.listener = socket.create_server((address, 0), backlog=max(64, len(self.hosts)))
@@ -149,9 +149,9 @@ class Collector:
         """Waits for all nodes or the deadline, and returns host -> node; a node without report has a failed probe."""
         threading.Thread(target=self._accept, daemon=True).start()
         deadline = time.monotonic() + self.timeout_s
-        with self._came:
+        with self._reported:
             while len(self.nodes) < len(self.hosts) and (left_s := deadline - time.monotonic()) > 0:
-                self._came.wait(left_s)
+                self._reported.wait(left_s)
             nodes = dict(self.nodes)
         for host in self.hosts:
             if host not in nodes:
@@ -180,9 +180,9 @@ class Collector:
         # A stranger, or a node that went away while it spoke: it is missing at the deadline.
         except (OSError, ValueError, KeyError, TypeError):
             return
-        with self._came:
+        with self._reported:
             self.nodes[node.host], self.channels[node.host] = node, channel
-            self._came.notify()
+            self._reported.notify()
 
     def _canary(self, digest: str) -> Probe:
         ok = digest == _digest(self.directory / CANARY)

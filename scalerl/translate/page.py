@@ -1,4 +1,4 @@
-"""Writes docs/from-verl.md: how a user of verl starts, what becomes of each key, and of whole commands."""
+"""Makes the text of docs/from-verl.md: how a user of verl starts, what becomes of each key, and of whole commands."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class FilesConfig:
 
 @dataclass
 class ChatConfig(FilesConfig):
-    """The keys of how messages become text."""
+    """The keys that say how messages become text."""
 
     # Variables of the chat template, for every row: chat_template_kwargs.enable_thinking=false; tools is a list of
     # function schemas.

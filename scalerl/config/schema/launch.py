@@ -33,8 +33,8 @@ class SlurmConfig:
     min_shm_gib: float = key(1.0, at_least(0))
     # Gbit/s of an all-reduce with a neighbour below which a node counts as sick; 0: not measured.
     min_bandwidth_gbit: float = key(0.0, at_least(0))
-    # How devices are asked for: gpus-per-node | gres (--gres=gpu:N) | none (for a site that gives whole nodes, with
-    # devices uncounted).
+    # How devices are asked for: gpus-per-node | gres (--gres=gpu:N) | none (for a site that gives whole nodes and
+    # does not count devices).
     gpu_option: str = key("gpus-per-node", one_of("gpus-per-node", "gres", "none"))
     # Other options of sbatch, without dashes: {constraint:h100,exclude:n7}.
     options: dict[str, Any] = field(default_factory=dict)

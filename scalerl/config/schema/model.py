@@ -26,7 +26,7 @@ RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "
 
 @dataclass
 class ModelCodeConfig:
-    """The key that every section of a model directory has."""
+    """The key that every section with a model directory has."""
 
     # Run Python code that the model directory brings along.
     trust_remote_code: bool = False

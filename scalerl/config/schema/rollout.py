@@ -25,7 +25,7 @@ ROLLOUT_NAMES = ("sglang", "embedded")
 
 @dataclass
 class SamplingConfig:
-    """The keys of how each next token is drawn."""
+    """The keys that say how each next token is drawn."""
 
     temperature: float = key(1.0, above(0))
     # Draw from the most probable tokens that have this probability together.

@@ -80,7 +80,7 @@ def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outco
 
 
 def critic_kept(_: re.Match[str], value: Any, context: Context) -> Outcome | None:
-    """Gives actor and critic the larger of their numbers of checkpoints to keep; None where they are equal."""
+    """Gives actor and critic the larger of their numbers of checkpoints to keep; None: the value is read as it is."""
     key = "trainer.max_actor_ckpt_to_keep"
     actor = context.value(key)
     if value == actor or not (value is None or type(value) is int):

@@ -18,7 +18,7 @@ node_ip() {
   echo "$ip"
 }
 
-# What Slurm gave; on sites without GRES what the driver shows.
+# The number of GPUs that Slurm gave; on sites without GRES, that the driver shows.
 gpus() {
   if [[ -n ${SCALERL_GPUS_PER_NODE:-} ]]; then echo "$SCALERL_GPUS_PER_NODE"
   elif [[ -n ${SLURM_GPUS_ON_NODE:-} ]]; then echo "$SLURM_GPUS_ON_NODE"
@@ -69,7 +69,7 @@ clean() { # keep Ray's logs of a failed attempt, remove this attempt's session a
   session=$(cat "$SCALERL_ATTEMPT_DIR/.ray_session")
   [[ $session == */session_* && -d $session ]] || return 0
   if [[ $(cat "$SCALERL_ATTEMPT_DIR/.end_code" 2>/dev/null) != 0 ]]; then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
-  # What writes there is being killed, too.
+  # The processes that write there are being killed at the same time.
   for ((tries = 0; tries < 20; tries++)); do rm -rf "$session" 2>/dev/null && break; sleep 0.1; done
 }
 
