@@ -53,6 +53,7 @@ class DataProto:
         self.check_consistency()
 
     def check_consistency(self) -> None:
+        """Raises ValueError where columns differ in their rows, or a non_tensor_batch column is no array."""
         rows = {name: len(column) for name, column in (*self.batch.items(), *self.non_tensor_batch.items())}
         if len(set(rows.values())) > 1:
             raise ValueError(f"DataProto columns have different numbers of rows: {rows}")
@@ -203,6 +204,7 @@ class DataProto:
         return self.select_idxs(item)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """The rows from start to end, as a slice of a list."""
         return self._take(range(len(self))[start:end:step])
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> DataProto:
@@ -421,6 +423,7 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: Sequence[Any]) -> DataProtoFuture:
+        """A future batch of the rows of all workers' batches.  data: references of Ray."""
         return DataProtoFuture(DataProto.concat, list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:

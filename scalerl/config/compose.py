@@ -83,7 +83,7 @@ def compose(kind: Literal["launch"], overrides: Sequence[str]) -> LaunchConfig: 
 def compose(
     kind: Literal["ppo", "sft", "generation", "eval", "launch"], overrides: Sequence[str], *, rules: bool = True
 ) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig | LaunchConfig:
-    """Compose and check a configuration. Interpolations are resolved; relative paths stay as they are.
+    """Composes and checks a configuration. Interpolations are resolved; relative paths stay as they are.
 
     Args:
         overrides: a command line: `key=value`, `+group=option`, `--config-dir DIR`, `--config-name NAME`. NAME is a

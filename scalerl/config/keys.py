@@ -33,6 +33,7 @@ class Leaf:
 
     @property
     def type_text(self) -> str:
+        """The type as a user reads it."""
         text = self.annotation.__name__ if isinstance(self.annotation, type) else str(self.annotation)
         if self.is_free_dict:
             return "dict"
@@ -73,6 +74,7 @@ class KeyTable:
         self.sections = {key.rsplit(".", depth)[0] for key in self.leaves for depth in range(1, key.count(".") + 1)}
 
     def kind(self, key: str) -> KeyKind:
+        """Says what a key is: "free" is a key of the user's own below a dict."""
         if key in self.leaves:
             return "leaf"
         if key in self.sections:
@@ -84,6 +86,7 @@ class KeyTable:
         return "unknown"
 
     def children(self, section: str) -> list[str]:
+        """The names of the keys and sections right below a section."""
         names = (key.removeprefix(section + ".").split(".")[0] for key in self.leaves if key.startswith(section + "."))
         return list(dict.fromkeys(names))
 

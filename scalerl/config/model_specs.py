@@ -48,6 +48,7 @@ class ModelRole:
 
     @property
     def has_own_pool(self) -> bool:
+        """Whether the model has devices of its own."""
         return self.pool.nnodes > 0
 
     @property

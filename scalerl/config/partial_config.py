@@ -68,7 +68,7 @@ class Draft:
             self.put(f"{package}.{name}" if package else str(name), value, origin)
 
     def put(self, key: str, value: Any, origin: str = "") -> None:
-        """Set `key`, or every key below it when it is a section; a key of verl is read in `finish`."""
+        """Sets `key`, or every key below it when it is a section; a key of verl is read in `finish`."""
         kind = self.table.kind(key)
         if self._verl.knows(key, value, self):
             self._verl.add(key, value, origin)
@@ -109,10 +109,12 @@ class Draft:
         return None
 
     def is_set(self, key: str) -> bool:
+        """Whether a value was put for this key."""
         return key in self._written
 
     @property
     def set_keys(self) -> frozenset[str]:
+        """All keys that a value was put for."""
         return frozenset(self._written)
 
     def resolved(self, value: Any) -> Any:
@@ -123,6 +125,7 @@ class Draft:
         return value
 
     def foreign(self, key: str) -> Any:
+        """The value that the user wrote for a key of verl; None if there is none."""
         return self._verl.written(key)
 
     def _translate(self) -> None:
@@ -140,7 +143,7 @@ class Draft:
             OmegaConf.update(self._config, key, merged, merge=False)
 
     def finish(self) -> tuple[list[str], Any]:
-        """Returns (missing values and interpolations that cannot be resolved, the config as a dataclass instance).
+        """Finishes the draft; returns (violations of missing or unresolvable values, the config as a dataclass).
 
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """

@@ -27,13 +27,13 @@ class PipelineSizes:
     last: int | None = None
 
     def stages(self, num_layers: int) -> list[int]:
-        """Layers of each stage. Raises ValueError with the first of `violations`."""
+        """The layers of each stage. Raises ValueError with the first of `violations`."""
         for violation in self.violations(num_layers):
             raise ValueError(violation)
         return self._divided(num_layers)
 
     def chunks(self, num_layers: int) -> list[int]:
-        """Layers of one model chunk of each stage. Raises ValueError as `stages`."""
+        """The layers of one model chunk, for each stage. Raises ValueError as `stages` does."""
         return [size // self.vpp_size for size in self.stages(num_layers)]
 
     def violations(self, num_layers: int, prefix: str = "megatron") -> list[str]:

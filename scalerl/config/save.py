@@ -19,7 +19,7 @@ Scalar = str | int | float | bool | None
 
 
 def save_resolved(cfg: Any, path: str | Path) -> None:
-    """Write a config dataclass as YAML, whole or not at all; `--config-dir D --config-name NAME` reads it back.
+    """Writes a config dataclass as YAML, whole or not at all; `--config-dir D --config-name NAME` reads it back.
 
     Raises: OSError where the directory cannot be written. Missing parent directories are made.
     """

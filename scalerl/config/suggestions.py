@@ -25,4 +25,5 @@ def divisors(number: int) -> list[int]:
 
 
 def divisors_text(number: int) -> str:
+    """All divisors of a number, as text."""
     return ", ".join(map(str, divisors(number)))

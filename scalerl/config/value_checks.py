@@ -129,6 +129,7 @@ KL_KIND = one_of(*_KL_ESTIMATES, *(f"{name}+" for name in _KL_ESTIMATES))
 
 
 def or_null(domain: Domain) -> Domain:
+    """The values of a domain, and null."""
     return Domain(lambda v: v is None or domain.allows(v), f"null or {domain.limit}", "null")
 
 

@@ -26,6 +26,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> Machine:
+        """The devices of this kind that this machine has."""
         return cls(device, devices_here(device))
 
 

@@ -90,6 +90,7 @@ class Channel:
         self._file = connection.makefile("r", encoding="utf-8")
 
     def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message."""
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
@@ -334,6 +335,7 @@ def collect(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `collect` or `probe`, and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--directory", type=Path, required=True, help="directory of this attempt, which all nodes share"

@@ -23,6 +23,7 @@ class Record:
     logs: str
 
     def write(self, run_dir: Path) -> None:
+        """Writes the record into a run's directory, whole or not at all."""
         path = run_dir / RECORD
         partial = path.with_suffix(".tmp")
         partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -29,6 +29,7 @@ class Script:
     command: Sequence[str]
 
     def text(self) -> str:
+        """The content of the file."""
         options = {**launcher_options(), **self.options}
         lines = [HEAD.rstrip(), *(_directive(name, value) for name, value in options.items()), ""]
         variables = {"SCALERL_LAUNCHER": str(SCRIPTS), **self.variables}

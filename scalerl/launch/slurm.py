@@ -51,6 +51,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
+        """Whether the job has ended for good."""
         return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
 
 

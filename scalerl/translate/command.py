@@ -11,6 +11,7 @@ from scalerl.translate.script import Command, Script, read_script
 
 
 def main(argv: Sequence[str]) -> int:
+    """Prints the translation of a script; returns 0."""
     parser = CommandParser(prog="scalerl translate", description=__doc__)
     parser.add_argument("script", help="a shell script that runs a program of verl, or a file with one argument a line")
     text = Path(parser.parse_args(argv).script).read_text(encoding="utf-8")

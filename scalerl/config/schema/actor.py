@@ -21,6 +21,8 @@ _ACTOR = "actor_rollout_ref.actor"
 
 @dataclass
 class PolicyLossConfig:
+    """The policy loss and the parameters of its kinds."""
+
     # vanilla | gspo | cispo | geo_mean | sapo | gpg | dro | clip_cov | kl_cov, or a name registered with
     # algorithms.register_policy_loss.
     loss_mode: str = key("vanilla", TEXT)
@@ -58,6 +60,8 @@ class PPOModelConfig:
 
 @dataclass
 class ActorConfig(PPOModelConfig):
+    """The policy that PPO trains."""
+
     # Sets both sides; clip_ratio_low and clip_ratio_high override it.
     clip_ratio: float = key(0.2, above(0, below=1))
     # The ratio counts down to 1 - clip_ratio_low; null: clip_ratio.
@@ -82,6 +86,8 @@ class ActorConfig(PPOModelConfig):
 
 @dataclass
 class CriticModelConfig(ModelCodeConfig):
+    """The files of the critic."""
+
     # Directory of a language model, whose head a value head replaces, or of a critic.
     path: str = key(same_as("actor_rollout_ref.model.path"), TEXT)
     trust_remote_code: bool = same_as("actor_rollout_ref.model.trust_remote_code")
@@ -106,6 +112,8 @@ class CriticConfig(PPOModelConfig):
 
 @dataclass
 class RefConfig:
+    """The frozen reference model that the KL compares the policy with."""
+
     # Directory of the reference model; null: the actor's starting weights.
     model_path: str | None = key(None, or_null(TEXT))
     # Tokens of a packed micro-batch on one device.

@@ -21,7 +21,7 @@ RS_OPTIONS = (
 
 @dataclass
 class RolloutCorrectionConfig:
-    """What is done where trainer and sampler disagree. Ratio: trainer's probability of a token / sampler's."""
+    """Correction where trainer and sampler disagree. Ratio: trainer's probability of a token / sampler's."""
 
     # Weight of a token in the policy loss: token: its ratio; sequence: the product of its response's ratios;
     # geometric: their geometric mean; null: 1.
@@ -43,7 +43,7 @@ class RolloutCorrectionConfig:
 
 @dataclass
 class FilterGroupsConfig:
-    """Dynamic sampling (DAPO, arXiv 2503.14476): train on train_batch_size groups that can teach."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): train on train_batch_size groups whose samples differ."""
 
     # Drop groups whose samples all have the same metric, and refill the batch with the groups of other prompts.
     enable: bool = False
@@ -56,6 +56,8 @@ class FilterGroupsConfig:
 
 @dataclass
 class KLControlConfig:
+    """The weight of the KL in the reward."""
+
     # fixed: kl_coef stays; adaptive: it moves towards target_kl.
     type: str = key("fixed", one_of("fixed", "adaptive"))
     # Weight of the KL in the reward; adaptive: at the start.
@@ -68,6 +70,8 @@ class KLControlConfig:
 
 @dataclass
 class AlgorithmConfig:
+    """Advantages, the KL in the reward, and what is corrected or filtered before an update."""
+
     # gae (has a critic) | grpo | grpo_passk | rloo | opo | gpg | remax | reinforce_plus_plus |
     # reinforce_plus_plus_baseline, or a name registered with algorithms.register_adv_est.
     adv_estimator: str = key("grpo", TEXT)

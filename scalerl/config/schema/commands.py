@@ -20,6 +20,8 @@ from scalerl.config.schema.trainer import (
 
 @dataclass
 class ActorRolloutRefConfig:
+    """The policy: the model, its training, its reference and its servers."""
+
     # True: trainer and rollout share devices. False: the servers have those of rollout.resource_pool.
     hybrid_engine: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)

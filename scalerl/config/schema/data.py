@@ -45,6 +45,8 @@ class TrainingDataConfig(ChatConfig):
 
 @dataclass
 class CustomClassConfig:
+    """A dataset class of the user's own."""
+
     # Python file with a dataset class of your own; null: RLHFDataset.
     path: str | None = key(None, or_null(TEXT))
     # The class; required with path.

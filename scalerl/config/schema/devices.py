@@ -27,6 +27,8 @@ class DevicesConfig:
 
 @dataclass
 class ResourcePoolConfig:
+    """Devices that one role has for itself."""
+
     # Nodes whose devices are this role's alone; 0: it shares the actor's devices, processes and layout.
     nnodes: int = key(0, at_least(0))
     # Devices (on CPU: processes) per node of that pool.
@@ -35,11 +37,15 @@ class ResourcePoolConfig:
 
 @dataclass
 class RolloutPoolConfig(ResourcePoolConfig):
+    """Devices that the policy's servers have for themselves."""
+
     # Nodes whose devices are the servers' alone; 0: they share the trainer's.
     nnodes: int = ResourcePoolConfig.nnodes
 
 
 @dataclass
 class JudgePoolConfig(ResourcePoolConfig):
+    """Devices that the judge's servers have for themselves."""
+
     # Nodes whose devices are the judge's alone; required with judge.enable.
     nnodes: int = ResourcePoolConfig.nnodes

@@ -11,6 +11,8 @@ from scalerl.config.value_checks import TEXT, TEXTS, at_least, one_of, or_null
 
 @dataclass
 class SlurmConfig:
+    """The job: its nodes, limits, checks, environment and restarts."""
+
     # Nodes of the job. null: as many as the pools of the run have.
     nodes: int | None = key(None, or_null(at_least(1)))
     # Limit as Slurm takes it: minutes, hours:minutes:seconds, days-hours:minutes:seconds. null: the partition's.

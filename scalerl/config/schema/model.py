@@ -34,6 +34,8 @@ class ModelCodeConfig:
 
 @dataclass
 class ModelConfig(ModelCodeConfig):
+    """The files of a language model."""
+
     # Directory with config.json, *.safetensors and tokenizer files; or a name on the Hugging Face hub
     # (ORGANISATION/NAME, ORGANISATION/NAME@REVISION), or a URL of such a directory.
     path: str = key(MISSING, TEXT)
@@ -49,6 +51,8 @@ class OptionalModelConfig(ModelCodeConfig):
 
 @dataclass
 class OptimConfig:
+    """The optimizer, Adam with decoupled weight decay, and its learning rate."""
+
     lr: float = key(1e-6, at_least(0))
     # Optimizer updates over which lr rises from 0.
     lr_warmup_steps: int = key(0, at_least(0))
@@ -67,6 +71,8 @@ class OptimConfig:
 
 @dataclass
 class MegatronConfig:
+    """How Megatron spreads a model over devices, and how it computes."""
+
     # Devices that share each layer.
     tensor_model_parallel_size: int = key(1, at_least(1))
     # Stages that share the layers.

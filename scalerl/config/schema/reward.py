@@ -14,6 +14,8 @@ from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, above, 
 
 @dataclass
 class CustomRewardFunctionConfig:
+    """A reward function of the user's own."""
+
     # Python file with the reward function; null: the rule for each row's data_source.
     path: str | None = key(None, or_null(TEXT))
     name: str = key("compute_score", TEXT)
@@ -23,6 +25,8 @@ class CustomRewardFunctionConfig:
 
 @dataclass
 class ScoringModelConfig(OptionalModelConfig):
+    """The files of a reward model."""
+
     # Directory of a model with a score head of one number (architectures *ForSequenceClassification) and the policy's
     # tokenizer; required with reward_model.enable.
     path: str | None = OptionalModelConfig.path
@@ -30,12 +34,16 @@ class ScoringModelConfig(OptionalModelConfig):
 
 @dataclass
 class JudgeModelConfig(OptionalModelConfig):
+    """The files of a judge."""
+
     # Directory of a language model, with a tokenizer and chat template of its own; required with judge.enable.
     path: str | None = OptionalModelConfig.path
 
 
 @dataclass
 class JudgeConfig(ServerConfig):
+    """A language model that scores samples, with servers on devices of its own."""
+
     # Score the samples of prompts whose reward_model.style is "judge" by what a language model writes of them.
     enable: bool = False
     model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
@@ -65,6 +73,8 @@ class JudgeConfig(ServerConfig):
 
 @dataclass
 class OverlongBufferConfig:
+    """The penalty of responses that come near their limit of tokens."""
+
     # With reward_manager=dapo: lower the score of responses that end in the last `len` tokens of max_resp_len.
     enable: bool = False
     # Tokens of the buffer.

@@ -36,6 +36,8 @@ class SamplingConfig:
 
 @dataclass
 class ValSamplingConfig(SamplingConfig):
+    """How the servers of the policy sample in a validation."""
+
     # Samples per prompt.
     n: int = key(1, at_least(1))
     # False: greedy, whatever the temperature.

@@ -83,6 +83,8 @@ class RunConfig(UserFilesConfig, DevicesConfig):
 
 @dataclass
 class CustomFitConfig:
+    """A training loop of the user's own."""
+
     # Python file with a training loop of your own; null: scalerl.trainer.ppo.fit. The trainer ranks import it too, for
     # what it has for them (docs/extending.md).
     path: str | None = key(None, or_null(TEXT))

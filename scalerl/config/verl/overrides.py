@@ -18,7 +18,7 @@ _SECTIONS = "(actor_rollout_ref.actor.|actor_rollout_ref.ref.|critic.|reward_mod
 
 @dataclass(frozen=True)
 class Owned:
-    """A field that scalerl sets. values: those that change nothing; (): none does; None: whatever it is."""
+    """A field of Megatron's that scalerl sets.  values: those that change nothing; (): none does; None: every value."""
 
     values: tuple[Any, ...] | None
     why: str

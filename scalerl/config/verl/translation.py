@@ -57,6 +57,7 @@ class Translator:
         return _read(self.kind, key, value, context) is not None
 
     def add(self, key: str, value: Any, origin: str = "") -> None:
+        """Keeps a key of verl until it is translated.  origin: says in which file it was written."""
         self._written[key] = (value, origin)
 
     def written(self, key: str) -> Any:
