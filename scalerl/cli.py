@@ -47,7 +47,7 @@ usage: scalerl {command} key=value ... [--dry-run] [--config-dir DIR] [--config-
 
 
 def _print(text: str) -> None:
-    """Print; a reader that stops early (`| head`) is no error."""
+    """Prints the text; a reader that stops early (`| head`) is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -179,7 +179,7 @@ SCHEMA_OF: dict[str, Kind] = {"train": "ppo", "sft": "sft", "generate": "generat
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of the subcommand; 2 for an error that the user can mend."""
+    """Runs the subcommand that `argv` names; returns its exit code, 2 for an error that the user can correct."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         print(USAGE, file=sys.stderr)

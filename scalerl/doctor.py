@@ -21,6 +21,7 @@ from scalerl.probes.packages import OPTIONAL, REQUIRED, Package, check_import, c
 
 
 def describe_devices(gpus: Sequence[tuple[str, int]]) -> list[str]:
+    """One line for each GPU (name and bytes of memory), and one for the CPU and the machine's memory."""
     lines = [f"{i}: {name}, {memory / GIB:.0f} GiB" for i, (name, memory) in enumerate(gpus)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -28,7 +29,7 @@ def describe_devices(gpus: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def describe_platform(devices: Devices, device: NvidiaDevice | None) -> str:
-    """Describes if the CPU platform is on.  device: the device that the file system shows."""
+    """Says whether the CPU platform is on, and why.  device: the device that the file system shows."""
     if devices.error is not None:
         return "unknown: torch does not import"
     if devices.gpus:
@@ -43,6 +44,7 @@ def describe_platform(devices: Devices, device: NvidiaDevice | None) -> str:
 
 
 def package_line(finding: Finding) -> str:
+    """The line of the report about one package."""
     return f"{finding.name:<20} {finding.value}{f'; {finding.meaning}' if finding.meaning else ''}"
 
 
@@ -73,10 +75,10 @@ def run_doctor(
     _section("python", [f"{platform.python_version()} {sys.executable}", platform.platform()])
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        asked = pool.submit(find_devices)
-        found = pool.submit(check_packages, [*required, *optional], False, False) if not import_all else None
-        devices = asked.result()
-        results = found.result() if found else check_packages([*required, *optional], True, bool(devices.gpus))
+        device_probe = pool.submit(find_devices)
+        checks = pool.submit(check_packages, [*required, *optional], False, False) if not import_all else None
+        devices = device_probe.result()
+        results = checks.result() if checks else check_packages([*required, *optional], True, bool(devices.gpus))
     results = [_seen_by_torch(result, devices) for result in results]
     _section("devices", describe_devices(devices.gpus))
     _section("CPU platform", [describe_platform(devices, None if nvidia.are_hidden() else find_nvidia_device())])
@@ -107,7 +109,7 @@ def run_doctor(
 
 
 def _seen_by_torch(result: Finding, devices: Devices) -> Finding:
-    """torch's finding with the error of its import, which the probe of devices made."""
+    """The finding about torch, with the error of its import if the probe of the devices failed to import it."""
     if result.name != "torch" or devices.error is None or not result.ok:
         return result
     return Finding("torch", False, f"FAILS: {devices.error}", "without it: nothing runs", needed=True)

@@ -29,7 +29,7 @@ class RunError(RuntimeError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser whose errors begin as all others do, the usage behind them."""
+    """An argument parser whose errors begin with `error:` as all others do, and end with the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, f"error: {message}\n\n{self.format_usage()}")

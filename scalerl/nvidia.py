@@ -37,11 +37,11 @@ def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
 
 
 def count_devices(root: Path = Path("/")) -> int:
-    """How many this process may use; 1 where there are some and the file system does not show how many."""
+    """The number of NVIDIA devices that this process may use; 1 if there are some and no file shows how many."""
     if (visible := os.environ.get(VISIBLE_DEVICES)) is not None:
         return 0 if are_hidden() else len(visible.split(","))
-    found = find_nvidia_device(root)
-    return 0 if found is None else max(1, sum(bool(_DEVICE_FILE.search(sign)) for sign in found.signs))
+    device = find_nvidia_device(root)
+    return 0 if device is None else max(1, sum(bool(_DEVICE_FILE.search(sign)) for sign in device.signs))
 
 
 def are_hidden() -> bool:

@@ -27,6 +27,7 @@ class Jagged:
 
     @classmethod
     def from_list(cls, rows: Sequence[Tensor | Sequence], dtype: torch.dtype) -> Jagged:
+        """Joins S sequences of numbers into a column of that dtype."""
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
         return cls(values, cu_seqlens_of([len(row) for row in tensors]))
@@ -43,6 +44,7 @@ class Jagged:
         return self.cu_seqlens.diff()
 
     def select(self, rows: Sequence[int]) -> Jagged:
+        """A column with copies of these rows, in their order."""
         return Jagged.from_list([self[row] for row in rows], self.values.dtype)
 
     def __getstate__(self) -> dict[str, np.ndarray]:
@@ -90,6 +92,7 @@ class DataProto:
         return 0
 
     def select(self, rows: Sequence[int]) -> DataProto:
+        """A batch with these rows of every column, in their order, and the same meta."""
         rows = list(rows)
         return DataProto(
             {name: column.select(rows) for name, column in self.tokens.items()},

@@ -42,7 +42,7 @@ def import_files(paths: Iterable[str]) -> None:
 
 
 def absolute(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths as absolute ones, for processes with another working directory."""
+    """The same paths made absolute, for processes with another working directory."""
     return tuple(str(Path(path).expanduser().resolve()) for path in paths)
 
 
@@ -82,7 +82,7 @@ def import_file(path: str | Path, key: str) -> ModuleType:
 
 
 def on_forget(definition: Any, undo: Callable[[], object]) -> None:
-    """Registers a call that undoes a registration when files are forgotten, if `definition` is from one of them."""
+    """Registers a call that undoes a registration when files are forgotten, if `definition` is from a user's file."""
     if is_users_own(definition):
         _undo.append(undo)
 
@@ -90,9 +90,10 @@ def on_forget(definition: Any, undo: Callable[[], object]) -> None:
 def load_function(
     path: str, name: str, key: str, arguments: Sequence[str], *, is_kind: Callable[[object], bool], kind: str
 ) -> Any:
-    """The function of that name in a file of the user's own, which takes these arguments.
+    """Loads a function by its name from a user's file, and checks that it takes these arguments.
 
-    key: of the section with the path and the name.  is_kind: which functions will do.  kind: what they are, for errors.
+    key: of the configuration section with the path and the name.  is_kind: tells whether an object is such a function.
+    kind: what such functions are called in errors.
     Raises UserCodeError when the file does not exist or import, or does not define such a function, ValueError when it
     cannot be called with the arguments.
     """
@@ -134,8 +135,8 @@ def cause_of(error: BaseException, path: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
     frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if path is not None and frame.filename == path]
-    frame = (of_user or frames or [None])[-1]
+    user_frames = [frame for frame in frames if path is not None and frame.filename == path]
+    frame = (user_frames or frames or [None])[-1]
     place = f" ({frame.filename}:{frame.lineno}: {frame.line})" if frame is not None else ""
     return f"{type(error).__name__}: {error}{place}"
 
@@ -160,7 +161,7 @@ def is_users_own(definition: Any) -> bool:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Sequence[str], named: Sequence[str], what: str) -> None:
-    """Raises ValueError, with its place, for a function that does not take `arguments` and, by name, `named`."""
+    """Raises ValueError, with the function's place, if it does not take `arguments` and, by name, `named`."""
     try:
         signature = inspect.signature(function)
         signature.bind(*arguments, **dict.fromkeys(named))

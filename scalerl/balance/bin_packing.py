@@ -84,7 +84,7 @@ def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: fl
 def least_loaded_in_order(
     items: Sequence[int], sizes: Sequence[int], workload: Sequence[float], num_bins: int, cap: float
 ) -> Bins | None:
-    """`least_loaded` of these items, in this order; sizes and workload are of all items."""
+    """Packs these items as `least_loaded`, in the given order; sizes and workload are those of all items."""
     bins: Bins = [[] for _ in range(num_bins)]
     room = [cap] * num_bins
     heap = [(0.0, index) for index in range(num_bins)]

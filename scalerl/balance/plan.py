@@ -35,7 +35,7 @@ _MANY = 65536
 
 
 class SampleNames(Protocol):
-    """What errors call a row; a list will do."""
+    """The names of rows in errors, such as a list of them."""
 
     def __getitem__(self, row: int, /) -> str: ...
 
@@ -237,8 +237,8 @@ def _ordered(ranks: Sequence[Bins], rows: Sequence[int], workload_S: np.ndarray)
     work = bin_sums(list(itertools.chain.from_iterable(micros)), workload_S).reshape(len(ranks), -1)
     orders = np.argsort(work, axis=1, kind="stable").tolist()
     return [
-        tuple([of_rank[index] for index in order[0::2] + order[1::2][::-1]])
-        for of_rank, order in zip(micros, orders, strict=True)
+        tuple([rank_micros[index] for index in order[0::2] + order[1::2][::-1]])
+        for rank_micros, order in zip(micros, orders, strict=True)
     ]
 
 

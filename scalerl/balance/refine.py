@@ -23,7 +23,7 @@ def even_out(ranks: list[list[list[int]]], sizes: np.ndarray, workload: np.ndarr
     """
     sums = bin_sums([bin_ for bins in ranks for bin_ in bins], workload)
     starts = np.cumsum([len(bins) for bins in ranks[:-1]])
-    loads = np.array([of_rank.sum() for of_rank in np.split(sums, starts)])
+    loads = np.array([rank_sums.sum() for rank_sums in np.split(sums, starts)])
     for _ in range(_MAX_EXCHANGES):
         heavy = int(loads.argmax())
         if loads[heavy] <= loads.mean() * (1 + _TARGET_IMBALANCE):

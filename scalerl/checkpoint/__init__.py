@@ -1,2 +1,5 @@
-"""Checkpoints as files, without Megatron: `store` is the directories, `torch_dist` and `pieces` read and write the
-tensors in them, `digest` is how damage is found. What of a model goes there is `parallel/checkpoint.py`."""
+"""Checkpoints as files, without Megatron.
+
+`store` has the directories, `torch_dist` and `pieces` read and write the tensors in them, and `digest` detects damage.
+Which parts of a model are saved is decided in `parallel/checkpoint.py`.
+"""

@@ -1,8 +1,8 @@
-"""Digests of what a checkpoint holds: about as fast as memory, and every change of one byte changes them.
+"""Digests of a checkpoint's data: about as fast as memory, and different after any change of one byte.
 
 A block of 4 KiB is 512 words of 64 bits; its hash is the sum of word times key modulo 2^64 (a multilinear hash with a
 fixed random odd key for each word, so no change of a single word is lost). SHA-256 over the hashes of the blocks and
-the number of bytes is the digest. It finds damage; it does not keep out somebody who forges.
+the number of bytes is the digest. It detects damage; it is no protection from forgery.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _WORDS = BLOCK_BYTES // 8
 _KEYS = np.concatenate(
     [np.frombuffer(hashlib.sha256(b"scalerl %d" % i).digest(), "<u8") for i in range(_WORDS // 4)]
 ) | np.uint64(1)
-# Of a file at a time: fits a processor's cache.
+# Bytes of a file that are read at a time: they fit a processor's cache.
 _READ_BYTES = 2**20
 Data = bytes | bytearray | memoryview | np.ndarray
 
 
 class Digest:
-    """The digest of bytes that come one after the other."""
+    """The digest of bytes that are given in several parts, in order."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -33,6 +33,7 @@ class Digest:
         self._rest = b""
 
     def update(self, data: Data) -> None:
+        """Adds the next bytes."""
         view = np.frombuffer(data, np.uint8)
         self.num_bytes += view.size
         if self._rest:
@@ -48,18 +49,19 @@ class Digest:
         self._rest = view[whole:].tobytes()
 
     def block_hashes(self) -> np.ndarray:
-        """Of all blocks; the last one is filled up with zeros."""
+        """The hashes of all blocks, [blocks] uint64; the last block is filled up with zeros."""
         last = []
         if self._rest:
             last = [_hash_blocks(np.frombuffer(self._rest.ljust(BLOCK_BYTES, b"\0"), np.uint8))]
         return np.concatenate([np.empty(0, "<u8"), *self._hashes, *last])
 
     def hexdigest(self) -> str:
+        """The digest of all bytes so far, 32 hex digits."""
         return digest_of_blocks([self.block_hashes()], self.num_bytes)
 
 
 def digest_of_blocks(hashes: Iterable[np.ndarray], num_bytes: int) -> str:
-    """32 hex digits. hashes: of blocks that follow each other in arrays that do."""
+    """The digest of blocks, 32 hex digits. hashes: arrays of the blocks' hashes, all in order."""
     digest = hashlib.sha256()
     for part in hashes:
         digest.update(np.ascontiguousarray(part, "<u8").data)
@@ -68,6 +70,7 @@ def digest_of_blocks(hashes: Iterable[np.ndarray], num_bytes: int) -> str:
 
 
 def digest_of_file(path: Path) -> str:
+    """The digest of a file's bytes, 32 hex digits."""
     digest, buffer = Digest(), bytearray(_READ_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):

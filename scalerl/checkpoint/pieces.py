@@ -1,6 +1,6 @@
-"""Writing a torch_dist directory in which every rank has a file of its own.
+"""Writing of a torch_dist directory, in which every rank has one file.
 
-A rank gives the pieces that it holds; nothing is gathered but what describes them. The format is torch's (each piece is
+A rank writes the pieces that it holds; only their descriptions are gathered. The format is torch's (each piece is
 what `torch.save` makes of it), so that whatever reads torch_dist directories reads these.
 """
 
@@ -25,9 +25,9 @@ from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, Data, Digest, dige
 from scalerl.checkpoint.store import fsync
 from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
 
-# Below the directory of a model in a checkpoint.
+# Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
-# What of a tensor is copied from its device, read or checked at a time.
+# Bytes of a tensor that are copied from its device, read or checked at a time.
 MAX_PIECE_BYTES = 64 * 2**20
 # Small writes are collected up to this.
 _BUFFER_BYTES = 2**20
@@ -35,7 +35,7 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the tensor `key`: tensor, contiguous, has what is at `offsets` of the whole, whose shape is `shape`."""
+    """A box of the tensor `key`, of shape `shape`: `tensor`, contiguous, holds the box that begins at `offsets`."""
 
     key: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """Where a piece is in its rank's file."""
+    """The place of a piece in its rank's file.  payload: where its numbers begin, in bytes from `start`."""
 
     key: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class WrittenPiece:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What a rank wrote. digest: of the whole file."""
+    """A file that a rank wrote. digest: of the whole file."""
 
     name: str
     num_bytes: int
@@ -69,7 +69,7 @@ class WrittenFile:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The numbers [start, stop) of a tensor in the order of its memory, as few boxes: (first number, offsets, sizes).
+    """Splits the numbers [start, stop) of a tensor, in memory order, into few boxes: (first number, offsets, sizes).
 
     Each box is one stretch of memory, of at most as many numbers as make MAX_PIECE_BYTES of float32.
     """
@@ -97,7 +97,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tu
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> WrittenFile:
-    """One rank's file, on the disk when this returns. Tensors on a device come to the host one after the other."""
+    """Writes one rank's file, which is on the disk on return. Tensors on a device come to the host one by one."""
     with _File(path) as file, _without_crc32():
         for piece in pieces:
             file.add(piece)
@@ -105,29 +105,29 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> WrittenFile:
 
 
 class _File:
-    """What torch.save writes to; counts and hashes all that goes by. Pieces begin at blocks of the digest."""
+    """A file that torch.save writes to, which counts and hashes the bytes. Pieces begin at blocks of the digest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
-        self._at = 0
+        self._position = 0
         self._digest = Digest()
         self._hashes: list[np.ndarray] = []
         self._pieces: list[WrittenPiece] = []
-        # Address of the numbers that are being written, and where they came.
+        # Address of the numbers that are being written, and their position in the file.
         self._address, self._payload = 0, None
 
     def add(self, piece: Piece) -> None:
         assert piece.tensor.is_contiguous(), piece.key
-        start, sizes = self._at, tuple(piece.tensor.shape)
+        start, sizes = self._position, tuple(piece.tensor.shape)
         host = piece.tensor.detach().to("cpu")
-        # Else torch.save would write all of the memory that the piece is a part of.
+        # Otherwise torch.save would write the whole storage that the piece is a part of.
         alone = torch.frombuffer(as_bytes(host), dtype=host.dtype).view(sizes)
         self._digest, self._payload, self._address = Digest(), None, alone.data_ptr()
         torch.save(alone, self)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
         assert self._payload is not None, f"torch.save did not write the numbers of {piece.key} in one stretch"
         hashes = self._digest.block_hashes()
-        num_bytes = self._at - start
+        num_bytes = self._position - start
         self._pieces.append(
             WrittenPiece(
                 piece.key,
@@ -143,23 +143,25 @@ class _File:
         )
         self._hashes.append(hashes)
         self._file.write(bytes(-num_bytes % BLOCK_BYTES))
-        self._at += -num_bytes % BLOCK_BYTES
+        self._position += -num_bytes % BLOCK_BYTES
 
     def write(self, data: Data) -> int:
         view = np.frombuffer(data, np.uint8)
         if view.size and view.ctypes.data == self._address:
-            self._payload = self._at
+            self._payload = self._position
         self._digest.update(view)
         self._file.write(view.data)
-        self._at += view.size
+        self._position += view.size
         return view.size
 
     def flush(self) -> None:
-        """When the file is closed."""
+        """Does nothing: the file is flushed when it is closed."""
 
     @property
     def written(self) -> WrittenFile:
-        return WrittenFile(self._path.name, self._at, digest_of_blocks(self._hashes, self._at), self._pieces)
+        return WrittenFile(
+            self._path.name, self._position, digest_of_blocks(self._hashes, self._position), self._pieces
+        )
 
     def __enter__(self) -> _File:
         return self
@@ -172,7 +174,7 @@ class _File:
 
 
 class _without_crc32:
-    """torch's own checksums cost as much as the writing, and nothing reads them."""
+    """Switches off torch's own checksums, which cost as much as the writing and which nothing reads."""
 
     def __enter__(self) -> None:
         self.before = get_crc32_options()
@@ -183,9 +185,9 @@ class _without_crc32:
 
 
 def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[str, Any]) -> None:
-    """What one rank adds when all have written: where everything is, and what no rank has for itself (`common`).
+    """Writes the index of the pieces and the ranks' common state, on one rank when all ranks have written.
 
-    Raises ValueError when a tensor has a hole, or a place in two pieces.
+    Raises ValueError if the pieces of a tensor do not cover it exactly once.
     """
     pieces = {file.name: file.pieces for file in files if file.pieces}
     by_key: dict[str, list[WrittenPiece]] = {}
@@ -193,10 +195,10 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     for name, written in pieces.items():
         for piece in written:
             by_key.setdefault(piece.key, []).append(piece)
-            at = metadata.MetadataIndex(piece.key, torch.Size(piece.offsets))
-            storage[at] = filesystem._StorageInfo(name, piece.start, piece.num_bytes)
+            location = metadata.MetadataIndex(piece.key, torch.Size(piece.offsets))
+            storage[location] = filesystem._StorageInfo(name, piece.start, piece.num_bytes)
     content = metadata.Metadata(
-        state_dict_metadata={key: _tensor_metadata(key, found) for key, found in by_key.items()},
+        state_dict_metadata={key: _tensor_metadata(key, written) for key, written in by_key.items()},
         planner_data=None,
         storage_data=storage,
     )
@@ -232,7 +234,7 @@ def _check_cover(key: str, pieces: list[WrittenPiece]) -> None:
     shapes = {(piece.shape, piece.dtype) for piece in pieces}
     if len(shapes) > 1:
         raise ValueError(f"ranks disagree about {key}: {sorted(map(str, shapes))}")
-    found, whole = sum(prod(piece.sizes) for piece in pieces), prod(pieces[0].shape)
+    covered, whole = sum(prod(piece.sizes) for piece in pieces), prod(pieces[0].shape)
     starts = sorted(piece.offsets for piece in pieces)
-    if found != whole or any(one == other for one, other in pairwise(starts)):
-        raise ValueError(f"{key}: its {len(pieces)} pieces hold {found} of {whole} elements")
+    if covered != whole or any(start == following for start, following in pairwise(starts)):
+        raise ValueError(f"{key}: its {len(pieces)} pieces hold {covered} of {whole} elements")

@@ -1,4 +1,4 @@
-"""Checkpoint directories as files: which are whole, which is newest, how one appears and goes. No Megatron.
+"""Checkpoint directories: which are whole, which is the newest, how they are committed and removed. No Megatron.
 
 A save is written to `global_step_N.tmp-<host>-<pid>-<random>`, gets its COMPLETE file (manifest of files, sizes and
 digests), is renamed to `global_step_N`, and only then named by the tracker. A removal renames to `.deleting-` first.
@@ -27,14 +27,13 @@ from scalerl.errors import RunError
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
 TRAINER_STATE_NAME = "trainer_state.json"
-# In the trainer state: what `rotate` tells the best by.
+# Key of the trainer state with the metrics by which `rotate` chooses the best.
 METRICS = "metrics"
 DIRECTORY_FORMAT = "global_step_{}"
 _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 
-
-# What writers of data leave beside it (checkpoint.pieces): the digests of their files.
+# File with the digests of files of tensors, left by their writers (checkpoint.pieces).
 _INDEX_NAME = "pieces.json"
 _MAX_THREADS = 8
 
@@ -61,9 +60,9 @@ def find_latest_ckpt_path(
 
 
 def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False) -> str | None:
-    """As `find_latest_ckpt_path`; raises ValueError where there are checkpoints, and none of them is whole.
+    """The checkpoint to resume from, as `find_latest_ckpt_path`; None if `root` has none.
 
-    A run that began anew there would replace them one by one.
+    Raises ValueError if there are checkpoints and none is whole: a run that began anew would replace them one by one.
     """
     latest, problems = _latest_whole(Path(root), DIRECTORY_FORMAT, digests)
     if latest is None and problems:
@@ -78,7 +77,7 @@ def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False)
 
 
 def _latest_whole(root: Path, directory_format: str, digests: bool) -> tuple[str | None, dict[Path, str]]:
-    """The directory to go on from, and why those that come before it in line are not."""
+    """The directory to resume from, and for each directory that was passed over the reason."""
     tracked = _tracked_step(root)
     if tracked is not None:
         _finish_commit(root, tracked, directory_format)
@@ -128,11 +127,11 @@ def integrity_problem(
         if below and not name.startswith(f"{below}/"):
             continue
         try:
-            found = (directory / name).stat().st_size
+            size_on_disk = (directory / name).stat().st_size
         except FileNotFoundError:
             return f"file {name} is missing"
-        if found != size:
-            return f"file {name} has {found} bytes, was saved with {size}"
+        if size_on_disk != size:
+            return f"file {name} has {size_on_disk} bytes, was saved with {size}"
     if digests and manifest.get("algorithm", ALGORITHM) != ALGORITHM:
         return f"its digests are {manifest['algorithm']!r}, this version makes {ALGORITHM}"
     wanted = [name for name in saved if name.startswith(f"{below}/" if below else "") and (data or not _is_data(name))]
@@ -143,7 +142,7 @@ def integrity_problem(
 
 
 def manifest_sizes(directory: str | os.PathLike[str]) -> dict[str, int]:
-    """Bytes of each file of a whole checkpoint, by its path in it. Raises ValueError when it is not one."""
+    """Bytes of each file of a whole checkpoint, by its path in it. Raises ValueError for any other directory."""
     check_checkpoint(directory)
     return dict(json.loads((Path(directory) / COMPLETE_NAME).read_text(encoding="utf-8"))["files"])
 
@@ -156,7 +155,7 @@ def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False
 
 
 def _digests(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Of files below root, read now by several threads."""
+    """The digests of files below root, which several threads read now."""
     names = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         return dict(zip(names, pool.map(lambda name: digest_of_file(root / name), names), strict=True))
@@ -167,7 +166,7 @@ def _is_data(name: str) -> bool:
 
 
 def _damaged_tensor(file: Path) -> str:
-    """Which tensor of a file of data is damaged, to end the message with."""
+    """The end of a message: which tensor of a file of tensors is damaged."""
     if not _is_data(file.name):
         return ""
     from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
@@ -228,24 +227,24 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
 
 
 def _written_digests(root: Path) -> dict[str, str]:
-    """Of the files whose writers have left them: nobody reads those again."""
-    found = {}
+    """The digests that the writers of files have left, so that these files need not be read again."""
+    digests = {}
     for index in root.rglob(_INDEX_NAME):
         for name, digest in json.loads(index.read_text(encoding="utf-8"))["digests"].items():
-            found[str((index.parent / name).relative_to(root))] = digest
-    return found
+            digests[str((index.parent / name).relative_to(root))] = digest
+    return digests
 
 
 @dataclass(frozen=True)
 class Best:
-    """So many checkpoints with the largest (or, mode min, smallest) `metric` that their trainer state has stay."""
+    """The rule that `count` checkpoints stay: those with the largest (mode min: smallest) `metric` in their state."""
 
     count: int
     metric: str
     mode: str = "max"
 
     def of(self, values: Mapping[int, float]) -> set[int]:
-        """Steps. values: of the steps that have one; of equal ones the newer is the better."""
+        """The steps that stay.  values: the metric by step; of equal values the newer step is the better."""
         sign = -1.0 if self.mode == "min" else 1.0
         return set(sorted(values, key=lambda step: (sign * values[step], step), reverse=True)[: self.count])
 
@@ -255,9 +254,9 @@ def rotate(
 ) -> list[str]:
     """Removes all but the `keep` newest whole checkpoints; returns the names removed. Call after commit().
 
-    keep: at least 1; None keeps all.  best, every: what stays beside the newest; steps that `every` divides.
-    The tracked checkpoint always stays, and what is not whole is neither counted
-    nor removed. Also removes what killed saves and removals left behind.
+    keep: at least 1; None keeps all.  best, every: checkpoints that stay beside the newest; `every`: steps that it
+    divides. The tracked checkpoint always stays, and what is not whole is neither counted nor removed. Also removes
+    what killed saves and removals left behind.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}, must be at least 1 (null keeps all)")
@@ -280,17 +279,17 @@ def rotate(
 
 
 def _metric_values(root: Path, steps: Iterable[int], metric: str) -> dict[int, float]:
-    """Of the steps whose checkpoint has it as a number."""
-    found = {}
+    """The metric by step, of the steps whose checkpoint has it as a finite number."""
+    values = {}
     for step in steps:
         value = read_trainer_state(root / DIRECTORY_FORMAT.format(step)).get(METRICS, {}).get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
-            found[step] = float(value)
-    return found
+            values[step] = float(value)
+    return values
 
 
 def fsync(path: Path) -> None:
-    """What was written to a file or directory is on the disk when this returns."""
+    """Forces what was written to a file or directory onto the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,7 +303,7 @@ def write_trainer_state(directory: str | os.PathLike[str], state: Mapping[str, A
 
 
 def read_trainer_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Raises ValueError when trainer_state.json is missing or not a JSON object."""
+    """Reads trainer_state.json.  Raises ValueError if it is missing or not a JSON object."""
     path = Path(directory) / TRAINER_STATE_NAME
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -335,8 +334,8 @@ def _finish_commit(root: Path, step: int, directory_format: str) -> None:
     if final.exists() or directory_format != DIRECTORY_FORMAT or not root.is_dir():
         return
     for path in root.iterdir():
-        found = _TMP_NAME.fullmatch(path.name)
-        if found and int(found["step"]) == step and integrity_problem(path) is None:
+        match = _TMP_NAME.fullmatch(path.name)
+        if match and int(match["step"]) == step and integrity_problem(path) is None:
             path.rename(final)
             fsync(root)
             return
@@ -350,8 +349,8 @@ def _set_aside(directory: Path) -> Path:
 
 def _remove_leftovers(root: Path, tracked: int | None) -> None:
     for path in list(root.iterdir()):
-        found = _TMP_NAME.fullmatch(path.name)
-        if _DELETING_NAME.fullmatch(path.name) or (found and _is_dead(found, tracked)):
+        match = _TMP_NAME.fullmatch(path.name)
+        if _DELETING_NAME.fullmatch(path.name) or (match and _is_dead(match, tracked)):
             shutil.rmtree(path)
         elif path.name.startswith(f".{TRACKER_NAME}."):
             path.unlink()

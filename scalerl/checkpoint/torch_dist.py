@@ -53,19 +53,19 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         OrderedDict,
     )
 }
-# Where the checkpoint was written; of no use here, and not worth making a path of.
+# Paths in the metadata say where the checkpoint was written, which is of no use here: they become strings.
 _PATH_CLASSES = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"})
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DamagedCheckpointError(UserError):
-    """Something of a checkpoint is not what was saved. The message names the file and, where it has one, the tensor."""
+    """A part of a checkpoint is not what was saved. The message names the file and, if there is one, the tensor."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """shape: of the whole tensor."""
+    """A tensor of a checkpoint.  shape: of the whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -111,7 +111,7 @@ class DistCheckpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By key, optimizer state included."""
+        """The tensors by key, optimizer state included."""
         entries = self._metadata.state_dict_metadata
         return {
             key: StoredTensor(tuple(entry.size), entry.properties.dtype)
@@ -124,13 +124,13 @@ class DistCheckpoint:
         return bool(self._index)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of the whole tensor. Raises DamagedCheckpointError when it is not there."""
+        """The shape of the whole tensor.  Raises DamagedCheckpointError if the checkpoint does not have it."""
         if key not in self.tensors:
             raise DamagedCheckpointError(f"{self.dir}: {key}: not in the checkpoint")
         return self.tensors[key].shape
 
     def pieces(self, key: str) -> Iterator[StoredPiece]:
-        """Raises DamagedCheckpointError for one that has no place."""
+        """The stored pieces of a tensor.  Raises DamagedCheckpointError for a piece that was not saved."""
         self.shape(key)
         entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, metadata.TensorStorageMetadata), key
@@ -181,7 +181,7 @@ class DistCheckpoint:
         return out
 
     def read_box(self, key: str, box: Box, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-        """Fills `out`, of the box's sizes and any dtype, on any device. Every piece that is read is checked.
+        """Reads a box of a tensor into `out`, of its sizes and any dtype, on any device. Every piece read is checked.
 
         scratch: as `read_piece`. Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
         """
@@ -203,7 +203,7 @@ class DistCheckpoint:
             )
 
     def read_piece(self, piece: StoredPiece, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Of the piece's sizes. scratch: bytes that the result may take, if it is large enough.
+        """Reads one piece as a tensor of its sizes. scratch: bytes that the result may take, if they are enough.
 
         Raises DamagedCheckpointError.
         """
@@ -217,7 +217,7 @@ class DistCheckpoint:
         return tensor
 
     def _read_into(self, piece: StoredPiece, target: torch.Tensor) -> None:
-        """target: contiguous, of the piece's sizes and dtype, on the CPU."""
+        """Reads a piece into `target`, which is contiguous, of its sizes and dtype, on the CPU."""
         assert piece.payload is not None
         head = bytearray(piece.payload)
         tail = bytearray(piece.num_bytes - piece.payload - piece.payload_bytes)
@@ -241,21 +241,21 @@ class DistCheckpoint:
         return tensor.reshape(piece.sizes)
 
     def _read_parts(self, piece: StoredPiece, parts: Sequence[memoryview]) -> None:
-        """Fills the buffers with what follows each other from the piece's start."""
-        at = piece.start
+        """Fills the buffers, one after the other, with the bytes from the piece's start on."""
+        position = piece.start
         try:
             file = self._file(piece.file)
             for part in parts:
                 while part:
-                    size = os.preadv(file, [part], at)
+                    size = os.preadv(file, [part], position)
                     if not size:
-                        raise self._damaged(piece, f"the file is cut short at {at} bytes")
-                    part, at = part[size:], at + size
+                        raise self._damaged(piece, f"the file is cut short at {position} bytes")
+                    part, position = part[size:], position + size
         except OSError as error:
             raise self._damaged(piece, f"cannot be read: {error}") from None
 
     def _file(self, name: str) -> int:
-        # Two threads may open it both; the later one is closed.
+        # Two threads may both open the file; the later descriptor is closed.
         if name not in self._files:
             opened = os.open(self.dir / name, os.O_RDONLY)
             if self._files.setdefault(name, opened) != opened:
@@ -263,8 +263,8 @@ class DistCheckpoint:
         return self._files[name]
 
     def _damaged(self, piece: StoredPiece, what: str) -> DamagedCheckpointError:
-        place = f"{list(piece.offsets)} + {list(piece.sizes)}"
-        return DamagedCheckpointError(f"{self.dir / piece.file}: tensor {piece.key} at {place}: {what}")
+        box = f"{list(piece.offsets)} + {list(piece.sizes)}"
+        return DamagedCheckpointError(f"{self.dir / piece.file}: tensor {piece.key} at {box}: {what}")
 
     def close(self) -> None:
         while self._files:
@@ -289,7 +289,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def fresh_bytes(num_bytes: int) -> torch.Tensor:
-    """Memory that goes back to the system with the tensor; malloc would keep much of it for its thread."""
+    """[num_bytes] uint8 whose memory is returned to the system with it; malloc would keep much of it for its thread."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
@@ -306,7 +306,7 @@ def _is_plain(target: torch.Tensor, piece: StoredPiece) -> bool:
 
 
 def _intersection(one: Box, other: Box) -> Box | None:
-    """What both have; None where they share nothing."""
+    """The box that both boxes share; None if they share nothing."""
     starts = tuple(map(max, one[0], other[0]))
     stops = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
@@ -355,7 +355,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
 
 
 def _read_index(path: Path) -> dict[tuple[str, int], tuple[int, str]]:
-    """(file, start) -> (payload, digest); empty where the directory has none, as those that megatron wrote itself."""
+    """Reads the index, (file, start) -> (payload, digest); empty if there is none, as where megatron wrote itself."""
     if not path.is_file():
         return {}
     try:

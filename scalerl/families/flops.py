@@ -7,6 +7,7 @@ from scalerl.metrics import FlopsShape
 
 
 def flops_shape(shape: ModelShape) -> FlopsShape:
+    """The sizes of a model, and of its head, that its floating-point operations follow from."""
     whole = FlopsShape(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

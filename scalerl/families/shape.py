@@ -21,7 +21,7 @@ REQUIRED_KEYS = {
 }
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN_ROPE_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-# What a dense family's yarn has of these; the others scale attention, which transformers and SGLang read differently.
+# Keys of a dense family's yarn; further ones scale attention, which transformers and SGLang read differently.
 DENSE_YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
 DENSE_YARN_REFUSED = ("attention_factor", "attn_factor", "mscale", "mscale_all_dim", "extrapolation_factor")
 # Supported rope types, with the keys that each must have.
@@ -108,7 +108,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelShape:
-        """Reads the same from parsed config.json and generation_config.json."""
+        """Reads the shape from parsed config.json and generation_config.json.  Raises ValueError as `from_hf`."""
         family = family_of(config)
         problems = _missing_or_bad(config)
         if problems:
@@ -163,7 +163,7 @@ class ModelShape:
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
-    """Parses a model directory's config.json.  Raises ValueError when either is missing, or the file is not JSON."""
+    """Parses a model directory's config.json.  Raises ValueError if either is missing or the file is no JSON object."""
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise ValueError(f"{model_dir} is not a directory; give a local Hugging Face model directory")

@@ -167,7 +167,7 @@ class Param:
     def _fill(
         self, out: torch.Tensor | None, number: int, part: torch.Tensor, shape: ModelShape, tp_size: int
     ) -> torch.Tensor:
-        """Copies this rank's part of the Hugging Face tensor of that number into the shard."""
+        """Copies this rank's part of the Hugging Face tensor number `number` into the shard."""
         if out is None:
             out = part.new_empty(self.mcore_shape(shape, tp_size))
         self._places(out, shape)[number][: len(part)].copy_(part)
@@ -243,7 +243,7 @@ class Param:
         return {hf: part.contiguous() for hf, part in zip(self.hf, parts, strict=True)}
 
     def rows_of(self, shape: ModelShape) -> list[RowRange]:
-        """What `to_hf` does, as rows (or numbers, of a tensor with one dimension); each row of Hugging Face's once."""
+        """The split of `to_hf` as row ranges (of numbers, if it has one dimension); each Hugging Face row once."""
         sizes = [size[0] for size in self.hf_shapes(shape).values()]
         if self.kind == "qkv":
             counts = [size // shape.num_kv_heads for size in sizes]
@@ -275,9 +275,9 @@ class Param:
             "row": {"columns": self.joined_shape(shape)[-1]},
         }
         over = "tp_size" if self.expert is None else "etp_size"
-        for what, size in sizes.get(self.kind, {}).items():
+        for dimension, size in sizes.get(self.kind, {}).items():
             if size % tp_size:
-                raise ValueError(f"{self.name}: {what} {size} is not divisible by {over} {tp_size}")
+                raise ValueError(f"{self.name}: {dimension} {size} is not divisible by {over} {tp_size}")
 
     def _check_sources(self, read: Read, shape: ModelShape) -> None:
         sizes = {hf: (tuple(read(hf).get_shape()), expected) for hf, expected in self.hf_shapes(shape).items()}
@@ -318,15 +318,19 @@ class Rule:
 
     @property
     def of_expert(self) -> bool:
+        """Whether the tensor belongs to one expert."""
         return "{e}" in self.name
 
     def exists(self, shape: ModelShape, layer: int) -> bool:
+        """Whether a model of this shape has the tensor in that layer."""
         is_mixture = bool(shape.moe_layers) and shape.moe_layers[layer]
         if self.where != "every" and is_mixture != (self.where == "mixture"):
             return False
         return bool(not self.given or getattr(shape, self.given)) and not (self.absent and getattr(shape, self.absent))
 
     def param(self, layer: int | None, stage_part: StagePart, expert: int | None = None) -> Param:
+        """The tensor with these indices in its names."""
+
         def fill(text: str) -> str:
             return text.replace("{i}", str(layer)).replace("{e}", str(expert))
 
@@ -373,9 +377,9 @@ class Family:
         for i in range(shape.num_layers):
             rules = [rule for rule in self.layer if rule.exists(shape, i)]
             params += [rule.param(i, "layer") for rule in rules if not rule.of_expert]
-            of_expert = [rule for rule in rules if rule.of_expert]
-            if of_expert:
-                params += [rule.param(i, "layer", e) for e in range(shape.num_experts) for rule in of_expert]
+            expert_rules = [rule for rule in rules if rule.of_expert]
+            if expert_rules:
+                params += [rule.param(i, "layer", e) for e in range(shape.num_experts) for rule in expert_rules]
         params += [rule.param(None, "last") for rule in self.last]
         if shape.head == "value":
             params.append(VALUE_HEAD.param(None, "last"))

@@ -1,1 +1,1 @@
-"""What a run takes of each device's memory, from its configuration and config.json alone: no device, no weights."""
+"""The memory that a run takes on each device, from its configuration and config.json alone: no device, no weights."""

@@ -16,7 +16,7 @@ from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.logprobs import tokens_of_chunk
 
-# Of a token: a position, a label, and float32 statistics of the log-probs and of the objective.
+# Bytes of a token: a position, a label, and float32 statistics of the log-probs and of the objective.
 _TOKEN_BYTES = 64
 
 
@@ -24,8 +24,8 @@ _TOKEN_BYTES = 64
 class LayerBytes:
     """Bytes per token of one layer.
 
-    kept: for the backward pass, after recompute of modules.  whole: without recompute, what computing it again takes.
-    inputs: of the layer's input.  working: gradients that its backward pass has at the same time.
+    kept: for the backward pass, after recompute of modules.  whole: without recompute, as when the layer is recomputed.
+    inputs: of the layer's input.  working: gradients that its backward pass holds at the same time.
     """
 
     kept: float
@@ -61,7 +61,7 @@ class _Sizes:
 def layer_bytes(
     shape: ModelShape, layout: Layout, megatron: MegatronConfig, *, is_mixture: bool, on_cpu: bool
 ) -> LayerBytes:
-    """Of a dense layer or of one with experts, whose tokens are taken to be spread evenly over them."""
+    """The bytes of a dense layer, or of one with experts, over which tokens are assumed to be spread evenly."""
     with_parts = megatron.sequence_parallel and layout.tp_size > 1
     part = 1 / layout.tp_size if with_parts else 1.0
     sizes = _Sizes(shape, layout, ITEMSIZE[megatron.dtype], part, on_cpu)
@@ -98,39 +98,39 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
     # Where there are fewer, Ulysses repeats them.
     repeated = max(key, shape.head_dim * sizes.layout.cp_size) if over_cp else key
     statistics = FLOAT * heads
-    found = _input_of_linear(sizes, recomputed)
+    kept = _input_of_linear(sizes, recomputed)
     if shape.qk_norm and sizes.on_cpu:
-        found += sizes.norm(query) + sizes.norm(key) + FLOAT * (heads + kv_heads - 2)
+        kept += sizes.norm(query) + sizes.norm(key) + FLOAT * (heads + kv_heads - 2)
     elif shape.qk_norm:
-        found += itemsize * query + FLOAT * (heads + kv_heads)
-        found += itemsize * joined if over_cp and "core_attn" not in recomputed else 0
+        kept += itemsize * query + FLOAT * (heads + kv_heads)
+        kept += itemsize * joined if over_cp and "core_attn" not in recomputed else 0
     if "core_attn" in recomputed:
-        return found + itemsize * (query + joined + (key if shape.qk_norm else 0) + query)
+        return kept + itemsize * (query + joined + (key if shape.qk_norm else 0) + query)
     if sizes.on_cpu or over_cp:
         # Queries, keys and values in the order of attention, its output, and the output in the order of the tokens.
-        return found + itemsize * (query + 2 * repeated + query + query) + statistics
-    return found + itemsize * (query + key + joined + query) + statistics
+        return kept + itemsize * (query + 2 * repeated + query + query) + statistics
+    return kept + itemsize * (query + key + joined + query) + statistics
 
 
 def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
-    """Latent attention. The kernel wants one head size, so values and output are as wide as queries."""
+    """Latent attention. The kernel takes one head size, so values and output are as wide as queries."""
     shape, itemsize = sizes.shape, sizes.itemsize
     assert shape.kv_lora_rank is not None and shape.qk_rope_head_dim is not None and shape.v_head_dim is not None
     heads = shape.num_attention_heads / sizes.layout.tp_size
     query_rank, kv_rank = shape.q_lora_rank or 0, shape.kv_lora_rank
     value = shape.head_dim if not sizes.on_cpu else shape.v_head_dim
-    found = _input_of_linear(sizes, recomputed)
+    kept = _input_of_linear(sizes, recomputed)
     ranks = query_rank + kv_rank
     compressed = sizes.norm(query_rank) * bool(query_rank) + sizes.norm(kv_rank) + itemsize * ranks
     if not sizes.on_cpu:
         compressed += itemsize * shape.qk_rope_head_dim
-    found += compressed * sizes.part
+    kept += compressed * sizes.part
     core = itemsize * heads * (2 * shape.head_dim + 2 * value) + FLOAT * heads
     if "mla_up_proj" in recomputed:
         core = itemsize * heads * value + FLOAT * heads
     if "core_attn" in recomputed:
         core = itemsize * heads * (2 * shape.head_dim + shape.v_head_dim)
-    return found + core + itemsize * heads * shape.v_head_dim
+    return kept + core + itemsize * heads * shape.v_head_dim
 
 
 def _dense(sizes: _Sizes, recomputed: set[str]) -> float:
@@ -155,7 +155,7 @@ def _mixture(sizes: _Sizes, recomputed: set[str]) -> float:
 
 
 def _routed_tokens(sizes: _Sizes) -> float:
-    """Tokens that this rank's experts see, of each token of the rank."""
+    """Tokens that this rank's experts see, for each token of the rank."""
     return sizes.part * sizes.shape.num_experts_per_token * sizes.layout.etp_size
 
 
@@ -174,15 +174,17 @@ def _working(sizes: _Sizes, is_mixture: bool) -> float:
 def kept_bytes(
     shape: ModelShape, layout: Layout, megatron: MegatronConfig, pp_rank: int, *, on_cpu: bool
 ) -> tuple[float, float]:
-    """Of one micro-batch in the layers of a stage, bytes per token: (what it keeps when its forward pass is over, the
-    most that its backward pass holds at a time)."""
+    """The bytes per token of one micro-batch in the layers of a stage: (kept after its forward pass, at most held).
+
+    The second is the most that its backward pass holds at a time.
+    """
     layers = [layer for chunk in layout.layers(shape.num_layers, pp_rank) for layer in chunk]
     is_mixture = [bool(shape.moe_layers) and shape.moe_layers[layer] for layer in layers]
     kinds = {
         kind: layer_bytes(shape, layout, megatron, is_mixture=kind, on_cpu=on_cpu) for kind in sorted(set(is_mixture))
     }
-    each = [kinds[kind] for kind in is_mixture]
-    groups = _recomputed_together(each, megatron, layers_per_chunk=len(each) // layout.vpp_size)
+    bytes_by_layer = [kinds[kind] for kind in is_mixture]
+    groups = _recomputed_together(bytes_by_layer, megatron, layers_per_chunk=len(bytes_by_layer) // layout.vpp_size)
     held, most = sum(group.kept for group in groups), 0.0
     # The last group's backward pass comes first, and frees what the group kept.
     for group in reversed(groups):
@@ -193,7 +195,7 @@ def kept_bytes(
 
 @dataclass(frozen=True)
 class _Group:
-    """Layers whose backward pass begins at the same time. is_stored: what is kept stays while they are computed."""
+    """Layers whose backward pass begins at the same time. is_stored: what is kept stays while they are recomputed."""
 
     kept: float
     whole: float
@@ -201,17 +203,19 @@ class _Group:
     is_stored: bool
 
 
-def _recomputed_together(each: list[LayerBytes], megatron: MegatronConfig, *, layers_per_chunk: int) -> list[_Group]:
+def _recomputed_together(
+    bytes_by_layer: list[LayerBytes], megatron: MegatronConfig, *, layers_per_chunk: int
+) -> list[_Group]:
     if megatron.recompute_granularity != "full":
-        return [_Group(layer.kept, layer.whole, layer.working, is_stored=False) for layer in each]
+        return [_Group(layer.kept, layer.whole, layer.working, is_stored=False) for layer in bytes_by_layer]
     size = megatron.recompute_num_layers
     if megatron.recompute_method == "uniform":
-        parts = [each[start : start + size] for start in range(0, len(each), size)]
+        parts = [bytes_by_layer[start : start + size] for start in range(0, len(bytes_by_layer), size)]
         return [_group(part) for part in parts]
-    in_block = [number % layers_per_chunk < size for number in range(len(each))]
+    in_block = [number % layers_per_chunk < size for number in range(len(bytes_by_layer))]
     return [
         _group([layer]) if mine else _Group(layer.whole, layer.whole, layer.working, is_stored=False)
-        for layer, mine in zip(each, in_block, strict=True)
+        for layer, mine in zip(bytes_by_layer, in_block, strict=True)
     ]
 
 
@@ -235,7 +239,7 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int, num_micro_batches: int
 def head_bytes(
     shape: ModelShape, layout: Layout, megatron: MegatronConfig, tokens: int, *, on_cpu: bool
 ) -> tuple[float, float]:
-    """(kept, beside): bytes that the end of the last stage keeps of a micro-batch, and needs while it is computed.
+    """The bytes of the last stage's end: (kept of a micro-batch, needed beside while the end is computed).
 
     tokens: of the micro-batch on this rank.
     """

@@ -1,4 +1,4 @@
-"""Whether a run fits its devices, and what their memory is."""
+"""The check whether a run fits its devices, and the size of their memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from scalerl.memory_plan.suggest import fitting_changes
 
 
 def known_memory(trainer: RunConfig, device: str) -> int | None:
-    """Bytes of a device: trainer.device_memory, else what the GPU of this machine reports; None where neither is
-    known.  device: cuda or cpu."""
+    """The bytes of memory of a device: trainer.device_memory, else what this machine's GPU reports; None if unknown.
+
+    device: cuda or cpu.
+    """
     if trainer.device_memory is not None:
         return device_memory_bytes(trainer.device_memory)
     if device == "cuda":
@@ -28,9 +30,9 @@ def known_memory(trainer: RunConfig, device: str) -> int | None:
 def checked_plan(
     cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], memory_bytes: int | None, *, on_cpu: bool = False
 ) -> tuple[MemoryPlan, list[str]]:
-    """The plan, and one violation where it does not fit: what is too large, and the nearest settings that fit.
+    """The plan of a run, and one violation if it does not fit: what is too large, and the nearest settings that fit.
 
-    Raises ValueError where a layout cannot hold its model.
+    Raises ValueError if a layout cannot hold its model.
     """
     plan = memory_plan(cfg, shapes, memory_bytes=memory_bytes, on_cpu=on_cpu)
     problems = plan.problems()
@@ -48,9 +50,9 @@ def checked_plan(
 
 
 def with_kv_cache(cfg: PPOConfig, plan: MemoryPlan) -> None:
-    """Gives every replica the KV cache of the plan, so that one that is restarted beside a trainer has no smaller one.
+    """Gives every replica the KV cache of the plan, so that a restart beside a trainer does not make it smaller.
 
-    A number of the user's own stays; on a CPU, or where the device's memory is not known, nothing changes.
+    A number that the user has set stays; on a CPU, or if the device's memory is not known, nothing changes.
     """
     rollout = cfg.actor_rollout_ref.rollout
     if rollout.kv_cache_tokens is None and plan.server is not None and plan.server.kv_tokens:

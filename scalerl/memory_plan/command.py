@@ -1,4 +1,4 @@
-"""`scalerl plan`: what a run would take of devices that are not here, and what makes it fit."""
+"""The command `scalerl plan`: the memory that a run would take on devices that are not here, and what makes it fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Keys are those of `scalerl train --help`; with trainer.device=cpu the tensors of
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 where the run fits, or where the device's memory is not known."""
+    """Prints the plan; returns 0 if the run fits or the device's memory is not known, else raises ConfigError."""
     if not argv or not {"-h", "--help"}.isdisjoint(argv):
         print(USAGE)
         return 0
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[str, list[str], bool]:
-    """(schema, overrides, whether only the summary is asked for)."""
+    """Reads the command line: (schema, overrides, whether only the summary is asked for)."""
     arguments = list(argv)
     command = arguments.pop(0) if arguments[0] in ("train", "sft") else "train"
     overrides: list[str] = []
@@ -78,7 +78,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[str, list[str], bool]:
 
 
 def _shape(path: str) -> ModelShape:
-    """Of a model's directory, or of a config.json by its path.  Raises ValueError."""
+    """The shape of a model, by its directory or the path of a config.json.  Raises ValueError."""
     file = Path(path)
     if file.suffix == ".json" and file.is_file():
         return ModelShape.from_config(json.loads(file.read_text(encoding="utf-8")))
@@ -86,7 +86,7 @@ def _shape(path: str) -> ModelShape:
 
 
 def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
-    """Role -> shape of its model, with the head of its role; config.json alone is read, no weights.
+    """The shape of each role's model, with the head of the role; config.json alone is read, no weights.
 
     Raises ConfigError for models that cannot be read.
     """
@@ -94,12 +94,12 @@ def shapes_of(cfg: PPOConfig | SFTConfig) -> Mapping[str, ModelShape]:
     paths: dict[str, tuple[str, Head]] = {"actor": (model.path, "lm")}
     if isinstance(cfg, PPOConfig):
         paths |= {role.name: (str(role.model_path), role.head) for role in model_roles(cfg)}
-    found, violations = {}, []
+    shapes, violations = {}, []
     for role, (path, head) in paths.items():
         try:
-            found[role] = _shape(path).with_head(head)
+            shapes[role] = _shape(path).with_head(head)
         except ValueError as error:
             violations.append(f"{role}: {error}")
     if violations:
         raise ConfigError(list(dict.fromkeys(violations)))
-    return found
+    return shapes

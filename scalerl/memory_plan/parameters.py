@@ -1,4 +1,4 @@
-"""How many numbers of a model a rank of each pipeline stage holds, counted in the family's table."""
+"""The number of parameters that a rank of each pipeline stage holds, counted in the family's table."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ITEMSIZE = {"float32": FLOAT, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Numbers on one rank of a pipeline stage, by who holds copies of them.
+    """The number of parameters on one rank of a pipeline stage, by which ranks hold copies of them.
 
-    layers: global indices of the stage's layers.  shared: of everything but experts; copies: dp x cp ranks.
-    experts: of its experts; copies: the ranks of the stage that have the same ones.  buffers: float32, without
-    gradient (biases of routers).  largest: of the largest tensor that has a gradient.
+    layers: global indices of the stage's layers.  shared: parameters of everything but experts; copies: dp x cp ranks.
+    experts: parameters of its experts; copies: the ranks of the stage that have the same experts.  buffers: float32,
+    without gradient (biases of routers).  largest: parameters of the largest tensor that has a gradient.
     """
 
     layers: tuple[int, ...]
@@ -33,31 +33,32 @@ class StageParameters:
 
     @property
     def trained(self) -> int:
-        """Numbers that have a gradient."""
+        """The number of parameters that have a gradient."""
         return self.shared + self.experts
 
     def weight_bytes(self, itemsize: int) -> int:
+        """The bytes of the weights; buffers are float32."""
         return itemsize * self.trained + FLOAT * self.buffers
 
     @property
     def gradient_bytes(self) -> int:
-        """Main gradients are float32 whatever the model's type."""
+        """The bytes of the main gradients, which are float32 whatever the model's dtype."""
         return FLOAT * self.trained
 
     def optimizer_numbers(self, *, distributed: bool) -> int:
-        """Numbers whose state this rank keeps."""
+        """The number of parameters whose optimizer state this rank keeps."""
         if not distributed:
             return self.trained
         return -(-self.shared // self.shared_copies) + -(-self.experts // self.expert_copies)
 
     def optimizer_bytes(self, itemsize: int, *, distributed: bool) -> int:
-        """Adam's two moments and, unless the weights are float32 themselves, the main parameter; each float32."""
+        """The bytes of Adam's two moments and, unless the weights are float32, of the main parameters; all float32."""
         tensors = 2 if itemsize == FLOAT else 3
         return tensors * FLOAT * self.optimizer_numbers(distributed=distributed)
 
 
 def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]:
-    """Of every pipeline stage.  Raises ValueError where the layout cannot hold the model."""
+    """The parameters of every pipeline stage.  Raises ValueError if the layout cannot hold the model."""
     params = [param for param, _ in counted_params(shape)]
     experts_here = shape.num_experts // layout.ep_size
     stages = []
@@ -103,19 +104,19 @@ def _is_on_stage(param: Param, shape: ModelShape, layout: Layout, pp_rank: int, 
 
 
 def counted_params(shape: ModelShape) -> Iterator[tuple[Param, int]]:
-    """(parameter, how many there are like it): one expert of a layer stands for all."""
+    """The parameters, each with how many there are like it: one expert of a layer stands for all."""
     with_one = replace(shape, num_experts=min(1, shape.num_experts))
     for param in family_of(shape).params(with_one):
         yield param, 1 if param.expert is None else shape.num_experts
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Of the whole model, as its files hold them."""
+    """The number of parameters of the whole model, as its files hold them."""
     return sum(count * _numbers(param, shape) for param, count in counted_params(shape))
 
 
 def model_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Of the whole model in Hugging Face's tensors: what a weight sync sends."""
+    """The bytes of the whole model in Hugging Face's tensors: what a weight sync sends."""
     return sum(
         count * (FLOAT if param.keeps_float32 else itemsize) * _numbers(param, shape)
         for param, count in counted_params(shape)
@@ -123,12 +124,12 @@ def model_bytes(shape: ModelShape, itemsize: int) -> int:
 
 
 def largest_tensor(shape: ModelShape) -> int:
-    """Numbers of the largest tensor, as a bucket of a weight sync has it."""
+    """The number of elements of the largest tensor, as a bucket of a weight sync has it."""
     return max(_numbers(param, shape) for param, _ in counted_params(shape))
 
 
 def checkpoint_bytes(shape: ModelShape, itemsize: int) -> int:
-    """Of a checkpoint's tensors: the weights, and float32 main parameter and two moments of each."""
+    """The bytes of a checkpoint's tensors: the weights, and float32 main parameter and two moments of each."""
     return model_bytes(shape, itemsize) + 3 * FLOAT * num_parameters(shape)
 
 

@@ -61,7 +61,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """One kind of device.  name: whose it is and which pipeline stage.  layers: of the model of that stage."""
+    """The phases of one kind of device.  name: its role and pipeline stage.  layers: those of the stage's model."""
 
     name: str
     layers: tuple[int, ...]
@@ -74,7 +74,7 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run takes of its devices.
+    """The memory that a run takes on its devices.
 
     memory_bytes: of a device; None: not known, and nothing is too large.
     server: of one device of the policy's servers; None: no servers.  longest_sample: tokens of prompt and response.
@@ -106,19 +106,19 @@ class MemoryPlan:
             pool = device.name.split(",")[0]
             if pool not in fullest or device.peak.num_bytes > fullest[pool].peak.num_bytes:
                 fullest[pool] = device
-        found = [
+        problems = [
             f"{device.name}: {device.peak.name} takes {_gib(device.peak.num_bytes)} GiB of {_gib(self.memory_bytes)} "
             f"({_largest(device.peak)})"
             for device in fullest.values()
             if device.peak.num_bytes > self.memory_bytes
         ]
         if self.server is not None and self.concurrency == 0:
-            has = max(0, self.server.kv_tokens or 0)
-            found.append(
-                f"rollout servers: {_gib(self.server.weights)} GiB of weights leave a KV cache of {has} tokens on a "
+            tokens = max(0, self.server.kv_tokens or 0)
+            problems.append(
+                f"rollout servers: {_gib(self.server.weights)} GiB of weights leave a KV cache of {tokens} tokens on a "
                 f"device, and the longest sample has {self.longest_sample}"
             )
-        return found
+        return problems
 
 
 def _largest(phase: Phase) -> str:
@@ -151,15 +151,15 @@ class _Model:
     def state(self, stage: int) -> dict[str, int]:
         """Part -> bytes of what this model has on a device of the stage when all of it is there."""
         parameters = self.stages[stage]
-        found = {"weights": parameters.weight_bytes(self.itemsize)}
+        bytes_by_part = {"weights": parameters.weight_bytes(self.itemsize)}
         if self.has_optimizer:
             distributed = self.megatron.use_distributed_optimizer
-            found["gradients"] = parameters.gradient_bytes
-            found["optimizer"] = parameters.optimizer_bytes(self.itemsize, distributed=distributed)
-        return found
+            bytes_by_part["gradients"] = parameters.gradient_bytes
+            bytes_by_part["optimizer"] = parameters.optimizer_bytes(self.itemsize, distributed=distributed)
+        return bytes_by_part
 
     def resting(self, stage: int) -> dict[str, int]:
-        """The same while the model does not compute."""
+        """Part -> bytes of what this model has on a device of the stage while it does not compute."""
         away = {
             "weights": self.megatron.param_offload,
             "gradients": self.megatron.grad_offload,
@@ -168,28 +168,28 @@ class _Model:
         return {part: 0 if away[part] else size for part, size in self.state(stage).items()}
 
     def forward(self, stage: int) -> dict[str, int]:
-        """Of a pass without gradients, beside the weights."""
+        """Part -> bytes of a pass without gradients, beside the weights."""
         keeping = replace(self.megatron, recompute_granularity=None)
         whole, _ = kept_bytes(self.shape, self.layout, keeping, stage, on_cpu=self.on_cpu)
-        found = {"layer": int(whole / len(self.stages[stage].layers) * self.tokens)}
+        bytes_by_part = {"layer": int(whole / len(self.stages[stage].layers) * self.tokens)}
         if stage == self.layout.pp_size - 1:
             kept, beside = self._head()
-            found["vocabulary"] = int(kept + beside)
-        return found
+            bytes_by_part["vocabulary"] = int(kept + beside)
+        return bytes_by_part
 
     def backward(self, stage: int) -> dict[str, int]:
-        """Of an update, beside weights, gradients and optimizer."""
+        """Part -> bytes of an update's passes, beside weights, gradients and optimizer."""
         kept, most = kept_bytes(self.shape, self.layout, self.megatron, stage, on_cpu=self.on_cpu)
         in_flight = micro_batches_in_flight(self.layout, stage, self.num_micro_batches)
-        found = {"activations": int(kept * self.tokens * in_flight)}
+        bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}
         layer = int((most - kept) * self.tokens) + self.itemsize * self.stages[stage].largest
         if stage == self.layout.pp_size - 1:
             head_kept, beside = self._head()
-            found["activations"] += int(head_kept)
+            bytes_by_part["activations"] += int(head_kept)
             # The vocabulary's pass is over when the last layer's begins.
             if beside >= layer:
-                return found | {"vocabulary": int(beside)}
-        return found | {"layer": max(0, layer)}
+                return bytes_by_part | {"vocabulary": int(beside)}
+        return bytes_by_part | {"layer": max(0, layer)}
 
     def step(self, stage: int) -> dict[str, int]:
         numbers = self.stages[stage].optimizer_numbers(distributed=self.megatron.use_distributed_optimizer)
@@ -202,10 +202,11 @@ class _Model:
 def memory_plan(
     cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], *, memory_bytes: int | None, on_cpu: bool = False
 ) -> MemoryPlan:
-    """shapes: role -> shape of its model (`actor`, and those of `model_roles`); of SFT `actor` alone.
+    """Plans the memory of a run, phase by phase, for each kind of device.
 
+    shapes: role -> shape of its model (`actor`, and those of `model_roles`); of SFT `actor` alone.
     memory_bytes: of a device; None: not known.  on_cpu: with the tensors of the CPU's operations.
-    Raises ValueError where a layout cannot hold its model.
+    Raises ValueError if a layout cannot hold its model.
     """
     if isinstance(cfg, SFTConfig):
         return _sft_plan(cfg, shapes["actor"], memory_bytes, on_cpu)
@@ -290,10 +291,10 @@ def _named(role: str, parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _all_resting(models: list[_Model], stage: int) -> dict[str, int]:
-    found: dict[str, int] = {}
+    bytes_by_part: dict[str, int] = {}
     for model in models:
-        found |= _named(model.role, model.resting(stage))
-    return found
+        bytes_by_part |= _named(model.role, model.resting(stage))
+    return bytes_by_part
 
 
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
@@ -309,7 +310,7 @@ def _phases(
     process: int,
     memory_bytes: int | None,
 ) -> Iterator[Phase]:
-    """Of the devices on which the actor trains. server: that shares them."""
+    """The phases of the devices on which the actor trains. server: the one that shares them."""
     rollout = cfg.actor_rollout_ref.rollout
     resting = _all_resting(models, stage) | ({"process": process} if process else {})
     serving = {} if server is None else _serving(server, process)
@@ -321,8 +322,8 @@ def _phases(
     for model in models:
         state = _named(model.role, model.state(stage))
         weights = {name: size for name, size in state.items() if name.endswith(" weights")}
-        what = "log-probs" if model.shape.head == "lm" else "values"
-        yield Phase(f"{model.role} {what}", resting | weights | _named(model.role, model.forward(stage)) | beside)
+        output = "log-probs" if model.shape.head == "lm" else "values"
+        yield Phase(f"{model.role} {output}", resting | weights | _named(model.role, model.forward(stage)) | beside)
         if model.has_optimizer:
             yield Phase(f"{model.role} update", resting | state | _named(model.role, model.backward(stage)) | beside)
             yield Phase(f"{model.role} step", resting | state | _named(model.role, model.step(stage)) | beside)
@@ -333,21 +334,21 @@ def _phases(
     yield Phase("save", resting | saved | resumed)
     weights = _named("actor", {"weights": actor.state(stage)["weights"]})
     held = resting | weights | resumed
-    left = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
-    bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, left)
+    free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
+    bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})
 
 
-def _bucket_bytes(largest_bytes: int, rollout: RolloutConfig, left: int | None) -> int:
-    """left: bytes of the device that nothing else takes; None: not known."""
+def _bucket_bytes(largest_bytes: int, rollout: RolloutConfig, free_bytes: int | None) -> int:
+    """The bytes of a bucket of a weight sync.  free_bytes: of the device that nothing else takes; None: not known."""
     limit = rollout.update_weights_bucket_megabytes * _MIB
-    if left is None:
+    if free_bytes is None:
         return max(limit, largest_bytes)
-    return bucket_bytes_that_fit(left, limit_bytes=limit, largest_bytes=largest_bytes, num_copies=BUCKET_COPIES)
+    return bucket_bytes_that_fit(free_bytes, limit_bytes=limit, largest_bytes=largest_bytes, num_copies=BUCKET_COPIES)
 
 
 def _own_phases(model: _Model, stage: int, process: int) -> Iterator[Phase]:
-    """Of the devices of a role that has a pool for itself."""
+    """The phases of the devices of a role that has a pool for itself."""
     state = _named(model.role, model.state(stage)) | ({"process": process} if process else {})
     weights = {name: size for name, size in state.items() if name.endswith((" weights", "process"))}
     resting = _named(model.role, model.resting(stage))

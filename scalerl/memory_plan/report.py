@@ -30,7 +30,7 @@ def table(plan: MemoryPlan) -> str:
 
 
 def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:
-    """Of a pipeline the first, the fullest of those between, and the last stage; of everything else all."""
+    """The devices to show: of a pipeline the first, the fullest of those between, and the last stage; all others."""
     stages = [device for device in devices if device.name.startswith("trainer")]
     others = [device for device in devices if device not in stages]
     if len(stages) > 3:

@@ -22,10 +22,11 @@ RESPONSE_FRAC = 0.5
 
 
 def predicted_seconds(cfg: PPOConfig, shapes: Mapping[str, ModelShape], plan: MemoryPlan) -> float:
-    """Of one step: decode rounds that each read a server's weights and KV cache once, then the passes of all models.
+    """The predicted seconds of one step: decode rounds, then the passes of all models.
 
-    Forward passes of the reference, and of old log-probs and values; an update is three forward passes, with full
-    recompute four. A pipeline's idle share, weight sync, rewards and waiting for the longest sample are left out.
+    A decode round reads a server's weights and KV cache once. The passes are forward passes of the reference, of old
+    log-probs and of values; an update counts as three forward passes, with full recompute as four. A pipeline's idle
+    share, weight sync, rewards and waiting for the longest sample are left out.
     """
     samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     length = int(cfg.data.max_prompt_length + RESPONSE_FRAC * cfg.data.max_response_length)

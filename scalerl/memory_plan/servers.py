@@ -1,4 +1,4 @@
-"""What a rollout server takes of each of its devices: weights, KV cache by the token, and what it needs beside them."""
+"""The memory that a rollout server takes on each of its devices: weights, KV cache by the token, and the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE, counted_params
 # Assumed, of SGLang on a GPU: its CUDA context and communicators; captured graphs and the buffers of a prefill.
 CONTEXT_BYTES = 1 * GIB
 GRAPH_BYTES = 2 * GIB
-# Of the tokens that would fit, those that a server is told to have: no replica finds less room than that.
+# Share of the tokens that would fit which a server is told to have, so that every replica finds room for them.
 KV_SURE_FRAC = 0.95
 # Tokens of a KV cache come in multiples of this.
 KV_GRANULE = 256
@@ -21,7 +21,7 @@ KV_GRANULE = 256
 
 @dataclass(frozen=True)
 class ServerBytes:
-    """One device of a server. kv_token_bytes: of each token of the KV cache.
+    """The bytes that a server takes on one of its devices. kv_token_bytes: of each token of the KV cache.
 
     kv_tokens: of the whole cache, what each replica gets; None where the device's memory is not known, negative where
     not even the weights fit.
@@ -37,9 +37,10 @@ class ServerBytes:
 
 
 def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None) -> ServerBytes:
-    """free_bytes: of the device when the server starts; None: not known.
+    """The bytes that a server takes on one of its devices.
 
-    config.kv_cache_tokens is what it says; null is what gpu_memory_utilization leaves.
+    free_bytes: of the device when the server starts; None: not known. The cache has config.kv_cache_tokens tokens or,
+    if that is null, those that gpu_memory_utilization leaves room for.
     """
     weights = weight_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
@@ -53,8 +54,8 @@ def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None
 
 
 def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Split over the server's ranks; norms, routers and latent down projections are whole on each of them."""
-    found = 0
+    """The bytes of a server rank's weights: its part of them, but norms, routers and latent down projections whole."""
+    num_bytes = 0
     for param, count in counted_params(shape):
         sizes = [prod(size) for size in param.hf_shapes(shape).values()]
         if param.kind == "qkv" and tp_size > shape.num_kv_heads:
@@ -63,12 +64,15 @@ def weight_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
             numbers = query // tp_size + sum(size // shape.num_kv_heads for size in others)
         else:
             numbers = sum(sizes) if param.kind == "replicated" else -(-sum(sizes) // tp_size)
-        found += count * numbers * (FLOAT if param.keeps_float32 else itemsize)
-    return found
+        num_bytes += count * numbers * (FLOAT if param.keeps_float32 else itemsize)
+    return num_bytes
 
 
 def kv_token_bytes(shape: ModelShape, tp_size: int, itemsize: int) -> int:
-    """Keys and values of all layers; with latent attention the compressed ones, whole on every rank."""
+    """The bytes of a token's keys and values in all layers, on one rank of a server.
+
+    With latent attention these are the compressed ones, whole on every rank.
+    """
     if shape.kv_lora_rank is not None:
         return shape.num_layers * (shape.kv_lora_rank + (shape.qk_rope_head_dim or 0)) * itemsize
     heads = max(1, shape.num_kv_heads // tp_size)

@@ -13,9 +13,9 @@ from scalerl.families import ModelShape
 from scalerl.memory_plan.plan import memory_plan
 
 Config = PPOConfig | SFTConfig
-# As a user writes it -> what it does to a configuration.
+# (the override as a user writes it, the function that makes the change in a configuration)
 Change = tuple[str, Callable[[Config], None]]
-# Alternatives that are named.
+# At most so many alternatives are named.
 _MOST = 3
 _LARGEST_TP = 8
 
@@ -50,7 +50,7 @@ def fitting_changes(
 
 
 def _needed(cfg: Config, changes: list[Change], fits: Callable[[Config], bool]) -> list[Change]:
-    """Of changes that fit together, without those that are not needed."""
+    """The changes without those that are not needed for all of them together to fit."""
     for change in changes:
         others = [other for other in changes if other is not change]
         if fits(_changed(cfg, *(make for _, make in others))):
@@ -66,7 +66,7 @@ def _changed(cfg: Config, *changes: Callable[[Config], None]) -> Config:
 
 
 def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
-    """Those that cost the least speed first."""
+    """All single changes to try, those that cost the least speed first."""
     yield from _budgets(cfg)
     yield from _shares(cfg)
     yield from _server_splits(cfg)
@@ -78,7 +78,7 @@ def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
 
 
 def _strongest(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
-    """The last of each kind, to be made one after the other."""
+    """The strongest change of each kind, to be made one after the other."""
     yield _megatron(cfg, recompute_granularity="full")
     for kind in (_tensor_splits(cfg, shapes), _budgets(cfg), _offloads(cfg), _server_splits(cfg), _shares(cfg)):
         yield from list(kind)[-1:]
@@ -88,7 +88,7 @@ def _strongest(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change
 
 
 def _sections(cfg: Config) -> list[MegatronConfig]:
-    """Of the trained model and of those that share its processes."""
+    """The `megatron` sections of the trained model and of those that share its processes."""
     if isinstance(cfg, SFTConfig):
         return [cfg.megatron]
     return [cfg.actor_rollout_ref.actor.megatron, *(r.megatron for r in model_roles(cfg) if not r.has_own_pool)]

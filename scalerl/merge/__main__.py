@@ -1,3 +1,5 @@
+"""The program `python -m scalerl.merge`."""
+
 from __future__ import annotations
 
 import sys

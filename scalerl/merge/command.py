@@ -17,7 +17,7 @@ from scalerl.merge.split import SplitSizes, split
 from scalerl.merge.upload import check_repo_name, upload
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# Options of split, and what of a layout each is.
+# Options of split -> the size of a layout that each sets.
 _SIZES = {
     "tp": "ranks that share each layer",
     "pp": "pipeline stages",
@@ -29,14 +29,15 @@ _SIZES = {
 
 
 def parse_bytes(text: str) -> int:
-    """'5GB' -> 5_000_000_000; KB MB GB are powers of 1000, KiB MiB GiB of 1024, no unit is bytes."""
-    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
-    if not found or found[2].upper() not in _UNITS or int(found[1]) == 0:
+    """Parses a size: '5GB' -> 5_000_000_000; KB MB GB are powers of 1000, KiB MiB GiB of 1024, no unit is bytes."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in _UNITS or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of the operations merge, split and test."""
     parser = CommandParser(
         prog="scalerl.merge", description="Turn a distributed checkpoint into a Hugging Face model, offline."
     )
@@ -54,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     command = operations.add_parser("split", help="the way back: the weights as the ranks of a layout save them")
     command.add_argument("model", help="Hugging Face model directory, or a name on the hub")
     command.add_argument("target", help="directory to make, for dist_ckpt/ and huggingface/")
-    for name, what in _SIZES.items():
-        command.add_argument(f"--{name}", type=int, default=None if name == "etp" else 1, help=what)
+    for name, meaning in _SIZES.items():
+        command.add_argument(f"--{name}", type=int, default=None if name == "etp" else 1, help=meaning)
     command = operations.add_parser("test", help="compare a merged model with another; exit code 1 where they differ")
     command.add_argument("--local_dir", required=True, help="the merged model")
     command.add_argument("--test_hf_dir", required=True, help="the model that it should be")

@@ -1,4 +1,4 @@
-"""Whether a merged model is another one: `merge test`, tensor by tensor or by what transformers computes with it."""
+"""Comparison of a merged model with another (`merge test`): tensor by tensor, or by the logits of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUM_TOKENS = 32
 
 
 def differences(directory: Path, other: Path) -> list[str]:
-    """One line for each tensor that is missing, too many, of another shape or dtype, or of other numbers."""
+    """One line for each tensor that only one model has, or whose shape, dtype or numbers differ."""
     shapes = [ModelShape.from_hf(path) for path in (directory, other)]
     with HFWeights(directory) as ours, HFWeights(other) as theirs:
         for weights, shape in zip((ours, theirs), shapes, strict=True):
@@ -27,27 +27,27 @@ def _compare(ours: HFWeights, theirs: HFWeights) -> Iterator[str]:
     yield from (f"{name}: only in {ours.dir}" for name in sorted(names - others))
     yield from (f"{name}: only in {theirs.dir}" for name in sorted(others - names))
     for name in sorted(names & others):
-        one, other = ours.read(name)[:], theirs.read(name)[:]
-        if one.shape != other.shape or one.dtype != other.dtype:
-            yield f"{name}: {tuple(one.shape)} {one.dtype}, {tuple(other.shape)} {other.dtype} in {theirs.dir}"
-        elif not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-            largest = float((one.float() - other.float()).abs().max())
+        tensor, other = ours.read(name)[:], theirs.read(name)[:]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            yield f"{name}: {tuple(tensor.shape)} {tensor.dtype}, {tuple(other.shape)} {other.dtype} in {theirs.dir}"
+        elif not torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)):
+            largest = float((tensor.float() - other.float()).abs().max())
             yield f"{name}: differs by up to {largest:.3g}"
 
 
 def logits_difference(directory: Path, other: Path) -> float:
-    """Largest difference of the logits that transformers computes with either, in float32, of the same tokens."""
+    """Largest difference between the logits that transformers computes with the two, in float32, of the same tokens."""
     from transformers import AutoModelForCausalLM
 
     vocab_size = ModelShape.from_hf(directory).vocab_size
     ids = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
-    found = []
+    logits = []
     with torch.no_grad():
         for path in (directory, other):
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-            found.append(model(ids).logits)
+            logits.append(model(ids).logits)
             del model
-    return float((found[0] - found[1]).abs().max())
+    return float((logits[0] - logits[1]).abs().max())
 
 
 def report(directory: Path, other: Path, *, forward: bool) -> tuple[list[str], bool]:

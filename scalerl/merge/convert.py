@@ -1,4 +1,4 @@
-"""From `actor/` of a checkpoint to a Hugging Face model directory, whole or not at all."""
+"""Merge of `actor/` of a checkpoint into a Hugging Face model directory, whole or not at all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def merge(
 ) -> MergeSummary:
     """Writes the model of a distributed checkpoint as a Hugging Face directory; whole or not at all.
 
-    What it reads is compared with the digests that were saved. num_workers: threads; None: as many as cores, at most 8.
+    The data that is read is compared with the digests that were saved.
+    num_workers: threads; None: as many as cores, at most 8.
     local_dir: `global_step_N/actor` or `global_step_N`. dtype: float32 | bfloat16 | float16; None keeps what is stored.
     Raises ValueError: not a finished checkpoint; missing, unexpected or wrongly shaped tensors (all in one error);
     a target that is not empty (unless overwrite, which replaces a Hugging Face model directory only).
@@ -110,7 +111,7 @@ def _actor_dir(local_dir: Path) -> Path:
 
 
 def check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
-    """Raises ValueError unless the model can be put there: an empty place outside the checkpoint, or one to replace."""
+    """Raises ValueError unless `target` can hold the model: empty or to be replaced, and outside the checkpoint."""
     inside, outside = target.resolve(), actor_dir.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise ValueError(f"--target_dir {target} overlaps the checkpoint {actor_dir}; give a directory outside it")
@@ -193,19 +194,21 @@ def _write_tensors(
     specs = [{n: spec for i in members for n, spec in groups[i].items()} for members in plan]
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(SafetensorsFile(out_dir / name, of_file))
-            for name, of_file in zip(names, specs, strict=True)
+            stack.enter_context(SafetensorsFile(out_dir / name, file_specs))
+            for name, file_specs in zip(names, specs, strict=True)
         ]
-        files = {n: file for file, of_file in zip(opened, specs, strict=True) for n in of_file}
+        files = {n: file for file, file_specs in zip(opened, specs, strict=True) for n in file_specs}
         copy_all(checkpoint, copies(params, keys, shape, dtypes, files), num_workers)
     all_specs = {n: spec for group in groups for n, spec in group.items()}
     if len(plan) > 1:
-        write_index(out_dir, {n: name for name, of_file in zip(names, specs, strict=True) for n in of_file}, all_specs)
+        write_index(
+            out_dir, {n: name for name, file_specs in zip(names, specs, strict=True) for n in file_specs}, all_specs
+        )
     return all_specs, len(plan)
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
-    """Configuration, tokenizer and all else but weights. config.json gets the dtype."""
+    """Copies configuration, tokenizer and everything else but weights, and sets the dtype in config.json."""
     for source in sorted(hf_dir.iterdir()):
         if source.is_dir():
             shutil.copytree(source, out_dir / source.name)
@@ -220,7 +223,7 @@ def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
 
 
 def put_in_place(tmp: Path, target: Path) -> None:
-    """A whole model directory gets its name; one that had it is removed."""
+    """Gives a complete model directory its final name; a directory that had that name is removed."""
     old = None
     if target.exists():
         old = target.with_name(f".{target.name}.old-{os.getpid()}-{token_hex(4)}")
@@ -231,4 +234,5 @@ def put_in_place(tmp: Path, target: Path) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name in config.json, such as bfloat16."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""The numbers of a checkpoint into Hugging Face files, by several threads, a stored piece at a time.
+"""Copying of a checkpoint's numbers into Hugging Face files, by several threads, one stored piece at a time.
 
-Each Hugging Face tensor is rows of one stored tensor (`Param.rows_of`), so a piece goes from its file to its places as
-it is: read into a buffer, checked, converted where another dtype is asked for, written. No tensor is ever whole in
-memory but those that are split over their columns, which are put together first.
+Each Hugging Face tensor consists of rows of one stored tensor (`Param.rows_of`), so a piece goes from its file straight
+to its places: read into a buffer, checked, converted if another dtype is asked for, written. The only tensors that are
+ever whole in memory are those that are split over their columns, which are put together first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from scalerl.families import ModelShape, Param, RowRange
 from scalerl.merge.writer import SafetensorsFile
 
 MAX_WORKERS = 8
-# Of a tensor at a time while it is converted.
+# Bytes of a tensor that are converted at a time.
 _CHUNK_BYTES = 4 * 2**20
-# That all threads may take beside the largest tensor.
+# Bytes that all threads may take together beside the largest tensor.
 _MORE_BYTES = 128 * 2**20
 # Pieces of more rows than these that have not all columns are put together in memory.
 _FEW_ROWS = 16
@@ -48,7 +48,7 @@ def copies(
     dtypes: Sequence[torch.dtype],
     files: Mapping[str, SafetensorsFile],
 ) -> list[Copy]:
-    """files: of every Hugging Face tensor."""
+    """One Copy for each parameter.  files: the file of every Hugging Face tensor, by name."""
     return [
         Copy(keys[param.name], param.rows_of(shape), {name: files[name] for name in param.hf}, dtype)
         for param, dtype in zip(params, dtypes, strict=True)
@@ -56,13 +56,16 @@ def copies(
 
 
 def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
-    """Raises what the first that failed did. Memory: at most of the largest tensor twice, and of a few pieces."""
+    """Makes all copies, by several threads; raises the exception of a copy that failed.
+
+    Memory: at most that of the largest tensor twice, and of a few pieces.
+    """
     num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
     sizes = (piece.payload_bytes for copy in wanted for piece in checkpoint.pieces(copy.key))
     memory = _Memory(largest + _MORE_BYTES, max((size for size in sizes if size <= MAX_PIECE_BYTES), default=0))
     with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
-        # The largest first: nobody waits for them in the end.
+        # The largest first, so that no thread waits for one of them in the end.
         order = sorted(wanted, key=lambda copy: -checkpoint.tensors[copy.key].num_bytes)
         waiting = [
             pool.submit(_copy, checkpoint, copy, job, memory) for copy in order for job in _jobs(checkpoint, copy)
@@ -75,7 +78,7 @@ def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: in
 
 
 class _Memory:
-    """What all threads may take together, and buffers that they hand on: fresh memory costs as much as reading."""
+    """The memory that all threads share, with buffers that they reuse: fresh memory costs as much as reading."""
 
     def __init__(self, limit: int, buffer_bytes: int) -> None:
         """buffer_bytes: of the largest piece that has a buffer."""
@@ -86,7 +89,7 @@ class _Memory:
 
     @contextmanager
     def take(self, size: int) -> Iterator[None]:
-        """Waits until there is room. What is larger than all of it has all of it for itself."""
+        """Takes `size` bytes, once they are free, for the block; all of the memory if `size` is larger than that."""
         size = min(size, self._limit)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
@@ -100,7 +103,7 @@ class _Memory:
 
     @contextmanager
     def buffer(self, num_bytes: int) -> Iterator[torch.Tensor | None]:
-        """For a piece of that size; None for one that is larger than scalerl writes them."""
+        """A buffer for a piece of that size; None for a piece that is larger than those that scalerl writes."""
         if num_bytes > MAX_PIECE_BYTES:
             yield None
             return
@@ -114,7 +117,7 @@ class _Memory:
 
 
 def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
-    """Its pieces, each by itself; or None: all of it at once."""
+    """The pieces to copy, each by itself; or [None]: the whole tensor at once."""
     pieces = list(checkpoint.pieces(copy.key))
     columns = checkpoint.tensors[copy.key].shape[1:]
     if all(piece.sizes[1:] == columns or (len(columns) == 1 and piece.sizes[0] <= _FEW_ROWS) for piece in pieces):
@@ -133,7 +136,7 @@ def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, mem
 
 
 def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: torch.Tensor) -> None:
-    """box: what is at `offsets` of the stored tensor."""
+    """Writes the numbers of a box to their places.  box: what is at `offsets` of the stored tensor."""
     width, first_row = prod(shape[1:]), offsets[0]
     is_wide = tuple(box.shape[1:]) == shape[1:]
     # Of a box that has not all columns: where each of its rows begins in the tensor's row, and how long it is.
@@ -144,20 +147,22 @@ def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: 
         start, stop = max(first_row, rows.start), min(first_row + box.shape[0], rows.start + rows.count)
         if start >= stop:
             continue
-        at = (rows.hf_start + start - rows.start) * width
+        hf_start = (rows.hf_start + start - rows.start) * width
         part = box[start - first_row : stop - first_row]
         if is_wide:
-            for chunk_at, chunk in _chunks(part.reshape(-1), copy.dtype):
-                copy.files[rows.name].write(rows.name, at + chunk_at, chunk)
+            for chunk_start, chunk in _chunks(part.reshape(-1), copy.dtype):
+                copy.files[rows.name].write(rows.name, hf_start + chunk_start, chunk)
         else:
             for number, row in enumerate(part):
-                copy.files[rows.name].write(rows.name, at + number * width + column, row.to(copy.dtype).contiguous())
+                copy.files[rows.name].write(
+                    rows.name, hf_start + number * width + column, row.to(copy.dtype).contiguous()
+                )
 
 
 def _chunks(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first number, numbers) in that dtype."""
+    """The numbers converted to the dtype, in chunks: (first number, numbers)."""
     if flat.dtype == dtype:
         yield 0, flat
         return
-    for at, chunk in enumerate(flat.split(_CHUNK_BYTES // dtype.itemsize)):
-        yield at * (_CHUNK_BYTES // dtype.itemsize), chunk.to(dtype)
+    for number, chunk in enumerate(flat.split(_CHUNK_BYTES // dtype.itemsize)):
+        yield number * (_CHUNK_BYTES // dtype.itemsize), chunk.to(dtype)

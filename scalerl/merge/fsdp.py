@@ -1,4 +1,4 @@
-"""From the files of an FSDP run to a Hugging Face model directory, whole or not at all: `merge --backend fsdp`."""
+"""Merge of an FSDP run's files into a Hugging Face model directory, whole or not at all: `merge --backend fsdp`."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def merge_fsdp(
     """Writes the model of an FSDP run's `model_world_size_W_rank_R.pt` as a Hugging Face directory.
 
     local_dir: the directory of these files, with `huggingface/` (configuration, tokenizer) in it.  target_dir: as of
-    `merge`, or this `huggingface/` itself, which then gets the weights.  Nothing in the files is run: what is no tensor
-    is refused.  Raises ValueError as `merge` does.
+    `merge`, or this `huggingface/` itself, which then gets the weights.  Nothing in the files is run: anything but
+    tensors is refused.  Raises ValueError as `merge` does.
     """
     start = time.monotonic()
     directory, target = _model_dir(Path(local_dir)), Path(target_dir)
@@ -63,14 +63,14 @@ def merge_fsdp(
         family = family_of(shape)
         places, specs = _places(checkpoint, family, shape)
         kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
-        to = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
-        specs = {n: TensorSpec(s.shape, s.dtype if n in kept else to) for n, s in specs.items()}
+        out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
+        specs = {n: TensorSpec(s.shape, s.dtype if n in kept else out_dtype) for n, s in specs.items()}
         target.parent.mkdir(parents=True, exist_ok=True)
         tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
         tmp.mkdir()
         try:
             num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
-            copy_beside(hf_dir, tmp, to)
+            copy_beside(hf_dir, tmp, out_dtype)
             if config != read_config(hf_dir):
                 written = read_config(tmp)
                 (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
@@ -82,7 +82,7 @@ def merge_fsdp(
         num_tensors=len(specs),
         num_bytes=sum(s.num_bytes for s in specs.values()),
         num_files=num_files,
-        dtype=dtype_name(to),
+        dtype=dtype_name(out_dtype),
         seconds=time.monotonic() - start,
     )
 
@@ -99,7 +99,7 @@ def _model_dir(local_dir: Path) -> Path:
 
 
 def _config(hf_dir: Path, tensors: Mapping[str, ShardedTensor]) -> dict:
-    """config.json. A critic may have that of the language model it began as: then as transformers reads its head."""
+    """The config.json; if it is that of the language model that a critic began as, changed to the critic's."""
     config = read_config(hf_dir)
     if _VALUE_WEIGHT not in tensors:
         return config
@@ -128,12 +128,12 @@ def _places(
     wanted = family.hf_shapes(shape) | ({_VALUE_BIAS: (1,)} if _VALUE_BIAS in tensors else {})
     places: dict[str, list[_Stretch]] = {}
     problems = []
-    of_expert = _joined_experts(family, shape)
+    joined_experts = _joined_experts(family, shape)
     specs = {}
     for name, size in wanted.items():
         key, start, whole = name, 0, size
         if name not in tensors:
-            key, start, whole = of_expert.get(name, (_in_module(name), 0, size))
+            key, start, whole = joined_experts.get(name, (_in_module(name), 0, size))
         if key not in tensors:
             problems.append(f"missing {name}")
             continue
@@ -157,13 +157,13 @@ def _places(
 
 
 def _in_module(name: str) -> str:
-    """What transformers 5 calls it in a model: Mixtral's files have an older name."""
+    """The name that transformers 5 uses in a model: Mixtral's files have an older one."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """Hugging Face name of an expert's tensor -> where transformers 5 has it in a model: name, first number, shape."""
-    found = {}
+    """Hugging Face name of an expert's tensor -> (name, first number, shape) of where transformers 5 has it."""
+    sources = {}
     width, hidden, count = shape.moe_ffn_hidden_size, shape.hidden_size, shape.num_experts
     for param in family.params(shape):
         if param.expert is None:
@@ -173,14 +173,14 @@ def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, i
         whole = (count, len(param.hf) * rows, width * hidden // rows)
         for number, hf in enumerate(param.hf):
             start = (param.expert * len(param.hf) + number) * width * hidden
-            found[hf] = (f"model.layers.{param.layer}.mlp.experts.{name}", start, whole)
-    return found
+            sources[hf] = (f"model.layers.{param.layer}.mlp.experts.{name}", start, whole)
+    return sources
 
 
 def _check_tied(checkpoint: FsdpCheckpoint, head: str) -> None:
     """Raises ValueError where a head that config.json ties to the embedding has other numbers: it would be lost."""
-    one, other = checkpoint.tensors[head], checkpoint.tensors["model.embed_tokens.weight"]
-    for (_, ours), (_, theirs) in zip(_numbers(checkpoint, one), _numbers(checkpoint, other), strict=True):
+    head_tensor, embedding = checkpoint.tensors[head], checkpoint.tensors["model.embed_tokens.weight"]
+    for (_, ours), (_, theirs) in zip(_numbers(checkpoint, head_tensor), _numbers(checkpoint, embedding), strict=True):
         if not torch.equal(ours, theirs):
             raise ValueError(
                 f"{checkpoint.dir}: {head} differs from the embedding, and config.json says tie_word_embeddings: set "
@@ -208,7 +208,7 @@ def _write(
     max_shard_bytes: int,
     num_workers: int | None,
 ) -> int:
-    """Returns how many files."""
+    """Writes the tensors; returns the number of files."""
     plan = [
         [list(specs)[i] for i in members] for members in plan_files([{n: s} for n, s in specs.items()], max_shard_bytes)
     ]
@@ -243,11 +243,11 @@ def _copy(
     files: Mapping[str, SafetensorsFile],
     specs: Mapping[str, TensorSpec],
 ) -> None:
-    for at, numbers in _numbers(checkpoint, tensor):
+    for start, numbers in _numbers(checkpoint, tensor):
         for stretch in stretches:
-            first, last = max(at, stretch.start), min(at + len(numbers), stretch.start + stretch.count)
+            first, last = max(start, stretch.start), min(start + len(numbers), stretch.start + stretch.count)
             if first < last:
-                part = numbers[first - at : last - at].to(specs[stretch.name].dtype)
+                part = numbers[first - start : last - start].to(specs[stretch.name].dtype)
                 files[stretch.name].write(stretch.name, first - stretch.start, part)
 
 
@@ -258,8 +258,8 @@ def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tupl
         inner = prod(tensor.shape[1:])
         for shard in sorted(tensor.shards, key=lambda shard: shard.offsets):
             start = shard.offsets[0] * inner if tensor.shape else 0
-            for at, numbers in checkpoint.files[shard.rank].stretches(shard.tensor):
-                yield start + at, numbers
+            for offset, numbers in checkpoint.files[shard.rank].stretches(shard.tensor):
+                yield start + offset, numbers
         return
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for shard in tensor.shards:

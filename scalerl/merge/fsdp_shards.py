@@ -1,4 +1,4 @@
-"""Which part of which tensor each rank's file of an FSDP checkpoint has: `model_world_size_{W}_rank_{R}.pt`.
+"""The shards of an FSDP checkpoint: which part of each tensor `model_world_size_{W}_rank_{R}.pt` has.
 
 A state dictionary has DTensors (FSDP2, and FSDP1 with a device mesh), ShardedTensors (FSDP1 without one), or whole
 tensors, on meshes of one dimension or two (HSDP: replicas of shards).
@@ -20,7 +20,7 @@ import torch
 from scalerl.merge.torch_file import FileTensor, Record, TorchFile
 
 FILE_NAME = re.compile(r"model_world_size_(?P<world_size>\d+)_rank_(?P<rank>\d+)\.pt")
-# What wraps a module, and adds to its names.
+# Parts of names that wrappers of modules add.
 _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """shape: of the whole tensor.  shards: each place of it once."""
+    """A tensor as its shards.  shape: of the whole tensor.  shards: every part of it once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,18 +56,18 @@ class FsdpCheckpoint:
             self.tensors = self._join([_named_values(file) for file in self.files])
             self._opened = opened.pop_all()
 
-    def _join(self, of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, ShardedTensor]:
-        names = of_ranks[0].keys()
-        for rank, values in enumerate(of_ranks):
+    def _join(self, values_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, ShardedTensor]:
+        names = values_by_rank[0].keys()
+        for rank, values in enumerate(values_by_rank):
             if values.keys() != names:
                 different = ", ".join(sorted(values.keys() ^ names)[:4])
                 raise ValueError(f"{self.files[rank].path} has other tensors than rank 0's file: {different}")
-        return {name: self._tensor(name, [values[name] for values in of_ranks]) for name in names}
+        return {name: self._tensor(name, [values[name] for values in values_by_rank]) for name in names}
 
-    def _tensor(self, name: str, of_ranks: Sequence[Any]) -> ShardedTensor:
+    def _tensor(self, name: str, values_by_rank: Sequence[Any]) -> ShardedTensor:
         shape: tuple[int, ...] | None = None
         places: dict[tuple[int, ...], Shard] = {}
-        for rank, value in enumerate(of_ranks):
+        for rank, value in enumerate(values_by_rank):
             try:
                 whole, shards = _shards(self.files[rank], rank, value)
             except ValueError as error:
@@ -79,17 +79,19 @@ class FsdpCheckpoint:
                 if prod(shard.tensor.shape):
                     places.setdefault(shard.offsets, shard)
         assert shape is not None
-        found = list(places.values())
+        distinct = list(places.values())
         inside = all(
-            at + size <= most for s in found for at, size, most in zip(s.offsets, s.tensor.shape, shape, strict=True)
+            start + size <= length
+            for shard in distinct
+            for start, size, length in zip(shard.offsets, shard.tensor.shape, shape, strict=True)
         )
-        covered = sum(prod(shard.tensor.shape) for shard in found)
+        covered = sum(prod(shard.tensor.shape) for shard in distinct)
         if not inside or covered != prod(shape):
             raise ValueError(f"{self.dir}: {name}: its shards hold {covered} of {prod(shape)} elements")
-        dtypes = {shard.tensor.dtype for shard in found}
+        dtypes = {shard.tensor.dtype for shard in distinct}
         if len(dtypes) > 1:
             raise ValueError(f"{self.dir}: {name}: its shards are of several dtypes: {sorted(map(str, dtypes))}")
-        return ShardedTensor(shape, dtypes.pop() if dtypes else torch.float32, found)
+        return ShardedTensor(shape, dtypes.pop() if dtypes else torch.float32, distinct)
 
     def close(self) -> None:
         self._opened.close()
@@ -102,17 +104,17 @@ class FsdpCheckpoint:
 
 
 def find_files(directory: Path) -> list[Path]:
-    """In the order of ranks. Raises ValueError where they are not those of one run, all of them."""
-    found: dict[int, dict[int, Path]] = {}
+    """The files of all ranks, in their order.  Raises ValueError unless they are all the files of one run."""
+    files_by_world_size: dict[int, dict[int, Path]] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         if name := FILE_NAME.fullmatch(path.name):
-            found.setdefault(int(name["world_size"]), {})[int(name["rank"])] = path
-    if not found:
+            files_by_world_size.setdefault(int(name["world_size"]), {})[int(name["rank"])] = path
+    if not files_by_world_size:
         raise ValueError(f"{directory} has no model_world_size_W_rank_R.pt; give global_step_N/actor of an FSDP run")
-    if len(found) > 1:
-        sizes = ", ".join(map(str, sorted(found)))
+    if len(files_by_world_size) > 1:
+        sizes = ", ".join(map(str, sorted(files_by_world_size)))
         raise ValueError(f"{directory} has files of runs with {sizes} ranks; move those of all but one away")
-    ((world_size, files),) = found.items()
+    ((world_size, files),) = files_by_world_size.items()
     missing = sorted(set(range(world_size)) - files.keys())
     if missing or len(files) > world_size:
         raise ValueError(
@@ -170,8 +172,8 @@ def _coordinates(file: TorchFile, rank: int, mesh: Any) -> list[tuple[int, int]]
     sizes, strides, ranks = _mesh(file, mesh)
     if prod(sizes) != len(ranks) or rank not in ranks:
         raise ValueError(f"is on a part of a larger mesh ({'x'.join(map(str, sizes))} of {len(ranks)} ranks)")
-    place = ranks.index(rank)
-    return [(place // stride % size, size) for size, stride in zip(sizes, strides, strict=True)]
+    position = ranks.index(rank)
+    return [(position // stride % size, size) for size, stride in zip(sizes, strides, strict=True)]
 
 
 def _mesh(file: TorchFile, mesh: Record) -> tuple[list[int], list[int], list[int]]:
@@ -196,8 +198,8 @@ def _of_sharded_tensor(rank: int, value: Record) -> tuple[tuple[int, ...], list[
     local, metadata = value.state[:2]
     shards = []
     for shard in local:
-        tensor, place = shard.get("tensor"), shard.get("metadata")
-        if not isinstance(tensor, FileTensor) or list(tensor.shape) != list(place.get("shard_sizes")):
+        tensor, shard_metadata = shard.get("tensor"), shard.get("metadata")
+        if not isinstance(tensor, FileTensor) or list(tensor.shape) != list(shard_metadata.get("shard_sizes")):
             raise ValueError(f"rank {rank} has a shard that is not of the shape that its metadata says")
-        shards.append(Shard(rank, tensor, tuple(place.get("shard_offsets"))))
+        shards.append(Shard(rank, tensor, tuple(shard_metadata.get("shard_offsets"))))
     return tuple(metadata.get("size")), shards

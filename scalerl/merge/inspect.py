@@ -1,4 +1,4 @@
-"""`scalerl inspect`: what is in a checkpoint, and whether it is what was saved."""
+"""The command `scalerl inspect`: what is in a checkpoint, and whether it is what was saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.errors import CommandParser
 from scalerl.families import ModelShape
 
-# First parts of keys -> what these tensors are. What begins with none of them is the model's.
+# Prefixes of keys -> what these tensors are. Keys with none of them are weights of the model.
 _PARTS = {
     "optimizer.state.param.": "main parameters",
     "optimizer.state.exp_avg.": "Adam's first moments",
@@ -33,7 +33,7 @@ _LAYOUT = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 with one message on standard error where it is no whole checkpoint, or not what was saved."""
+    """Runs the command; returns 0, or 1 with one message on stderr if the checkpoint is not whole or not as saved."""
     parser = CommandParser(prog="scalerl inspect", description="What is in a checkpoint of a training run.")
     parser.add_argument("checkpoint", help="global_step_N, or the run's directory: the one that it would go on from")
     parser.add_argument("--check", action="store_true", help="read all of it and compare every digest")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def describe(directory: Path) -> Iterator[str]:
-    """Lines about a whole checkpoint. Reads indexes and small files alone."""
+    """Lines about a whole checkpoint, for which only indexes and small files are read."""
     sizes = manifest_sizes(directory)
     yield f"{directory}: {len(sizes)} files, {_gb(sum(sizes.values()))}"
     if (directory / TRAINER_STATE_NAME).is_file():

@@ -1,6 +1,7 @@
-"""The way back: a Hugging Face model as the ranks of a layout would save its weights, without any of these ranks.
+"""The inverse of a merge: writes a Hugging Face model as the ranks of a layout would save it, without these ranks.
 
-It is what a merge is tested with; what trains on needs an optimizer's state, which a Hugging Face model has not.
+Merges are tested with it. Training cannot resume from it: that needs an optimizer's state, which a Hugging Face model
+does not have.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from scalerl.merge.convert import put_in_place
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """Sizes of a layout: as the keys of a `megatron` section.  etp_size: None is tp_size."""
+    """The sizes of a layout, as the keys of a `megatron` section.  etp_size: None is tp_size."""
 
     tp_size: int = 1
     pp_size: int = 1
@@ -55,9 +56,9 @@ class SplitSizes:
 
 
 def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
-    """Writes target_dir/dist_ckpt, a file of each rank, and target_dir/huggingface. Returns how many ranks.
+    """Writes target_dir/dist_ckpt, a file of each rank, and target_dir/huggingface. Returns the number of ranks.
 
-    Raises ValueError: a size below 1, or one that the model cannot be divided by; a target that is there already.
+    Raises ValueError: a size below 1, or one that the model cannot be divided by; a target that exists already.
     """
     source, target = Path(hf_dir), Path(target_dir)
     shape = ModelShape.from_hf(source)
@@ -86,36 +87,36 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
 
 
 def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: SplitSizes, rank: int) -> Iterator[Piece]:
-    """What the rank saves: of each shard that it and other ranks hold, an equal stretch.
+    """The pieces that a rank saves: of each shard that it and other ranks hold, an equal stretch.
 
     Ranks count as Megatron's: tensor parallel first, pipeline stages last.
     """
-    stage, place = divmod(rank, sizes.stage_size)
+    stage, rank_in_stage = divmod(rank, sizes.stage_size)
     for param in family_of(shape).params(shape):
         if stage != _stage_of(param, shape, sizes):
             continue
         if param.expert is None:
-            size, (copy, at) = sizes.tp_size, divmod(place, sizes.tp_size)
+            size, (copy, shard_rank) = sizes.tp_size, divmod(rank_in_stage, sizes.tp_size)
             num_copies = sizes.stage_size // size
         else:
             size = sizes.expert_tp_size
-            copy, at = divmod(place, size)
-            copy, of_experts = divmod(copy, sizes.ep_size)
+            copy, shard_rank = divmod(rank_in_stage, size)
+            copy, ep_rank = divmod(copy, sizes.ep_size)
             num_copies = sizes.stage_size // (size * sizes.ep_size)
-            if of_experts != param.expert * sizes.ep_size // shape.num_experts:
+            if ep_rank != param.expert * sizes.ep_size // shape.num_experts:
                 continue
         if param.kind == "replicated":
             # One rank of those that share a layer saves what all of them hold.
-            if at:
+            if shard_rank:
                 continue
             shard = param.shard(weights.read, shape, 0, 1)
         else:
-            shard = param.shard(weights.read, shape, at, size)
-        yield from _pieces(param, shard, shape, at, size, copy, num_copies)
+            shard = param.shard(weights.read, shape, shard_rank, size)
+        yield from _pieces(param, shard, shape, shard_rank, size, copy, num_copies)
 
 
 def _pieces(
-    param: Param, shard: torch.Tensor, shape: ModelShape, at: int, size: int, copy: int, num_copies: int
+    param: Param, shard: torch.Tensor, shape: ModelShape, shard_rank: int, size: int, copy: int, num_copies: int
 ) -> Iterator[Piece]:
     """The stretch of the shard that this copy saves, as boxes of the whole tensor."""
     rows = padded_vocab_size(shape.vocab_size, size) if param.kind == "vocab" else None
@@ -123,39 +124,39 @@ def _pieces(
     flat = shard.contiguous().view(-1)
     first, last = (flat.numel() * n // num_copies for n in (copy, copy + 1))
     start = 0
-    for offsets, sizes in _places(param, tuple(shard.shape), whole, at, size):
+    for offsets, sizes in _places(param, tuple(shard.shape), whole, shard_rank, size):
         count = prod(sizes)
-        for begin, inner, found in boxes(sizes, max(0, first - start), min(count, last - start)):
-            tensor = flat[start + begin : start + begin + prod(found)].view(found)
-            place = tuple(a + b for a, b in zip(offsets, inner, strict=True))
-            yield Piece(CHECKPOINT_MODEL_PREFIX + param.name, whole, place, tensor)
+        for begin, inner, box_sizes in boxes(sizes, max(0, first - start), min(count, last - start)):
+            tensor = flat[start + begin : start + begin + prod(box_sizes)].view(box_sizes)
+            box_offsets = tuple(a + b for a, b in zip(offsets, inner, strict=True))
+            yield Piece(CHECKPOINT_MODEL_PREFIX + param.name, whole, box_offsets, tensor)
         start += count
 
 
 def _places(
-    param: Param, local: tuple[int, ...], whole: tuple[int, ...], at: int, size: int
+    param: Param, local: tuple[int, ...], whole: tuple[int, ...], shard_rank: int, size: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes that follow each other in a shard's memory."""
+    """The boxes of the whole tensor that follow each other in a shard's memory, as (offsets, sizes)."""
     rest = (0,) * (len(local) - 1)
     if param.kind == "gate_up":
         half = local[0] // 2
         for part in range(2):
-            yield (part * whole[0] // 2 + at * half, *rest), (half, *local[1:])
+            yield (part * whole[0] // 2 + shard_rank * half, *rest), (half, *local[1:])
     elif param.kind == "row":
-        yield (0, at * local[1], *rest[1:]), local
+        yield (0, shard_rank * local[1], *rest[1:]), local
     else:
-        yield (0 if param.kind == "replicated" else at * local[0], *rest), local
+        yield (0 if param.kind == "replicated" else shard_rank * local[0], *rest), local
 
 
 def _stage_of(param: Param, shape: ModelShape, sizes: SplitSizes) -> int:
     if param.layer is None:
         return 0 if param.stage_part == "first" else sizes.pp_size - 1
-    of_chunk = shape.num_layers // (sizes.pp_size * sizes.vpp_size)
-    return param.layer // of_chunk % sizes.pp_size
+    layers_per_chunk = shape.num_layers // (sizes.pp_size * sizes.vpp_size)
+    return param.layer // layers_per_chunk % sizes.pp_size
 
 
 def _check(shape: ModelShape, sizes: SplitSizes) -> None:
-    given = {
+    size_by_option = {
         "--tp": sizes.tp_size,
         "--pp": sizes.pp_size,
         "--vpp": sizes.vpp_size,
@@ -163,7 +164,7 @@ def _check(shape: ModelShape, sizes: SplitSizes) -> None:
         "--ep": sizes.ep_size,
         "--etp": sizes.expert_tp_size,
     }
-    problems = [f"{name} {size} must be at least 1" for name, size in given.items() if size < 1]
+    problems = [f"{name} {size} must be at least 1" for name, size in size_by_option.items() if size < 1]
     if problems:
         raise ValueError("; ".join(problems))
     if shape.num_layers % (sizes.pp_size * sizes.vpp_size):

@@ -1,4 +1,4 @@
-"""Reading what `torch.save` wrote without running it: the pickle builds inert records, the numbers are read when asked.
+"""Reading of what `torch.save` wrote, without running it: the pickle builds inert records, numbers are read on demand.
 
 Every name that a pickle may use is in a list here, and stands for a record, a dtype or plain Python; nothing of torch
 is called. So shards of tensors that want a process group to be unpickled can be read on any machine.
@@ -24,7 +24,7 @@ import torch
 
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, as_bytes
 
-# Of a tensor at a time.
+# Bytes of a tensor that are read at a time.
 MAX_READ_BYTES = 16 * 2**20
 # Names of torch.distributed that describe how a tensor is spread, in all of its versions; each becomes a Record.
 _DESCRIPTIONS = frozenset(
@@ -51,21 +51,21 @@ _DESCRIPTIONS = frozenset(
         "_remote_device",
     }
 )
-# Places of a local header of a zip file: length, and where the lengths of name and extra field are.
+# Of a zip file's local header: its length, and the position of the lengths of name and extra field.
 _LOCAL_HEADER_BYTES, _NAME_LENGTH_AT = 30, 26
 
 
 class Record:
-    """What a pickle says of an object that is not made. args: of its constructor.  state: what it was given then."""
+    """An object of a pickle that is described, not made. args: of its constructor.  state: as set afterwards."""
 
     name = ""
     args: tuple[Any, ...]
     state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
-        made = super().__new__(cls)
-        made.args, made.state = args, dict(kwargs)
-        return made
+        record = super().__new__(cls)
+        record.args, record.state = args, dict(kwargs)
+        return record
 
     def __setstate__(self, state: Any) -> None:
         # With slots a state is (state, values of slots).
@@ -102,12 +102,12 @@ class FileTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        wanted, step = [], 1
+        contiguous, step = [], 1
         for size in reversed(self.shape):
-            wanted.append(step)
+            contiguous.append(step)
             step *= size
-        found = zip(self.shape, self.strides, reversed(wanted), strict=True)
-        return not prod(self.shape) or all(size == 1 or stride == want for size, stride, want in found)
+        dimensions = zip(self.shape, self.strides, reversed(contiguous), strict=True)
+        return not prod(self.shape) or all(size == 1 or stride == expected for size, stride, expected in dimensions)
 
 
 class TorchFile:
@@ -150,7 +150,7 @@ class TorchFile:
             raise self._damaged(f"is damaged: {error!r}") from None
 
     def stretches(self, tensor: FileTensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first number, numbers) of the tensor in the order of its memory, a few megabytes at a time.
+        """Yields (first number, numbers) of the tensor in memory order, a few megabytes at a time.
 
         The checksum of its storage is compared first. Raises DamagedCheckpointError.
         """
@@ -166,37 +166,37 @@ class TorchFile:
             yield first, self._numbers(tensor, first, min(most, count - first))
 
     def read(self, tensor: FileTensor) -> torch.Tensor:
-        """All of it."""
+        """The whole tensor, as `stretches` reads it."""
         parts = [part for _, part in self.stretches(tensor)]
         return (torch.cat(parts) if parts else torch.empty(0, dtype=tensor.dtype)).view(tensor.shape)
 
     def _numbers(self, tensor: FileTensor, first: int, count: int) -> torch.Tensor:
-        found = torch.empty(count, dtype=tensor.dtype)
-        self._fill(tensor.storage, (tensor.start + first) * tensor.dtype.itemsize, as_bytes(found))
-        return found
+        numbers = torch.empty(count, dtype=tensor.dtype)
+        self._fill(tensor.storage, (tensor.start + first) * tensor.dtype.itemsize, as_bytes(numbers))
+        return numbers
 
-    def _fill(self, storage: str, at: int, out: memoryview) -> None:
+    def _fill(self, storage: str, start: int, out: memoryview) -> None:
         info = self._member(storage)
-        if at < 0 or at + len(out) > info.file_size:
-            raise self._damaged(f"its storage {storage} has {info.file_size} bytes, {at + len(out)} are asked for")
-        at += self._start(info)
+        if start < 0 or start + len(out) > info.file_size:
+            raise self._damaged(f"its storage {storage} has {info.file_size} bytes, {start + len(out)} are asked for")
+        position = start + self._start(info)
         while out:
-            size = os.preadv(self._file, [out], at)
+            size = os.preadv(self._file, [out], position)
             if not size:
-                raise self._damaged(f"is cut short at {at} bytes")
-            out, at = out[size:], at + size
+                raise self._damaged(f"is cut short at {position} bytes")
+            out, position = out[size:], position + size
 
     def _check(self, tensor: FileTensor) -> None:
         with self._lock:
             if tensor.storage in self._intact:
                 return
         info = self._member(tensor.storage)
-        found, buffer = 0, torch.empty(MAX_READ_BYTES, dtype=torch.uint8)
-        for at in range(0, info.file_size, MAX_READ_BYTES):
-            part = as_bytes(buffer)[: min(MAX_READ_BYTES, info.file_size - at)]
-            self._fill(tensor.storage, at, part)
-            found = zlib.crc32(part, found)
-        if found != info.CRC:
+        checksum, buffer = 0, torch.empty(MAX_READ_BYTES, dtype=torch.uint8)
+        for start in range(0, info.file_size, MAX_READ_BYTES):
+            part = as_bytes(buffer)[: min(MAX_READ_BYTES, info.file_size - start)]
+            self._fill(tensor.storage, start, part)
+            checksum = zlib.crc32(part, checksum)
+        if checksum != info.CRC:
             raise self._damaged(f"the bytes of its storage {tensor.storage} are not those that were saved")
         with self._lock:
             self._intact.add(tensor.storage)
@@ -209,7 +209,7 @@ class TorchFile:
 
     def _start(self, info: zipfile.ZipInfo) -> int:
         header = os.pread(self._file, _LOCAL_HEADER_BYTES, info.header_offset)
-        lengths = (int.from_bytes(header[at : at + 2], "little") for at in (_NAME_LENGTH_AT, _NAME_LENGTH_AT + 2))
+        lengths = (int.from_bytes(header[i : i + 2], "little") for i in (_NAME_LENGTH_AT, _NAME_LENGTH_AT + 2))
         return info.header_offset + _LOCAL_HEADER_BYTES + sum(lengths)
 
     def _damaged(self, what: str) -> DamagedCheckpointError:
@@ -246,16 +246,16 @@ def _member(*_: Any) -> type[Record]:
 
 
 def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> Record:
-    made = kind()
-    made.args = (tuple(shape), dtype)
-    return made
+    record = kind()
+    record.args = (tuple(shape), dtype)
+    return record
 
 
 def _with_state(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    made = function(*args)
-    if isinstance(made, Record):
-        made.__setstate__(state)
-    return made
+    value = function(*args)
+    if isinstance(value, Record):
+        value.__setstate__(state)
+    return value
 
 
 _FUNCTIONS: dict[tuple[str, str], Any] = {
@@ -267,7 +267,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _same,
     ("torch._utils", "_rebuild_wrapper_subclass"): _wrapper,
     ("torch._tensor", "_rebuild_from_type_v2"): _with_state,
-    # Of a member of an enumeration, or of a class: which one is of no use here.
+    # A member of an enumeration or of a class; which member is of no use here.
     ("builtins", "getattr"): _member,
     ("__builtin__", "getattr"): _member,
 }

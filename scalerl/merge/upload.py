@@ -1,4 +1,4 @@
-"""A merged model to the Hugging Face Hub."""
+"""Upload of a merged model to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_repo_name(repo_id: str) -> None:
 
 
 def upload(directory: Path, repo_id: str, *, private: bool) -> str:
-    """Makes the repository where it is not there, and puts the whole directory in it. Returns its address.
+    """Uploads the whole directory to a repository, which is made if it does not exist; returns its address.
 
-    Raises UploadError naming it when the hub does not take it.
+    Raises UploadError, with the command that repeats the upload, if the hub refuses it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

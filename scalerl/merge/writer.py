@@ -1,4 +1,4 @@
-"""Writing safetensors from several threads, in any order. Format: https://huggingface.co/docs/safetensors/index#format"""
+"""Writing of safetensors by several threads, in any order. Format: https://huggingface.co/docs/safetensors/index#format"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor to come."""
+    """Shape and dtype of a tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class SafetensorsFile:
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
         self._specs = dict(specs)
         # Numbers of each tensor that are still to come.
-        self._left = {name: prod(spec.shape) for name, spec in specs.items()}
+        self._remaining = {name: prod(spec.shape) for name, spec in specs.items()}
         self._counting = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -50,25 +50,27 @@ class SafetensorsFile:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._first = 8 + len(text)
+        self._data_start = 8 + len(text)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, name: str, start: int, numbers: torch.Tensor) -> None:
-        """numbers: contiguous and of the tensor's dtype; those from number `start` on of the tensor."""
+        """Writes the tensor's numbers from number `start` on.  numbers: contiguous, of the tensor's dtype."""
         spec = self._specs[name]
         assert numbers.dtype == spec.dtype and start + numbers.numel() <= prod(spec.shape), (name, numbers.dtype)
-        self._put(as_bytes(numbers), self._first + self._starts[name] + start * spec.dtype.itemsize)
+        self._put(as_bytes(numbers), self._data_start + self._starts[name] + start * spec.dtype.itemsize)
         with self._counting:
-            self._left[name] -= numbers.numel()
+            self._remaining[name] -= numbers.numel()
 
-    def _put(self, data: memoryview | bytes, at: int) -> None:
+    def _put(self, data: memoryview | bytes, position: int) -> None:
         while data:
-            size = os.pwrite(self._file, data, at)
-            data, at = data[size:], at + size
+            size = os.pwrite(self._file, data, position)
+            data, position = data[size:], position + size
 
     def close(self) -> None:
-        """Flushes to disk."""
-        assert not any(self._left.values()), f"not written as a whole: {[name for name, n in self._left.items() if n]}"
+        """Forces the file onto the disk and closes it; every number must have been written."""
+        assert not any(self._remaining.values()), (
+            f"not written as a whole: {[name for name, n in self._remaining.items() if n]}"
+        )
         os.fsync(self._file)
         os.close(self._file)
 
@@ -104,7 +106,7 @@ def file_name(index: int, num_files: int) -> str:
 
 
 def write_index(directory: Path, file_of: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> None:
-    """model.safetensors.index.json; total_size in bytes of tensor data."""
+    """Writes model.safetensors.index.json, with total_size in bytes of tensor data."""
     index = {
         "metadata": {
             "total_parameters": sum(prod(s.shape) for s in specs.values()),

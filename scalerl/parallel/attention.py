@@ -95,7 +95,7 @@ def _flash(
     if group > 1 and _VARLEN_HAS_GQA:
         options["enable_gqa"] = True
     elif group > 1:
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     # The kernel wants one head size; zeros after a narrower value stay apart in the output.
     narrower = query.shape[2] - value.shape[2]
     if narrower:
@@ -124,12 +124,12 @@ def _rows_by_length(lengths: tuple[int, ...], device: str) -> tuple[tuple[Tensor
 
     Cached because every layer of a micro-batch asks for the same.
     """
-    starts: dict[int, list[int]] = {}
+    starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
         if length:
-            starts.setdefault(length, []).append(start)
+            starts_by_length.setdefault(length, []).append(start)
         start += length
-    rows = [torch.tensor(found)[:, None] + torch.arange(length) for length, found in sorted(starts.items())]
+    rows = [torch.tensor(starts)[:, None] + torch.arange(length) for length, starts in sorted(starts_by_length.items())]
     natural_P = torch.cat([rows_NL.flatten() for rows_NL in rows]).argsort()
     return tuple(rows_NL.to(device) for rows_NL in rows), natural_P.to(device)

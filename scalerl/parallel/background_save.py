@@ -1,4 +1,4 @@
-"""What one rank writes of its checkpoints while it goes on training: a copy of its share, by a thread of its own."""
+"""Saves in the background: a thread of each rank writes a copy of its share while the rank continues training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundSave:
-    """One rank's side of saves in the background, of the models of its roles."""
+    """Writes one rank's shares of checkpoints, of the model of each of its roles, in a background thread."""
 
     def __init__(self) -> None:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
@@ -24,23 +24,23 @@ class BackgroundSave:
         self._writing: dict[str, tuple[Share, Future[WrittenFile]]] = {}
 
     def begin(self, role: str, engine: MegatronEngine, directory: str | Path) -> None:
-        """Copies what this rank saves; when it returns the weights may change. Waits for a save that is still written.
+        """Copies what this rank saves of a role's model and starts writing it; after that the weights may change.
 
-        The directory is made where it is missing.
+        Waits first for a save of the role that is still being written. A missing directory is made.
         """
         self.wait(role)
         share = own_share(engine, self._memory.setdefault(role, HostCopy()))
         self._writing[role] = share, self._writer.submit(share.write, Path(directory))
 
     def wait(self, role: str) -> None:
-        """Until nothing of that role is being written."""
+        """Blocks until no save of that role is being written."""
         if role in self._writing:
             self._writing[role][1].exception()
 
     def written(self, role: str) -> tuple[WrittenFile, dict[str, Any]] | None:
-        """The file of the save that was begun last, and what all ranks have alike; None while it is being written.
+        """The file that the role's last save wrote, and the state that all ranks share; None while it is being written.
 
-        Raises CheckpointWriteError when it could not be written.
+        Raises CheckpointWriteError when the file could not be written.
         """
         share, writing = self._writing[role]
         if not writing.done():
@@ -53,7 +53,7 @@ class BackgroundSave:
             ) from error
 
     def close(self) -> None:
-        """Waits for what is being written, and gives the memory back."""
+        """Waits for the saves that are being written, and releases the memory of their copies."""
         self._writer.shutdown()
         for memory in self._memory.values():
             memory.release()

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 RNG = "rng"
 COMMON = "common.pt"
-# First parts of the model's own keys; the optimizer's begin with `optimizer.`.
+# Prefixes of the model's own keys; the optimizer's begin with `optimizer.`.
 _MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 _OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
-# What of an engine a checkpoint holds.
+# Parts of an engine that a checkpoint holds.
 _STATE = ("params", "optimizer")
-# Tensors that an error names.
+# An error names at most so many tensors.
 _MAX_SHOWN = 8
 # One key per layer, so that merge can read layer by layer.
 _METADATA = {"non_homogeneous_layers": True}
@@ -53,7 +53,7 @@ class CheckpointMismatchError(UserError):
 class _Part:
     """A stretch of a parameter's memory that is a box of a stored tensor.
 
-    start: of the stretch in the parameter.  shape: of the stored tensor.  offsets, sizes: of the box.
+    start: of the stretch in the parameter.  shape: of the stored tensor.  offsets, sizes: of the box in it.
     """
 
     key: str
@@ -65,16 +65,16 @@ class _Part:
     is_main: bool
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-        """Boxes of the stored tensor that make up [start, stop) of the parameter: (start in it, offsets, sizes)."""
+        """Boxes of the stored tensor that make up the parameter's [start, stop): (start in it, offsets, sizes)."""
         first, last = max(start, self.start), min(stop, self.start + prod(self.sizes))
-        for at, offsets, sizes in boxes(self.sizes, first - self.start, last - self.start):
+        for box_start, offsets, sizes in boxes(self.sizes, first - self.start, last - self.start):
             whole = tuple(a + b for a, b in zip(self.offsets, offsets, strict=True))
-            yield at + self.start, whole, sizes
+            yield box_start + self.start, whole, sizes
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank writes of a checkpoint, and what all ranks have alike (`common`)."""
+    """What one rank writes of a checkpoint, and the state that is the same on all ranks (`common`)."""
 
     rank: int
     pieces: Iterable[Piece]
@@ -82,7 +82,7 @@ class Share:
     common: dict[str, Any]
 
     def write(self, directory: Path) -> WrittenFile:
-        """Into directory/dist_ckpt and directory/rng, which are made where they are missing; no collective."""
+        """Writes the share into directory/dist_ckpt and directory/rng, which are made if missing; no collective."""
         for name in (DIST_CKPT, RNG):
             (directory / name).mkdir(parents=True, exist_ok=True)
         rng_file = directory / RNG / f"rank_{self.rank}.safetensors"
@@ -92,9 +92,10 @@ class Share:
 
 
 def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
-    """Collective. Writes directory/dist_ckpt and directory/rng/rank_*.safetensors; the caller commits the directory.
+    """Saves the engine's state as directory/dist_ckpt and directory/rng/rank_*.safetensors. Collective.
 
-    Takes the memory of one piece at most. Raises CheckpointWriteError on every rank where one could not write.
+    The caller commits the directory. Takes the memory of one piece at most. Raises CheckpointWriteError, on every rank,
+    if any rank could not write.
     """
     directory = Path(directory)
     share = own_share(engine)
@@ -108,7 +109,10 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
 
 def own_share(engine: MegatronEngine, memory: HostCopy | None = None) -> Share:
-    """What this rank saves, as it is when it is written; with `memory`, as it is now. No collective."""
+    """This rank's share of a checkpoint: with `memory` a copy of it as it is now, else as it is when it is written.
+
+    No collective.
+    """
     engine.require_on_device(*_STATE, work="saving a checkpoint")
     pieces = _own_pieces(engine)
     return Share(
@@ -117,8 +121,12 @@ def own_share(engine: MegatronEngine, memory: HostCopy | None = None) -> Share:
 
 
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
-    """Collective. Raises CheckpointMismatchError, before any weight changes, if the checkpoint is another model's, and
-    DamagedCheckpointError, on every rank, where one reads what was not saved: load another one then."""
+    """Loads the engine's state from a checkpoint that any layout saved. Collective.
+
+    The random state is loaded if the checkpoint has one for each rank. Raises CheckpointMismatchError, before any
+    weight changes, if the checkpoint is of another model, and DamagedCheckpointError, on every rank, if any rank reads
+    data that is not what was saved: load another checkpoint then.
+    """
     directory = Path(directory)
     engine.require_on_device(*_STATE, work="loading a checkpoint")
     with DistCheckpoint(directory / DIST_CKPT) as stored:
@@ -137,7 +145,7 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
 
 def _together(work: Callable[[], Any]) -> Any:
-    """Collective: what `work` returned; where it failed on any rank, the first such failure on all of them."""
+    """Runs `work` on all ranks and returns its result; if any rank fails, all raise the first failure. Collective."""
     result, failure = None, None
     try:
         result = work()
@@ -145,22 +153,22 @@ def _together(work: Callable[[], Any]) -> Any:
         failure = error
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, None if failure is None else (type(failure).__name__, str(failure)))
-    found = [(rank, *what) for rank, what in enumerate(failures) if what is not None]
-    if not found:
+    failed = [(rank, *reason) for rank, reason in enumerate(failures) if reason is not None]
+    if not failed:
         return result
-    rank, kind, message = found[0]
+    rank, kind, message = failed[0]
     if kind == DamagedCheckpointError.__name__:
         raise DamagedCheckpointError(message) from failure
     raise CheckpointWriteError(f"rank {rank} could not write its part of the checkpoint: {message}") from failure
 
 
 def _own_pieces(engine: MegatronEngine) -> Iterator[Piece]:
-    """What this rank saves."""
-    places = {tensor: (parts, place) for tensor, parts, place in _model_tensors(engine)}
-    for tensor, (parts, (dp_rank, dp_size)) in places.items():
+    """The pieces of the model and the optimizer that this rank saves."""
+    parts_by_tensor = {tensor: (parts, copy) for tensor, parts, copy in _model_tensors(engine)}
+    for tensor, (parts, (dp_rank, dp_size)) in parts_by_tensor.items():
         yield from _pieces("{key}", tensor.detach().view(-1), 0, parts, dp_rank, dp_size)
     for parameter, start, tensors, is_range in main_tensors(engine.optimizer):
-        parts, (dp_rank, dp_size) = places[parameter]
+        parts, (dp_rank, dp_size) = parts_by_tensor[parameter]
         for name, tensor in tensors.items():
             key = _OPTIMIZER_KEY.format(name=name, key="{key}")
             yield from _pieces(
@@ -171,38 +179,41 @@ def _own_pieces(engine: MegatronEngine) -> Iterator[Piece]:
 def _pieces(
     key: str, flat: torch.Tensor, start: int, parts: list[_Part], dp_rank: int, dp_size: int
 ) -> Iterator[Piece]:
-    """flat: numbers of a parameter from `start` on. Of what its dp_size copies hold, each saves an equal stretch."""
+    """The pieces of one parameter that this rank saves: each of its dp_size copies saves an equal stretch.
+
+    flat: numbers of the parameter from `start` on.
+    """
     first, last = (start + flat.numel() * rank // dp_size for rank in (dp_rank, dp_rank + 1))
     for part in parts:
         if part.is_main:
-            for at, offsets, sizes in part.within(first, last):
-                tensor = flat[at - start : at - start + prod(sizes)].view(sizes)
+            for box_start, offsets, sizes in part.within(first, last):
+                tensor = flat[box_start - start : box_start - start + prod(sizes)].view(sizes)
                 yield Piece(key.format(key=part.key), part.shape, offsets, tensor)
 
 
 def _read(engine: MegatronEngine, stored: DistCheckpoint) -> None:
     """Reads this rank's range of the optimizer's state in place, and what no optimizer holds."""
-    places = {tensor: parts for tensor, parts, _ in _model_tensors(engine)}
+    parts_by_tensor = {tensor: parts for tensor, parts, _ in _model_tensors(engine)}
     held = set()
     for parameter, start, tensors, _ in main_tensors(engine.optimizer):
         held.add(parameter)
         for name, tensor in tensors.items():
-            for part in places[parameter]:
+            for part in parts_by_tensor[parameter]:
                 key = _OPTIMIZER_KEY.format(name=name, key=part.key)
                 _read_part(stored, key, part, start, tensor.detach().view(-1))
-    for tensor, parts in places.items():
+    for tensor, parts in parts_by_tensor.items():
         if tensor not in held and not getattr(tensor, "requires_grad", False):
             for part in parts:
                 _read_part(stored, part.key, part, 0, tensor.detach().view(-1))
 
 
 def _read_part(stored: DistCheckpoint, key: str, part: _Part, start: int, flat: torch.Tensor) -> None:
-    """flat: numbers of the parameter from `start` on; those of the part are read into it.
+    """Reads a part of a parameter into `flat`, which holds the parameter's numbers from `start` on.
 
     A layout with more padding of the vocabulary than the one that saved gets zeros for what was not there.
     """
-    for at, offsets, sizes in part.within(start, start + flat.numel()):
-        target = flat[at - start : at - start + prod(sizes)].view(sizes)
+    for box_start, offsets, sizes in part.within(start, start + flat.numel()):
+        target = flat[box_start - start : box_start - start + prod(sizes)].view(sizes)
         if part.shape != stored.shape(key):
             target.zero_()
             rows = min(sizes[0], stored.shape(key)[0] - offsets[0])
@@ -220,7 +231,7 @@ def _model_tensors(engine: MegatronEngine) -> Iterator[tuple[torch.Tensor, list[
                 tensor = sharded.data
                 assert tensor is not None
                 built = list(nested_values(sharded.build())) if isinstance(sharded, ShardedTensorFactory) else [sharded]
-                yield tensor, [_part(tensor, one) for one in built], _copies(engine, tensor, sharded.replica_id)
+                yield tensor, [_part(tensor, shard) for shard in built], _copies(engine, tensor, sharded.replica_id)
 
 
 def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> _Part:
@@ -238,15 +249,15 @@ def _part(tensor: torch.Tensor, sharded: ShardedTensor) -> _Part:
 
 
 def _copies(engine: MegatronEngine, tensor: torch.Tensor, replica_id: Any) -> tuple[int, int]:
-    # What marks parameters of experts, whose copies are fewer.
-    of_expert = not getattr(tensor, "allreduce", True)
-    group = engine.groups.expert_dp if of_expert else engine.groups.dp_cp
+    # This attribute marks parameters of experts, which have fewer copies.
+    is_expert = not getattr(tensor, "allreduce", True)
+    group = engine.groups.expert_dp if is_expert else engine.groups.dp_cp
     assert isinstance(replica_id, tuple) and replica_id[-1] == group.rank(), "megatron counts other copies"
     return group.rank(), group.size()
 
 
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """What all ranks have alike."""
+    """The state that is the same on all ranks."""
     scaler = getattr(optimizer_parts(engine.optimizer)[0], "grad_scaler", None)
     common = {"num_updates": engine.num_updates, "layout": asdict(engine.groups.layout)}
     if scaler is None:
@@ -258,8 +269,10 @@ def _common_state(engine: MegatronEngine) -> dict[str, Any]:
 def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:
     scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
     # Megatron's own saves have it among the state of the (first) optimizer.
-    before = common.get("optimizer", {})
-    state = common.get("grad_scaler") or before.get("grad_scaler") or before.get(0, {}).get("grad_scaler")
+    optimizer_state = common.get("optimizer", {})
+    state = (
+        common.get("grad_scaler") or optimizer_state.get("grad_scaler") or optimizer_state.get(0, {}).get("grad_scaler")
+    )
     if scaler is not None and state is not None:
         scaler.load_state_dict(state)
 
@@ -287,7 +300,7 @@ def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
 
 
 def _joined_shapes(param: Param, shape: ModelShape) -> list[tuple[int, ...]]:
-    """What a layout may have stored: the vocabulary is padded for the tp_size of the run that saved."""
+    """The shapes that a layout may have stored: the vocabulary is padded for the tp_size of the run that saved."""
     tp_sizes = [size for size in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % size == 0]
     return sorted({param.joined_shape(shape, padded_vocab_size(shape.vocab_size, size)) for size in tp_sizes})
 

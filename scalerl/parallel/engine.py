@@ -54,10 +54,10 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronEngine:
-    """The trainable model (optim given) or a frozen one (optim None). Every method is collective over all ranks.
+    """A model on this rank's part of the layout: trainable with `optim`, frozen if it is None.
 
-    head: lm (policies), or value (critics and reward models), which a trainable model may put in the place of a
-    language model's. Raises ValueError where model_path has not the head that is asked for.
+    Every method is collective over all ranks. head: lm (policies), or value (critics and reward models), which a
+    trainable model may put in the place of a language model's. Raises ValueError if model_path does not have that head.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class MegatronEngine:
         self._leaves = {part: True for part, leaves in offloaded.items() if leaves}
 
     def to_host(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Frees the device memory of what is named; the model then refuses work that needs it (OffloadedError)."""
+        """Frees the device memory of the named parts; the model then refuses work that needs them (OffloadedError)."""
         self._offload.to_host(params=params, grads=grads, optimizer=optimizer)
 
     def to_device(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
-        """Undoes to_host, bit by bit, for what is named; gradients come back as zeros."""
+        """Brings the named parts back to the device, bitwise as they were, but gradients as zeros."""
         self._offload.to_device(params=params, grads=grads, optimizer=optimizer)
 
     @property
@@ -136,7 +136,7 @@ class MegatronEngine:
 
     @contextmanager
     def on_device(self, *parts: str) -> Iterator[None]:
-        """Has the parts (offload.PARTS; none given: all) on the device inside the block; then as `leave_device`."""
+        """Keeps parts (of offload.PARTS; none given: all) on the device inside the block, then calls `leave_device`."""
         self._offload.to_device(**dict.fromkeys(parts or PARTS, True))
         try:
             yield
@@ -144,7 +144,7 @@ class MegatronEngine:
             self.leave_device()
 
     def require_on_device(self, *parts: str, work: str) -> None:
-        """Raises OffloadedError unless the parts are there."""
+        """Raises OffloadedError unless the parts are on the device."""
         self._offload.require(*parts, work=work)
 
     def device_bytes(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ class MegatronEngine:
         return self._offload.device_bytes()
 
     def away_bytes(self) -> dict[str, int]:
-        """Part -> bytes of device memory that it takes when it comes back; only of parts that are away."""
+        """Bytes of device memory that each part which is away will take when it comes back, by part."""
         return dict(self._offload.away_bytes)
 
     def _pack(
@@ -162,8 +162,8 @@ class MegatronEngine:
         alignment = Alignment.of_layout(
             tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
         )
-        place = {"cp_size": layout.cp_size, "cp_rank": self.groups.at.cp_rank}
-        packed = [pack(shard, rows, device=self.device, alignment=alignment, **place) for rows in micro_batches]
+        cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.at.cp_rank}
+        packed = [pack(shard, rows, device=self.device, alignment=alignment, **cp_part) for rows in micro_batches]
         if self.shape.num_experts:
             add_routing(packed, self.groups, record=record_routing, with_losses=torch.is_grad_enabled())
         return packed
@@ -177,10 +177,10 @@ class MegatronEngine:
         temperature: float,
         record_routing: bool = False,
     ) -> dict[str, Jagged]:
-        """{"logprobs", "entropy"} of every row of the shard, on the last stage; {} on the others.
+        """Computes {"logprobs", "entropy"} of every row of the shard, on the last stage; {} on the others.
 
-        micro_batches: indices into the shard's rows; together each row once. record_routing: "routed_experts" too, on
-        every stage about its own layers; as a column of the shard, here and in `update`, it is what routers follow.
+        micro_batches: indices into the shard's rows; together each row once. record_routing: returns "routed_experts"
+        too, on every stage about its own layers. Routers follow this column of a shard that has it, as in `update`.
         """
         self.require_on_device(PARAMS, work="logprobs")
         for chunk in self._forward_chunks:
@@ -198,18 +198,18 @@ class MegatronEngine:
         return routed | {name: unpack(len(shard), packed, [output[name] for output in outputs]) for name in names}
 
     def values(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Jagged]:
-        """{"values"} of every row of the shard, on the last stage of a value model; {} on the others.
+        """Computes {"values"} of every row of the shard, on the last stage of a value model; {} on the others.
 
         Aligned as log-probs are: a token holds the value of the state in which it was chosen, predicted from the tokens
         before it; the first token of a sequence holds 0. So GAE's delta_t is rewards_t + gamma * values_t+1 - values_t.
         """
-        found = self._values(self._read_values, shard, micro_batches)
-        return {} if found is None else {"values": found}
+        values = self._values(self._read_values, shard, micro_batches)
+        return {} if values is None else {"values": values}
 
     def scores(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Tensor]:
-        """{"scores"}: [rows] float32, what a reward model says after the last token of each, as `values`."""
-        found = self._values(self._read_own_values, shard, micro_batches)
-        return {} if found is None else {"scores": found.values[found.cu_seqlens[1:] - 1]}
+        """Computes {"scores"}: [rows] float32, a reward model's output at each row's last token; {} as in `values`."""
+        outputs = self._values(self._read_own_values, shard, micro_batches)
+        return {} if outputs is None else {"scores": outputs.values[outputs.cu_seqlens[1:] - 1]}
 
     @torch.no_grad()
     def _values(self, read: Callable, shard: DataProto, micro_batches: Sequence[Rows]) -> Jagged | None:
@@ -226,8 +226,10 @@ class MegatronEngine:
     def update(
         self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float | None = None
     ) -> dict[str, float]:
-        """One optimizer update. Returns the objective's metrics over all dp ranks (last stage), lr, skipped_updates,
-        grad_norm (unless skipped), loss_scale (float16), moe_aux_loss and moe_z_loss (where they have a coefficient).
+        """Does one optimizer update and returns its metrics.
+
+        These are the objective's metrics over all dp ranks (last stage), lr, skipped_updates, grad_norm (unless
+        skipped), loss_scale (float16), moe_aux_loss and moe_z_loss (where they have a coefficient).
 
         temperature: of the log-probs; None with a value head, whose objective is called with (values_T, columns).
 
@@ -239,13 +241,16 @@ class MegatronEngine:
     def logprobs_and_update(
         self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float
     ) -> tuple[dict[str, float], dict[str, Jagged]]:
-        """`update`, whose objective gets its own log-probs as the column old_logprobs; and what `logprobs` would have
-        returned before it, of the same forward passes. micro_batches: together each row once."""
+        """Does an `update` whose forward passes also give the old log-probs; returns the metrics and these columns.
+
+        The objective gets its own log-probs as the column old_logprobs. The returned columns are what `logprobs` would
+        have returned before the update. micro_batches: together each row once.
+        """
         names = ("logprobs", "entropy")
         metrics, packed, kept = self._update(shard, micro_batches, partial(_with_old, objective), temperature, names)
         if not self.groups.is_last_stage:
             return metrics, {}
-        return metrics, {name: unpack(len(shard), packed, [one[name] for one in kept]) for name in names}
+        return metrics, {name: unpack(len(shard), packed, [output[name] for output in kept]) for name in names}
 
     def _update(
         self,
@@ -255,7 +260,7 @@ class MegatronEngine:
         temperature: float | None,
         columns: Sequence[str] = (),
     ) -> tuple[dict[str, float], list[MicroBatch], list[dict[str, Tensor]]]:
-        """columns: what of the objective's metrics is no sum, but a column [T] of each micro-batch, returned last."""
+        """Does an update.  columns: names of the objective's metrics that are [T] of a micro-batch; returned last."""
         self.require_on_device(*PARTS, work="an update")
         for chunk in self._forward_chunks:
             chunk.train()
@@ -266,21 +271,23 @@ class MegatronEngine:
         biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
         outputs = self._run(packed, self._reader(temperature), objective, forward_only=False)
         kept = [{name: output.pop(name) for name in columns} for output in outputs]
-        found = self._step()
-        if found["skipped_updates"]:
+        step_metrics = self._step()
+        if step_metrics["skipped_updates"]:
             for bias, before in biases:
                 bias.copy_(before)
-        metrics = found | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
+        metrics = (
+            step_metrics | router_losses(packed, self.shape, self.config, self.groups) | self._sum_over_dp(outputs)
+        )
         return metrics, packed, kept
 
     @torch.no_grad()
     def _step(self) -> dict[str, float]:
-        """megatron's optimizer.step() with the check in the middle. grad_norm: before clipping."""
+        """Does megatron's optimizer.step() with a check of the gradients in the middle. grad_norm: before clipping."""
         # Read before the step, which may change both.
-        found = {"lr": self.optimizer.param_groups[0]["lr"]}
+        metrics = {"lr": self.optimizer.param_groups[0]["lr"]}
         scale = loss_scale(self.optimizer)
         if scale is not None:
-            found["loss_scale"] = scale[0]
+            metrics["loss_scale"] = scale[0]
         grad_norm = prepare_gradients(self.optimizer)
         finite = agreed_finite(grad_norm)
         update_loss_scale(self.optimizer, overflowed=not finite)
@@ -295,17 +302,17 @@ class MegatronEngine:
             self.schedule.step(increment=1)
             self.num_updates += 1
             self._skips.applied()
-            return found | {"grad_norm": grad_norm, "skipped_updates": 0.0}
+            return metrics | {"grad_norm": grad_norm, "skipped_updates": 0.0}
         if scale is not None and scale[0] > scale[1]:
             lowered = loss_scale(self.optimizer)
             assert lowered is not None
             self._skips.overflowed(self.num_updates, scale[0], lowered[0])
         else:
             self._skips.skipped(self.num_updates, grad_norm, self._main_gradients())
-        return found | {"skipped_updates": 1.0}
+        return metrics | {"skipped_updates": 1.0}
 
     def _main_gradients(self) -> Iterator[Gradient]:
-        """This rank's, each with its parameter's position in the family's table and its name over all stages."""
+        """This rank's gradients, each with its parameter's position in the family's table and name over all stages."""
         positions = {param.name: position for position, param in enumerate(self.family.params(self.shape))}
         gradients = [named_gradients(chunk) for chunk in self.chunks]
         for param, chunk, name in local_params(self.family, self.shape, self.groups):
@@ -324,7 +331,7 @@ class MegatronEngine:
     def _run(
         self, packed: list[MicroBatch], read: Callable, finish: Callable, *, forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        """megatron's schedule over the micro-batches; the dicts that `finish` returned, on the last stage.
+        """Runs megatron's schedule over the micro-batches; returns the dicts that `finish` returned, on the last stage.
 
         read(micro-batch, model output) -> columns [T].  finish(*columns, micro-batch's columns) -> (loss, dict).
         """
@@ -368,9 +375,9 @@ class MegatronEngine:
         return batch.about_token(logprobs_P), batch.about_token(entropy_P)
 
     def export_buckets(self, bucket_bytes: int, needed: Needed | None = None) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full HF tensors in the family table's order; all ranks must consume all buckets.
+        """Yields full HF tensors in the family table's order; all ranks must consume all buckets.
 
-        needed: which ranks need a bucket, the others get it empty; None: every rank gets all of them.
+        needed: which ranks need a bucket, the others get it empty; None: every rank gets all buckets.
         """
         self.require_on_device(PARAMS, work="export_buckets")
         return export_buckets(
@@ -401,10 +408,10 @@ def _loss(batch: MicroBatch, read: Callable, finish: Callable, output: Tensor) -
 def _with_old(
     objective: Objective, logprobs_T: Tensor, entropy_T: Tensor, columns: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """objective, with the log-probs that it gets for the old ones; it returns both columns among its metrics."""
-    made = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
-    loss, metrics = objective(logprobs_T, entropy_T, columns | {"old_logprobs": made["logprobs"]})
-    return loss, metrics | made
+    """Calls the objective with its own log-probs as the old ones, and adds both columns to the metrics."""
+    own_columns = {"logprobs": logprobs_T.detach(), "entropy": entropy_T.detach()}
+    loss, metrics = objective(logprobs_T, entropy_T, columns | {"old_logprobs": own_columns["logprobs"]})
+    return loss, metrics | own_columns
 
 
 def _keep_outputs(names: Sequence[str], *outputs: Tensor | dict) -> tuple[Tensor, dict]:

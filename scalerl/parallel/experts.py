@@ -36,7 +36,7 @@ _GROUPED_ALIGN_BYTES = 16
 
 
 def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
-    """Arguments of TransformerConfig; none for a dense model."""
+    """The arguments of TransformerConfig that describe the experts; none for a dense model."""
     if not shape.num_experts:
         return {}
     return {
@@ -62,15 +62,15 @@ def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
 
 
 def mixture_layer_spec(dense_layer: ModuleSpec) -> ModuleSpec:
-    """The layer with experts in the place of its MLP."""
+    """The spec of a dense layer, with experts in the place of its MLP."""
     _repair_megatron()
     submodules = replace(cast("TransformerLayerSubmodules", dense_layer.submodules), mlp=Mixture)
     return ModuleSpec(module=MixtureLayer, submodules=submodules, params=dense_layer.params)
 
 
 def _repair_megatron() -> None:
-    """megatron-core 0.16.1 reads a name of transformer-engine where that is absent, and hands the sizes of its
-    all-to-all over as numpy only if they had to be copied from a GPU."""
+    """Repairs megatron-core 0.16.1, which reads a name of transformer-engine where that is absent, and hands the sizes
+    of its all-to-all over as numpy only if they had to be copied from a GPU."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if token_dispatcher.maybe_move_tensor_to_cpu is not _on_host:
@@ -83,7 +83,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 class MixtureLayer(TransformerLayer):
-    """Tells its router which micro-batch it sees; so also when the layer is computed again for the backward pass."""
+    """A layer that tells its router which micro-batch it sees, also when it is recomputed for the backward pass."""
 
     def forward(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
         cast("Mixture", self.mlp).router.micro_batch = packed_seq_params.routing
@@ -91,7 +91,7 @@ class MixtureLayer(TransformerLayer):
 
 
 class Mixture(MoELayer):
-    """megatron's layer; computed again for the backward pass, its router sees the micro-batch of that pass."""
+    """megatron's layer of experts; recomputed for the backward pass, its router sees the micro-batch of that pass."""
 
     router: Router
 
@@ -125,9 +125,9 @@ class Mixture(MoELayer):
 
 
 def _forget_graph(holder: object) -> None:
-    """Drops what autograd made of a pass.
+    """Drops the tensors of a pass that have an autograd graph.
 
-    Its graph leads back to the parameters by ways that the garbage collector does not see, so the model would keep
+    The graph leads back to the parameters by ways that the garbage collector does not see, so the model would keep
     itself, and its process groups, for ever.
     """
     for name, value in vars(holder).items():
@@ -150,7 +150,10 @@ class Router(TopKRouter):
         return self.micro_batch
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """logits [t, 1, experts] -> weights [t, experts], 0 where not chosen, and chosen [t, experts] bool."""
+        """Chooses the experts of each token from its logits [t, 1, experts].
+
+        Returns weights [t, experts], 0 where not chosen, and chosen [t, experts] bool.
+        """
         logits_TE = logits.flatten(0, 1)
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
@@ -173,16 +176,16 @@ class Router(TopKRouter):
     def get_replay_topk(
         self, scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable
     ) -> tuple[Tensor, Tensor]:
-        """megatron's seam: the scores and indices [t, topk] of the chosen experts."""
+        """The scores and indices [t, topk] of the chosen experts, replayed or recorded; megatron calls it."""
         top_TK, experts_TK = choose(scores_TE, topk, num_groups, group_topk)
         assert self.layer_number is not None
-        known, layer = self.micro_batch, self.layer_number - 1
-        if known is not None and known.replayed is not None:
-            given_TK = self._own_tokens(known.replayed)[:, layer]
-            experts_TK = torch.where(given_TK[:, :1] < 0, experts_TK, given_TK)
+        routing, layer = self.micro_batch, self.layer_number - 1
+        if routing is not None and routing.replayed is not None:
+            replayed_TK = self._own_tokens(routing.replayed)[:, layer]
+            experts_TK = torch.where(replayed_TK[:, :1] < 0, experts_TK, replayed_TK)
             top_TK = scores_TE.gather(1, experts_TK)
-        if known is not None and known.recorded is not None:
-            known.recorded[layer] = experts_TK
+        if routing is not None and routing.recorded is not None:
+            routing.recorded[layer] = experts_TK
         return top_TK, experts_TK
 
     def _losses(self, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor | None:
@@ -195,11 +198,11 @@ class Router(TopKRouter):
         is_real_T = rows_T >= 0
         loss = logits_TE.new_zeros(())
         if z:
-            found = (logits_TE.logsumexp(-1).square() * is_real_T).sum()
-            loss = loss + z * self._seen.add_loss("moe_z_loss", found)
+            z_loss = (logits_TE.logsumexp(-1).square() * is_real_T).sum()
+            loss = loss + z * self._seen.add_loss("moe_z_loss", z_loss)
         if balance:
-            found = self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
-            loss = loss + balance * self._seen.add_loss("moe_aux_loss", found)
+            balance_loss = self._balance(logits_TE, chosen_TE, rows_T.clamp_min(0), is_real_T)
+            loss = loss + balance * self._seen.add_loss("moe_aux_loss", balance_loss)
         return loss / self._seen.num_update_tokens
 
     @torch.no_grad()
@@ -258,7 +261,10 @@ class Experts(MegatronModule):
         self.linear_fc2 = _Stacked((num_local_experts, config.hidden_size, ffn), dtype)
 
     def forward(self, tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor) -> tuple[Tensor, None]:
-        """tokens_NH: sorted by expert; weights_N: of each. Returns [N, hidden] (etp: part of the sum), and no bias."""
+        """Applies the experts to tokens_NH, sorted by expert, scaled by weights_N.
+
+        Returns [N, hidden] (with etp this rank's part of the sum), and no bias.
+        """
         compute = grouped if self._can_group(tokens_NH) else one_by_one
         return compute(tokens_NH, tokens_per_expert, weights_N, self.linear_fc1.weight, self.linear_fc2.weight), None
 
@@ -270,7 +276,7 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensorFactory]:
-        """A key for each expert, `...local_experts.<global index>...`, as families/ names them."""
+        """The tensors of a checkpoint, a key for each expert: `...local_experts.<global index>...`, as in families/."""
         return {
             f"{prefix}{name}.weight": self._factory(
                 f"{prefix}{name}.weight", getattr(self, name).weight, sharded_offsets
@@ -286,13 +292,13 @@ class Experts(MegatronModule):
         def build(key: str, data: Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
             shards = []
             for local, tensor in enumerate(data):
-                of_expert = key.replace(".experts.", f".experts.local_experts.{first + local}.", 1)
+                expert_key = key.replace(".experts.", f".experts.local_experts.{first + local}.", 1)
                 # (dimension, place, number of places): gate and up are two parts of one tensor, each split over etp.
                 parts = [(0, etp_rank, 2 * etp), (0, etp + etp_rank, 2 * etp)] if is_gate_up else [(1, etp_rank, etp)]
                 for part, offset in zip(tensor.chunk(len(parts)), parts, strict=True):
                     shards.append(
                         ShardedTensor.from_rank_offsets(
-                            of_expert,
+                            expert_key,
                             part,
                             *sharded_offsets,
                             offset,
@@ -316,18 +322,20 @@ _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm
 
 
 def grouped(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    """All experts in two matrix products; as `one_by_one`."""
+    """Applies all experts in two grouped matrix products; arguments and result as of `one_by_one`."""
     ends = tokens_per_expert.cumsum(0).to(tokens_NH.device, torch.int32)
     inner = _swiglu(_grouped_mm(tokens_NH, fc1.transpose(1, 2), offs=ends), weights_N)
     return _grouped_mm(inner, fc2.transpose(1, 2), offs=ends)
 
 
 def one_by_one(tokens_NH: Tensor, tokens_per_expert: Tensor, weights_N: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
-    """fc1 [experts, 2 * ffn, H], fc2 [experts, H, ffn] -> [N, H]."""
+    """Applies one expert after the other: fc1 [experts, 2 * ffn, H], fc2 [experts, H, ffn] -> [N, H]."""
     sizes = tokens_per_expert.tolist()
     # unbind, because an index for each expert would make each a gradient of the whole weight.
     parts = zip(tokens_NH.split(sizes), weights_N.split(sizes), fc1.unbind(), fc2.unbind(), strict=True)
-    return torch.cat([F.linear(_swiglu(F.linear(x, gate_up), w), down) for x, w, gate_up, down in parts])
+    return torch.cat(
+        [F.linear(_swiglu(F.linear(tokens, gate_up), weights), down) for tokens, weights, gate_up, down in parts]
+    )
 
 
 def _swiglu(gate_up: Tensor, weights_N: Tensor) -> Tensor:
@@ -341,21 +349,21 @@ def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def router_biases(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By name: what an update moves without a gradient."""
+    """The biases of the routers by name, which an update moves without a gradient."""
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".expert_bias")}
 
 
 def named_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Likewise the gradients that megatron's data parallelism has gathered."""
+    """The gradients that megatron's data parallelism has gathered, by name as in `named_tensors`."""
     return _unstacked((name, getattr(parameter, "main_grad")) for name, parameter in model.named_parameters())  # noqa: B009
 
 
 def _unstacked(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    unstacked: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if ".experts." in name:
             for local, view in enumerate(tensor.detach()):
-                found[name.replace(".experts.", f".experts.local_experts.{local}.")] = view
+                unstacked[name.replace(".experts.", f".experts.local_experts.{local}.")] = view
         else:
-            found[name] = tensor
-    return found
+            unstacked[name] = tensor
+    return unstacked

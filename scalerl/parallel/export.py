@@ -1,4 +1,4 @@
-"""This layout's parameters -> full HF tensors in a static order, bucket by bucket.
+"""Export of a model: this layout's parameters -> full HF tensors in a static order, bucket by bucket.
 
 `export_buckets` joins them on the ranks that need them, by a few collectives for each bucket. `BucketWriter` has each
 rank copy what it holds into memory that all ranks see, so that every byte is copied once whatever the layout.
@@ -22,14 +22,17 @@ from scalerl.parallel.loading import local_params
 
 # Number of a bucket -> the ranks that need its tensors; the same on every rank.
 Needed = Callable[[int], Collection[int]]
-# Of a bucket, what one gather of shards holds at most.
+# Share of a bucket that one gather of shards holds at most.
 GATHER_FRAC = 0.25
-# Bytes; of every dtype a multiple.
+# Bytes, a multiple of the size of every dtype.
 ALIGNMENT = 16
 
 
 def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
-    """The same on every rank: parameters in table order, cut where a bucket would pass bucket_bytes; none is empty."""
+    """The parameters of each bucket: in table order, cut where a bucket would pass bucket_bytes; none is empty.
+
+    The same on every rank.
+    """
     buckets: list[list[Param]] = [[]]
     filled = 0
     for param in family.params(shape):
@@ -61,11 +64,12 @@ def export_buckets(
     bucket_bytes: int,
     needed: Needed | None = None,
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collective over tp, etp, ep, pp: every rank must consume all buckets. Yields lists of (HF name, full tensor).
+    """Yields the buckets as lists of (HF name, full tensor).
 
+    Collective over tp, etp, ep, pp: every rank must consume all buckets.
     needed: None: every rank needs every bucket. A rank that does not need one gets an empty list; it hands over its
     shards, and takes part in broadcasts, only where those that need it depend on that.
-    Beside a bucket it takes a part of one, GATHER_FRAC; of a tensor that is larger, once more that tensor.
+    Beside a bucket this takes GATHER_FRAC of one; for a tensor that is larger than that, the size of the tensor.
     """
     rank, layout = dist.get_rank(), groups.layout
     held = _held(chunks, family, shape, groups)
@@ -79,7 +83,10 @@ def export_buckets(
 
 
 class BucketWriter:
-    """tensors[bucket]: (HF name, shape, dtype) of what `write` writes; the same on every rank."""
+    """Copies what this rank holds of a bucket into memory that all ranks share.
+
+    tensors[bucket]: (HF name, shape, dtype) of what `write` writes; the same on every rank.
+    """
 
     def __init__(
         self,
@@ -105,9 +112,9 @@ class BucketWriter:
 
     @torch.no_grad()
     def write(self, bucket: int, out: Mapping[str, Tensor]) -> None:
-        """This rank's part of the bucket's tensors into `out` (HF name -> whole tensor), which all ranks share.
+        """Writes this rank's part of the bucket's tensors into `out` (HF name -> whole tensor), which all ranks share.
 
-        Of the ranks that hold the same part one writes it, each its share of the parameters.
+        Ranks that hold the same parts divide the parameters among them, so that each part is written once.
         """
         held = _held(self._chunks, self._family, self._shape, self._groups)
         layout, at = self._groups.layout, self._groups.at
@@ -134,8 +141,10 @@ class BucketWriter:
 
 
 def _held(chunks: Sequence[torch.nn.Module], family: Family, shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
-    """Name in the table -> this rank's shard. Of tied weights the first."""
-    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
+    """This rank's shards, by name in the table; of tied weights the first."""
+    tensors = {
+        (index, name): tensor for index, model in enumerate(chunks) for name, tensor in named_tensors(model).items()
+    }
     held: dict[str, Tensor] = {}
     for param, chunk, name in local_params(family, shape, groups):
         held.setdefault(param.name, tensors[chunk, name].detach())
@@ -176,10 +185,10 @@ class _Joining:
         self.joined: dict[str, Tensor] = {}
         here = dist.get_rank() % layout.stage_size
         # Places whose ranks receive the experts of their stage, since they or others of their expert group need them.
-        of_experts = {other for place in places for other in _expert_group(place, groups)}
+        expert_places = {other for place in places for other in _expert_group(place, groups)}
 
         def is_wanted(owner: _Owner) -> bool:
-            return here in places or (owner.has_expert and owner.stage == at.pp_rank and here in of_experts)
+            return here in places or (owner.has_expert and owner.stage == at.pp_rank and here in expert_places)
 
         owned = [(param, owners[param.name]) for param in bucket]
         travelling = [param for param, owner in owned if owner.sends(groups) and is_wanted(owner)]
@@ -187,7 +196,7 @@ class _Joining:
         self._ranges: dict[_Owner, slice] = {}
         self.flat = self._lay_out(sorted(travelling, key=lambda param: owners[param.name]), owners, dtype, device)
         self._join([param for param in mine if param.expert is None], groups.tp, places)
-        self._join([param for param in mine if param.expert is not None], groups.etp, of_experts)
+        self._join([param for param in mine if param.expert is not None], groups.etp, expert_places)
         for owner, part in self._ranges.items():
             if owner.has_expert and owner.stage == at.pp_rank and layout.ep_size > 1:
                 self._send(part, owner.ep_rank, groups.ep)
@@ -198,24 +207,24 @@ class _Joining:
     def _lay_out(
         self, params: Sequence[Param], owners: Mapping[str, _Owner], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Bytes with a place for each of these, those of one owner side by side."""
+        """Allocates the bytes of these parameters, a span for each, those of one owner side by side."""
         vocab_rows = padded_vocab_size(self._shape.vocab_size, self._groups.layout.tp_size)
-        places, end = [], 0
+        spans, end = [], 0
         for param in params:
             size = param.joined_shape(self._shape, vocab_rows)
             stored = torch.float32 if param.keeps_float32 else dtype
-            place = slice(end, end + stored.itemsize * math.prod(size))
-            places.append((param.name, place, stored, size))
-            end = _aligned(place.stop)
+            span = slice(end, end + stored.itemsize * math.prod(size))
+            spans.append((param.name, span, stored, size))
+            end = _aligned(span.stop)
             owner = owners[param.name]
-            self._ranges[owner] = slice(self._ranges.get(owner, place).start, end)
+            self._ranges[owner] = slice(self._ranges.get(owner, span).start, end)
         flat = torch.empty(end, dtype=torch.uint8, device=device)
-        for name, place, stored, size in places:
-            self.joined[name] = flat[place].view(stored).view(size)
+        for name, span, stored, size in spans:
+            self.joined[name] = flat[span].view(stored).view(size)
         return flat
 
     def _join(self, params: Sequence[Param], group: dist.ProcessGroup, places: Collection[int]) -> None:
-        """Collective over the group, whose ranks hold the shards of these. places: of the ranks that receive them."""
+        """Joins the shards of these parameters, which the group's ranks hold. Collective.  places: of the receivers."""
         ranks = dist.get_process_group_ranks(group)
         size, receivers = len(ranks), [rank for rank in ranks if rank % self._groups.layout.stage_size in places]
         if not receivers:
@@ -233,10 +242,10 @@ class _Joining:
                 _view(local, start, shard).copy_(shard)
             gathered = self._gathered(local, receivers, group)
             for param, shard, start in zip(piece, shards, starts, strict=False) if receives else ():
-                self._put(param, [_view(of_rank, start, shard) for of_rank in gathered])
+                self._put(param, [_view(rank_bytes, start, shard) for rank_bytes in gathered])
 
     def _gathered(self, local: Tensor, receivers: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-        """What each rank of the group gives, on the receivers; on the others it may be nothing."""
+        """What each rank of the group gives, on the receivers; on the others the list may be empty."""
         size = dist.get_world_size(group)
         if len(receivers) > 1:
             gathered = [torch.empty_like(local) for _ in range(size)]
@@ -283,7 +292,7 @@ class _Owner:
 
 
 def _pieces(params: Sequence[Param], sizes: Sequence[int], limit: int) -> Iterator[list[Param]]:
-    """In order, as many as fit into the limit at a time, at least one."""
+    """Splits the parameters, in order, into lists of as many as fit into the limit, at least one."""
     piece: list[Param] = []
     filled = 0
     for param, size in zip(params, sizes, strict=True):
@@ -306,8 +315,7 @@ def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _expert_group(place: int, groups: Groups) -> range:
-    """Places of the ranks of a stage that have the experts of a layer between them, as the one at this place has its
-    shard of each."""
+    """Places of a stage's ranks that together hold all experts of a layer, in the shards of this place's etp rank."""
     layout = groups.layout
     first = place // layout.experts_size * layout.experts_size + place % layout.etp_size
     return range(first, first + layout.experts_size, layout.etp_size)

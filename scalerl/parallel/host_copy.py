@@ -12,7 +12,7 @@ import torch
 
 from scalerl.checkpoint.pieces import Piece
 
-# Where each piece begins: what any vectorised copy wants.
+# Each piece begins at a multiple of this: what any vectorised copy wants.
 _ALIGN_BYTES = 64
 
 
@@ -24,7 +24,7 @@ class HostCopy:
         self._pinned = False
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces with their numbers as they are now. They stay until the next call."""
+        """Copies the pieces as they are now to host memory. The copies stay until the next call."""
         taken = list(pieces)
         sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in taken)
         starts = list(itertools.accumulate(sizes, initial=0))
@@ -42,7 +42,7 @@ class HostCopy:
         return copies
 
     def release(self) -> None:
-        """The pieces that were taken are gone then."""
+        """Releases the memory; the pieces that were taken are then gone."""
         if self._pinned:
             _cuda_runtime().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False

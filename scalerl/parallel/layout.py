@@ -1,4 +1,4 @@
-"""How many ranks a model is spread over, in which order, and the process groups of this rank."""
+"""The layout of a model: how many ranks it is spread over, in which order, and the process groups of this rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout(LayoutSizes):
-    """Sizes that fit each other, and where they put each rank; no torch.distributed.
+    """The sizes of a layout, checked against each other, and the place of each rank in it; no torch.distributed.
 
     Ranks count tp first, then cp, then dp, then pp (megatron-core: tp-cp-ep-dp-pp). Inside one pipeline stage the
     experts count their own way over the same ranks: etp first, then ep, then the data-parallel copies of an expert.
@@ -50,6 +50,7 @@ class Layout(LayoutSizes):
             raise ValueError(f"the product of {self.hierarchical_cp_sizes} is not cp_size = {self.cp_size}")
 
     def coordinates(self, rank: int) -> Coordinates:
+        """The place of a rank in the layout."""
         in_stage = rank % self.stage_size
         return Coordinates(
             tp_rank=in_stage % self.tp_size,
@@ -69,14 +70,15 @@ class Layout(LayoutSizes):
         return [rank_of_dp_rank[dp_rank] for dp_rank in range(self.dp_size)]
 
     def is_output_rank(self, rank: int) -> bool:
-        at = self.coordinates(rank)
-        return at.tp_rank == 0 and at.cp_rank == 0 and at.pp_rank == self.pp_size - 1
+        """Whether the rank holds the results of its dp rank, as `output_ranks` says."""
+        coordinates = self.coordinates(rank)
+        return coordinates.tp_rank == 0 and coordinates.cp_rank == 0 and coordinates.pp_rank == self.pp_size - 1
 
     def layers(self, num_layers: int, pp_rank: int) -> list[range]:
-        """Global indices of the layers of each model chunk of that stage.
+        """Global indices of the layers of each model chunk of a pipeline stage.
 
         Chunk c of all stages comes before chunk c + 1 of any: with 8 layers, 2 stages and 2 chunks, stage 0 holds
-        [0, 1] and [4, 5]. Raises ValueError where the layers cannot be divided so.
+        [0, 1] and [4, 5]. Raises ValueError if the layers cannot be divided so.
         """
         per_chunk = self.pipeline.chunks(num_layers)
         begin = sum(per_chunk[:pp_rank])
@@ -86,7 +88,7 @@ class Layout(LayoutSizes):
         ]
 
     def owner_of_layer(self, num_layers: int, layer: int) -> tuple[int, int]:
-        """(pp_rank, chunk) of a global layer index."""
+        """The stage and model chunk, (pp_rank, chunk), of a global layer index."""
         for pp_rank in range(self.pp_size):
             for chunk, layers in enumerate(self.layers(num_layers, pp_rank)):
                 if layer in layers:
@@ -148,8 +150,8 @@ def initialize(
     # Threads that were still at work when a run ended (megatron's writer of checkpoints) may have held some of it.
     collect_garbage()
     if not dist.is_initialized():
-        place = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
+        rendezvous = {} if store is None else {"store": store, "rank": rank, "world_size": layout.world_size}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **rendezvous)
     parallel_state.initialize_model_parallel(
         layout.tp_size,
         layout.pp_size,
@@ -163,10 +165,10 @@ def initialize(
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    at = layout.coordinates(dist.get_rank())
+    coordinates = layout.coordinates(dist.get_rank())
     # After initialize_model_parallel each of its ranks and groups is there, which its types do not say.
     state: Any = parallel_state
-    theirs = Coordinates(
+    megatron_coordinates = Coordinates(
         tp_rank=state.get_tensor_model_parallel_rank(),
         cp_rank=state.get_context_parallel_rank(),
         dp_rank=state.get_data_parallel_rank(),
@@ -174,10 +176,12 @@ def initialize(
         etp_rank=state.get_expert_tensor_parallel_rank(),
         ep_rank=state.get_expert_model_parallel_rank(),
     )
-    assert theirs == at, f"megatron's rank order {theirs} is not ours {at}"
+    assert megatron_coordinates == coordinates, (
+        f"megatron's rank order {megatron_coordinates} is not ours {coordinates}"
+    )
     return Groups(
         layout,
-        at,
+        coordinates,
         tp=state.get_tensor_model_parallel_group(),
         cp=state.get_context_parallel_group(),
         dp=state.get_data_parallel_group(),

@@ -1,4 +1,4 @@
-"""HF safetensors -> this rank's parameters. Each rank reads only its slices, one tensor at a time."""
+"""Loading of HF safetensors into this rank's parameters: a rank reads only its slices, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[
                     if param.expert is None:
                         yield param, chunk, name
                     elif param.expert in experts:
-                        held = f"local_experts.{param.expert - experts.start}."
-                        yield param, chunk, name.replace(f"local_experts.{param.expert}.", held, 1)
+                        local_expert = f"local_experts.{param.expert - experts.start}."
+                        yield param, chunk, name.replace(f"local_experts.{param.expert}.", local_expert, 1)
         elif param.stage_part == "first":
             if groups.is_first_stage:
                 yield param, 0, param.name
@@ -42,9 +42,10 @@ def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[
 def load_hf_weights(
     chunks: Sequence[torch.nn.Module], model_path: str, family: Family, shape: ModelShape, groups: Groups
 ) -> None:
-    """chunks: this stage's models. Raises ValueError listing every missing, extra or wrongly shaped tensor.
+    """Fills `chunks`, this stage's models, with the weights of a model directory.
 
-    A value model may start from a language model, whose head is left out: its own keeps what it was built with.
+    A value model may start from a language model, whose head is left out: its own head keeps its initial numbers.
+    Raises ValueError listing every missing, extra or wrongly shaped tensor.
     """
     stored = ModelShape.from_hf(model_path)
     with HFWeights(model_path) as weights:
@@ -61,7 +62,9 @@ def _fill(
     groups: Groups,
 ) -> None:
     """names: of the tensors that the directory has."""
-    tensors = {(index, name): x for index, model in enumerate(chunks) for name, x in named_tensors(model).items()}
+    tensors = {
+        (index, name): tensor for index, model in enumerate(chunks) for name, tensor in named_tensors(model).items()
+    }
     at, layout = groups.at, groups.layout
     for param, chunk, name in local_params(family, shape, groups):
         target = tensors.pop((chunk, name))

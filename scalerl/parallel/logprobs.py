@@ -38,11 +38,10 @@ def linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Of softmax(hidden @ weight^T / temperature): log-probability of each label, entropy in nats.
+    """The log-probability of each label, and the entropy in nats, under softmax(hidden @ weight^T / temperature).
 
     hidden_TH: [T, H], the same on all ranks of tp_group.  weight_VH: [V, H], rows tp_rank * V ... of the padded
-    vocabulary.  Both float32, bfloat16 or float16; logits are float32 (on a GPU never
-    rounded to less).
+    vocabulary.  Both float32, bfloat16 or float16; logits are float32 (on a GPU never rounded to less).
     labels_T: [T] int64 in [0, vocab_size).  vocab_size: rows from here on are padding and take no probability.
     tp_group: None for a vocabulary that is not split.  chunk_tokens: None: `tokens_of_chunk`.
     Returns two [T] float32, the same on all ranks, with gradients for hidden and weight.
@@ -65,12 +64,12 @@ def linear_logprobs(
 
 
 def tokens_of_chunk(device: str, num_words: int) -> int:
-    """Tokens of which the logits exist at a time.  num_words: of this rank."""
+    """The number of tokens whose logits exist at a time.  num_words: of this rank."""
     return max(1, min(CHUNK_TOKENS[device], CHUNK_BYTES[device] // (4 * max(1, num_words))))
 
 
 def chunk_cost(num_tokens: int, num_words: int, hidden_size: int, weight_bytes: int = 2) -> dict[str, float]:
-    """What the backward pass of one chunk does on a GPU: {"flops", "bytes"}, of which the larger time counts.
+    """The work of one chunk's backward pass on a GPU: {"flops", "bytes"}, of which the longer one decides the time.
 
     Products (logits again, gradient of hidden, gradient of the weight): 6 C W H FLOPs. Memory: the weight twice and its
     float32 gradient in and out, W H (2 weight_bytes + 8), and seven passes over [C, W] float32. Of 152,000 words,
@@ -214,12 +213,12 @@ def _local_sums(
     """[4, T], over this rank's words, with z = logit / temperature: max z, sum exp(z - max), z_label - max (of any word
     where the label is another rank's), sum exp(z - max) * (z - max)."""
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
-    found = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
-    max_T, sum_T, label_T, weighted_T = found
+    statistics = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
+    max_T, sum_T, label_T, weighted_T = statistics
     if not words.count:
         # No infinity: its difference from another one is no number.
         max_T.fill_(torch.finfo(dtype).min)
-        return found
+        return statistics
     rows_T, _ = words.find(labels_T)
     for part, z_CW, exp_CW in _chunks(hidden_TH, weight_VH, words, temperature, chunk_tokens):
         torch.amax(z_CW, -1, out=max_T[part])
@@ -228,7 +227,7 @@ def _local_sums(
         torch.exp(z_CW, out=exp_CW)
         torch.sum(exp_CW, -1, out=sum_T[part])
         torch.sum(exp_CW.mul_(z_CW), -1, out=weighted_T[part])
-    return found
+    return statistics
 
 
 def _sum_over_ranks(
@@ -276,7 +275,7 @@ class _WeightGradient:
             self.total[rows].add_(torch.mm(grad_CW[:, rows].t(), hidden_CH))
 
     def finish(self) -> Tensor | None:
-        """What autograd is told."""
+        """The gradient that autograd gets for the weight."""
         if not self.in_main_grad:
             return self.total.to(self.weight.dtype)
         mark(self.weight, grad_added_to_main_grad=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 
 def mark(parameter: Tensor, **attributes: Any) -> None:
-    """tensor_model_parallel, partition_dim, partition_stride, sequence_parallel, allreduce: as megatron reads them."""
+    """Sets attributes of a parameter as megatron reads them: tensor_model_parallel, partition_dim, partition_stride,
+    sequence_parallel, allreduce, grad_added_to_main_grad."""
     for name, value in attributes.items():
         setattr(parameter, name, value)

@@ -24,12 +24,12 @@ NO_ALIGNMENT = Alignment()
 
 @dataclass
 class Packing(PackedSeqParams):
-    """megatron's description of a packed micro-batch and what scalerl's attention wants to know besides.
+    """megatron's description of a packed micro-batch, with what scalerl's attention and routers need in addition.
 
     lengths: of all packed sequences, padding included, on the host: reading cu_seqlens would wait for the device.
     order, natural: [P] `zigzag_order` and its inverse on the device; None without context parallelism.
     cos_sin: rotary tables [2, P / cp, head_dim / 2] float32 of this rank's tokens; the engine fills them in.
-    routing: what the routers of a mixture want to know; the engine fills it in.
+    routing: what the routers of a mixture need; the engine fills it in.
     """
 
     lengths: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Packing(PackedSeqParams):
 
     @property
     def routed(self) -> Routing:
-        """`routing`, of a micro-batch that the engine gave one."""
+        """`routing` of a micro-batch for which the engine has filled it in."""
         assert self.routing is not None
         return self.routing
 
@@ -51,7 +51,8 @@ class MicroBatch:
 
     input_ids, position_ids: [1, P / cp] int64.  labels: [P / cp] int64, the next token of each.
     columns: name -> [T].  cu_seqlens: [num rows + 1] int64 of the real tokens.
-    made_at: [T] int64, for each real token the place, in the cp ranks' results end to end, of the result about it.
+    prediction_indices, token_indices: [T] int64, for each real token the index, in the cp ranks' results end to end, of
+    the result about it and of the result at its own position.
     is_first: [T] bool, first token of its sequence: no result is about it.
     """
 
@@ -61,23 +62,23 @@ class MicroBatch:
     labels: Tensor
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
-    made_at: Tensor
-    own_at: Tensor
+    prediction_indices: Tensor
+    token_indices: Tensor
     is_first: Tensor
     num_tokens: int
     num_padded_tokens: int
     packing: Packing
 
     def about_token(self, results_P: Tensor) -> Tensor:
-        """Results that each token holds about the next one -> [T] about the token itself, 0 for first tokens.
+        """Moves results that each token holds about the next one to that token: [T], 0 for first tokens.
 
         results_P: [P], those of all cp ranks end to end.
         """
-        return results_P[self.made_at].masked_fill(self.is_first, 0.0)
+        return results_P[self.prediction_indices].masked_fill(self.is_first, 0.0)
 
     def of_token(self, results_P: Tensor) -> Tensor:
-        """[P] results of all cp ranks end to end -> [T] in packed order."""
-        return results_P[self.own_at]
+        """Selects the real tokens' results: [P] of all cp ranks end to end -> [T] in packed order."""
+        return results_P[self.token_indices]
 
 
 def pack(
@@ -89,10 +90,9 @@ def pack(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> MicroBatch:
-    """The rows end to end, aligned as the layout needs, and this cp rank's part of the tokens.
+    """Packs rows end to end, aligned as the layout needs, and takes this cp rank's part of the tokens.
 
-    Padding after a sequence is seen by none of its tokens; the rest that makes the whole divisible is a sequence of its
-    own.
+    Padding after a sequence is seen by none of its tokens; padding that makes the whole divisible is one more sequence.
     """
     ids = batch.tokens["input_ids"].select(rows)
     lengths = ids.lengths.tolist()
@@ -100,15 +100,15 @@ def pack(
     cu_seqlens, cu_padded = cu_seqlens_of(lengths), cu_seqlens_of(padded)
     num_tokens, total = sum(lengths), sum(padded)
     starts = cu_padded[: len(lengths)]
-    # [T] places of the real tokens among the P.
-    real_at = torch.arange(num_tokens) + (starts - cu_seqlens[:-1]).repeat_interleave(ids.lengths)
+    # [T] indices of the real tokens among the P.
+    token_indices = torch.arange(num_tokens) + (starts - cu_seqlens[:-1]).repeat_interleave(ids.lengths)
     packed_ids = torch.zeros(total, dtype=torch.int64)
-    packed_ids[real_at] = ids.values
+    packed_ids[token_indices] = ids.values
     positions = torch.arange(total) - cu_padded[:-1].repeat_interleave(cu_padded.diff())
     labels = packed_ids.roll(-1)
     is_first = torch.zeros(num_tokens, dtype=torch.bool)
     is_first[cu_seqlens[:-1]] = True
-    made_at = (real_at - 1).clamp_min(0)
+    prediction_indices = (token_indices - 1).clamp_min(0)
     order = natural = None
     if cp_size > 1:
         order = zigzag_order(tuple(padded), cp_size)
@@ -116,7 +116,7 @@ def pack(
         natural[order] = torch.arange(total)
         mine = order.view(cp_size, -1)[cp_rank]
         packed_ids, positions, labels = packed_ids[mine], positions[mine], labels[mine]
-        made_at, real_at = natural[made_at], natural[real_at]
+        prediction_indices, token_indices = natural[prediction_indices], natural[token_indices]
         order, natural = order.to(device), natural.to(device)
     cu_padded_i32 = cu_padded.to(torch.int32).to(device)
     return MicroBatch(
@@ -126,8 +126,8 @@ def pack(
         labels=labels.to(device),
         cu_seqlens=cu_seqlens.to(device),
         columns={name: column.select(rows).values.to(device) for name, column in batch.tokens.items()},
-        made_at=made_at.to(device),
-        own_at=real_at.to(device),
+        prediction_indices=prediction_indices.to(device),
+        token_indices=token_indices.to(device),
         is_first=is_first.to(device),
         num_tokens=num_tokens,
         num_padded_tokens=total - num_tokens,
@@ -145,20 +145,21 @@ def pack(
 
 
 def _padded(lengths: list[int], alignment: Alignment) -> list[int]:
-    """Tokens that each packed sequence takes, and those of one more where the whole would not be divisible."""
+    """Tokens of each packed sequence with padding, and of one more sequence if the whole would not be divisible."""
     padded = alignment.of_sequences(np.array(lengths)).tolist()
     rest = alignment.of_micro_batch(sum(padded)) - sum(padded)
     return [*padded, rest] if rest else padded
 
 
 def unpack(num_rows: int, micro_batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> Jagged:
-    """values[i]: [T] of micro_batches[i] -> one row per row of the batch, in the batch's order."""
+    """Splits per-token values into rows: values[i], [T] of micro_batches[i] -> the rows in the batch's order."""
     rows: list[Tensor | None] = [None] * num_rows
     for micro_batch, values_T in zip(micro_batches, values, strict=True):
         bounds = micro_batch.cu_seqlens.tolist()
         values_T = values_T.cpu()
         for row, start, end in zip(micro_batch.rows, bounds, bounds[1:], strict=False):
             rows[row] = values_T[start:end]
-    found = [values_T for values_T in rows if values_T is not None]
-    assert len(found) == num_rows, f"rows {[at for at, row in enumerate(rows) if row is None]} are in no micro-batch"
-    return Jagged.from_list(found, found[0].dtype)
+    missing = [row for row, values_T in enumerate(rows) if values_T is None]
+    assert not missing, f"rows {missing} are in no micro-batch"
+    complete = [values_T for values_T in rows if values_T is not None]
+    return Jagged.from_list(complete, complete[0].dtype)

@@ -15,7 +15,7 @@ from scalerl.families import ModelShape
 
 
 def latent_config(shape: ModelShape) -> dict[str, Any]:
-    """Arguments of MLATransformerConfig beside those of every model; none without latent attention."""
+    """The arguments of MLATransformerConfig that only latent attention has; none without it."""
     if shape.kv_lora_rank is None:
         return {}
     yarn = {key: value for key, value in (shape.rope_scaling or {}).items() if key not in ("rope_type", "factor")}
@@ -36,7 +36,7 @@ def latent_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def latent_layer_spec(norm: type, *, on_cpu: bool) -> ModuleSpec:
-    """norm: RMSNorm class of the compressed queries and of the compressed keys and values."""
+    """The spec of a layer with latent attention.  norm: RMSNorm class of compressed queries, keys and values."""
     # megatron asks for this argument everywhere but here.
     multi_latent_attention.YarnRotaryEmbedding = partial(YarnRotaryEmbedding, use_cpu_initialization=on_cpu)
     if not isinstance(multi_latent_attention.TELinear, type):

@@ -33,6 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups, *, on_cpu: bool) -> TransformerConfig:
+    """megatron's configuration of the model on this layout.  Raises UserError for overrides that megatron refuses."""
     layout = groups.layout
     dtype = DTYPES[config.dtype]
     latent = latent_config(shape)
@@ -94,11 +95,11 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         **mixture_config(shape, config),
         **latent,
     )
-    given = megatron_values("override_transformer_config", config.override_transformer_config)
+    overrides = megatron_values("override_transformer_config", config.override_transformer_config)
     try:
-        return (MLATransformerConfig if latent else TransformerConfig)(**(own | given))
+        return (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
     except (AssertionError, ImportError, ValueError) as error:
-        if not given:
+        if not overrides:
             raise
         raise UserError(f"override_transformer_config = {show(config.override_transformer_config)}: {error}") from error
 
@@ -108,7 +109,7 @@ def _finalize_grads(model: list, num_tokens: torch.Tensor | None = None, **kwarg
 
 
 def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
-    """Rotary embedding and attention of each layer: torch's, or Transformer Engine's with cp_comm_type."""
+    """The spec of each layer's rotary embedding and attention: torch's, or Transformer Engine's with cp_comm_type."""
     if config.cp_comm_type is None:
         return ModuleSpec(module=PackedAttention, params={"cp_group": groups.cp})
     require_transformer_engine(config, groups)
@@ -116,13 +117,13 @@ def core_attention(config: TransformerConfig, groups: Groups) -> ModuleSpec:
 
 
 def _block(layer_specs: list[ModuleSpec]) -> Any:
-    """What GPTModel takes for a spec of all layers, and its type does not say."""
+    """The spec of all layers, in a form that GPTModel takes although its type does not say so."""
     norm: Any = RMSNorm
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
 def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) -> list[GPTModel]:
-    """This stage's model chunks, weights not set."""
+    """Builds this stage's model chunks, whose weights are not set yet."""
     if config.multi_latent_attention:
         layer = latent_layer_spec(RMSNorm, on_cpu=config.use_cpu_initialization)
     else:

@@ -1,5 +1,7 @@
-"""What the routers of a mixture of experts know about a micro-batch (whose its tokens are, which experts to take), and
-what they say of it."""
+"""What the routers of a mixture of experts need to know about a micro-batch, and what they record about it.
+
+They know the row of each token and, for a replay, the experts to take; they record experts and losses.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ LOSS_COEFFICIENTS = {"moe_aux_loss": "moe_aux_loss_coeff", "moe_z_loss": "moe_z_
 
 @dataclass
 class Routing:
-    """rows: [t] int64, for each token of this cp rank its row of the micro-batch, -1 for padding.
+    """What routers know and record about one micro-batch.
+
+    rows: [t] int64, for each token of this cp rank its row of the micro-batch, -1 for padding.
 
     num_update_tokens: of all micro-batches and dp ranks of the update.
     replayed: [t, layers, k] experts to take, -1: the router's own choice; None: all its own.
-    recorded: layer -> [t / tp, k] experts that were taken; None: nobody wants to know.
+    recorded: layer -> [t / tp, k] experts that were taken; None: nothing is recorded.
     loss_sums: of this rank's layers and tokens, before the coefficients, by name of LOSS_COEFFICIENTS.
     """
 
@@ -40,14 +44,14 @@ class Routing:
     loss_sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add_loss(self, name: str, loss: Tensor) -> Tensor:
-        """Counts a sum over tokens, which it returns."""
-        found = loss.detach().double()
-        self.loss_sums[name] = self.loss_sums[name] + found if name in self.loss_sums else found
+        """Adds a loss, summed over tokens, to `loss_sums`; returns it unchanged."""
+        loss_sum = loss.detach().double()
+        self.loss_sums[name] = self.loss_sums[name] + loss_sum if name in self.loss_sums else loss_sum
         return loss
 
 
 def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool = False, with_losses: bool) -> None:
-    """Fills in packing.routing; replays the column `routed_experts` where there is one.
+    """Fills in packing.routing of each micro-batch; routers replay the column `routed_experts` if there is one.
 
     Collective over dp if with_losses, which need the number of tokens of the whole update.
     """
@@ -57,12 +61,12 @@ def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool =
     for batch in batches:
         lengths = batch.cu_seqlens.diff()
         rows_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        given = batch.columns.get(ROUTED_EXPERTS)
+        routed_experts = batch.columns.get(ROUTED_EXPERTS)
         batch.packing.routing = Routing(
             rows=_of_cp_rank(batch, rows_T, groups),
             num_rows=len(lengths),
             num_update_tokens=int(num_tokens),
-            replayed=None if given is None else _of_cp_rank(batch, given.long(), groups),
+            replayed=None if routed_experts is None else _of_cp_rank(batch, routed_experts.long(), groups),
             recorded={} if record else None,
         )
 
@@ -70,7 +74,7 @@ def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool =
 def _of_cp_rank(batch: MicroBatch, values_T: Tensor, groups: Groups) -> Tensor:
     """Values of the real tokens -> those of this cp rank's tokens, -1 for padding."""
     values_P = values_T.new_full((batch.num_tokens + batch.num_padded_tokens, *values_T.shape[1:]), -1)
-    values_P[batch.own_at] = values_T
+    values_P[batch.token_indices] = values_T
     return values_P.unflatten(0, (groups.layout.cp_size, -1))[groups.at.cp_rank]
 
 
@@ -94,7 +98,9 @@ def recorded_experts(
 
 
 def router_losses(batches: Sequence[MicroBatch], shape: ModelShape, config: Any, groups: Groups) -> dict[str, float]:
-    """Losses whose coefficient is not 0, before it: means over the tokens of the update and the layers with experts.
+    """The routers' losses before their coefficients: means over the tokens of the update and the layers with experts.
+
+    A loss whose coefficient is 0 is left out.
 
     config: megatron's. Collective over all ranks of the model.
     """
@@ -103,9 +109,9 @@ def router_losses(batches: Sequence[MicroBatch], shape: ModelShape, config: Any,
         return {}
     sums = torch.zeros(len(names), dtype=torch.float64, device=batches[0].input_ids.device)
     for routing in (batch.packing.routed for batch in batches):
-        for at, name in enumerate(names):
+        for index, name in enumerate(names):
             # A stage may be without a mixture.
-            sums[at] += routing.loss_sums.get(name, 0.0)
+            sums[index] += routing.loss_sums.get(name, 0.0)
     # A mixture trains over tp with sequence parallelism alone, where each rank routes tokens of its own.
     for group in (groups.tp, groups.dp_cp, groups.pp):
         dist.all_reduce(sums, group=group)

@@ -30,17 +30,20 @@ class SkippedUpdates:
         self.in_a_row = 0
 
     def applied(self) -> None:
+        """Notes that an update was applied, which ends the row of skipped ones."""
         self.in_a_row = 0
 
     def skipped(self, update: int, grad_norm: float, gradients: Iterable[Gradient]) -> None:
-        """Warns on the lowest rank that has the first gradient. Raises NonFiniteGradientError at the limit.
+        """Counts a skipped update, and warns on the lowest rank that has the first gradient that is not finite.
 
-        update: number of the one that was skipped. grad_norm: over all ranks.
+        Raises NonFiniteGradientError at the limit.
+
+        update: number of the skipped update. grad_norm: over all ranks.
         """
         self.in_a_row += 1
-        rank, what = first_nonfinite(gradients)
+        rank, reason = first_nonfinite(gradients)
         message = (
-            f"update {update} skipped on all ranks, no weight was changed: the gradient norm is {grad_norm}; {what}"
+            f"update {update} skipped on all ranks, no weight was changed: the gradient norm is {grad_norm}; {reason}"
         )
         if dist.get_rank() == rank:
             logger.warning("%s; %d in a row, %d end the run", message, self.in_a_row, self.limit)
@@ -54,16 +57,19 @@ class SkippedUpdates:
             )
 
     def overflowed(self, update: int, scale: float, next_scale: float) -> None:
-        """A skip by which float16's loss scale finds its size: no sign of trouble, so it does not count."""
+        """Logs a skip by which float16's loss scale finds its size: no sign of trouble, so it does not count."""
         if dist.get_rank() == 0:
             logger.info("update %d skipped: gradients overflow at loss scale %g, next %g", update, scale, next_scale)
 
 
 def first_nonfinite(gradients: Iterable[Gradient]) -> tuple[int, str]:
-    """Collective. (the lowest rank that has it, what it is) for the first parameter, in the table's order."""
-    found: list[tuple[int, int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _first_here(gradients))
-    firsts = [first for first in found if first is not None]
+    """Finds the first parameter, in the table's order, whose gradient is not finite. Collective.
+
+    Returns the lowest rank that has it and a description.
+    """
+    first_by_rank: list[tuple[int, int, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(first_by_rank, _first_here(gradients))
+    firsts = [first for first in first_by_rank if first is not None]
     if not firsts:
         return 0, "every value of it is finite, but the sum of their squares is not"
     order, rank, text = min(firsts)

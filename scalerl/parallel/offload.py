@@ -25,11 +25,14 @@ _PINNED_WASTE = 1 / 16
 
 
 class OffloadedError(RuntimeError):
-    """A part is in host memory and the work asked for needs it on the device."""
+    """A part of a model is in host memory, and the requested work needs it on the device."""
 
 
 class Offload:
-    """Where the parts of one model are. A part that is away has storages of size 0: touching it would read nothing."""
+    """Moves the parts of one model to host memory and back.
+
+    A part that is away has storages of size 0: touching it would read nothing.
+    """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], ddp_chunks: Sequence[Any], optimizer: Any | None) -> None:
         """chunks: this stage's models; ddp_chunks: the same wrapped by megatron's DDP, empty for a frozen model."""
@@ -56,7 +59,7 @@ class Offload:
                 ddp.offload_grad_buffers(empty_cache=False)
         self.away |= leaving
         self.away_bytes |= {part: sizes[part] for part in leaving}
-        # What torch keeps for reuse is not there for the other processes on the device.
+        # Memory that torch keeps for reuse is not available to the other processes on the device.
         torch.cuda.empty_cache()
 
     def to_device(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
@@ -85,8 +88,8 @@ class Offload:
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes that each part holds on the device now; 0 for a part that is away or that the model does not have."""
-        found = {part: _total_bytes(itertools.chain(*self._tensors(part))) for part in (PARAMS, OPTIMIZER)}
-        return found | {GRADS: _total_bytes(buffer.grad_data for buffer in self._buffers())}
+        bytes_by_part = {part: _total_bytes(itertools.chain(*self._tensors(part))) for part in (PARAMS, OPTIMIZER)}
+        return bytes_by_part | {GRADS: _total_bytes(buffer.grad_data for buffer in self._buffers())}
 
     def _named(self, **wanted: bool) -> frozenset[str]:
         has = {PARAMS: True, GRADS: bool(self._ddp_chunks), OPTIMIZER: self._optimizer is not None}
@@ -115,19 +118,21 @@ class Offload:
     def _optimizer_tensors(self) -> list[list[Tensor]]:
         """Main parameters and Adam's moments; not the model's own parameters, which an fp32 optimizer updates."""
         held = {_storage_id(tensor) for tensor in itertools.chain(*self._param_tensors())}
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for part in optimizer_parts(self._optimizer) if self._optimizer is not None else []:
             if part.is_stub_optimizer:
                 continue
-            found += [p for group in part.optimizer.param_groups for p in group["params"] if _storage_id(p) not in held]
+            tensors += [
+                p for group in part.optimizer.param_groups for p in group["params"] if _storage_id(p) not in held
+            ]
             # A count of steps is one number, and torch's Adam wants it on the host.
-            found += [
+            tensors += [
                 value
                 for state in part.optimizer.state.values()
                 for value in state.values()
                 if torch.is_tensor(value) and value.dim() > 0
             ]
-        return _by_dtype(found)
+        return _by_dtype(tensors)
 
 
 class _FlatTensors:
@@ -198,7 +203,7 @@ class _HostBuffer:
         ]
 
     def write(self, offset: int, source: Tensor) -> None:
-        """source, uint8, into the buffer from that byte on."""
+        """Copies `source`, uint8, into the buffer from that byte on."""
         for mine, theirs in self._overlaps(offset, source):
             mine.copy_(theirs, non_blocking=self.pinned)
 
@@ -214,12 +219,12 @@ class _HostBuffer:
 
 
 def pinned_pieces(num_bytes: int) -> list[int]:
-    """Sizes that add up to num_bytes; rounded up to powers of two, as torch rounds pinned memory, little is wasted."""
-    pieces, left = [], num_bytes
-    while left > num_bytes * _PINNED_WASTE:
-        pieces.append(1 << (left.bit_length() - 1))
-        left -= pieces[-1]
-    return [*pieces, left] if left else pieces
+    """Sizes that add up to num_bytes and waste little when torch rounds each up to a power of two (pinned memory)."""
+    pieces, remaining = [], num_bytes
+    while remaining > num_bytes * _PINNED_WASTE:
+        pieces.append(1 << (remaining.bit_length() - 1))
+        remaining -= pieces[-1]
+    return [*pieces, remaining] if remaining else pieces
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -239,7 +244,7 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Of the tensors, each once."""
+    """The storages of the tensors, each once."""
     return list({_storage_id(tensor): tensor.untyped_storage() for tensor in tensors}.values())
 
 

@@ -24,6 +24,7 @@ _NO_DECAY_STEPS = 10**12
 
 
 def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConfig, dtype: torch.dtype) -> Any:
+    """megatron's Adam for the chunks, which its DDP has wrapped, with allocated state.  dtype: of the weights."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -58,7 +59,7 @@ def optimizer_parts(optimizer: Any) -> list[Any]:
 
 @torch.no_grad()
 def prepare_gradients(optimizer: Any) -> float:
-    """Brings main gradients, without the loss scale, to where the inner optimizer finds them. Returns their norm.
+    """Copies the gradients, without the loss scale, to where the inner optimizer reads them; returns their norm.
 
     The norm is that of the whole gradient, over all ranks. megatron's prepare_grads would also change the loss scale,
     once for dense and once for expert parameters, each by what it saw itself; `update_loss_scale` does so once, by what
@@ -75,20 +76,20 @@ def prepare_gradients(optimizer: Any) -> float:
 
 
 def agreed_finite(value: float) -> bool:
-    """Collective over all ranks: whether it is finite on each of them."""
+    """Whether the value is finite on every rank. Collective over all ranks."""
     flag = torch.tensor(float(math.isfinite(value)), device=torch.cuda.current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def loss_scale(optimizer: Any) -> tuple[float, float] | None:
-    """(now, the lowest it may become); None without float16."""
+    """The loss scale as (now, lowest allowed); None without float16."""
     scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
     return None if scaler is None else (float(scaler.scale), float(scaler.min_scale))
 
 
 def update_loss_scale(optimizer: Any, *, overflowed: bool) -> None:
-    """After each update, skipped or not."""
+    """Adapts the loss scale of float16; to be called after each update, skipped or not."""
     scaler = getattr(optimizer_parts(optimizer)[0], "grad_scaler", None)
     if scaler is not None:
         scaler.update(overflowed)
@@ -135,7 +136,7 @@ def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, 
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of an optimizer that every data-parallel rank has whole: model's parameter and the one that is updated."""
+    """(model's parameter, the one that is updated) of an optimizer that every data-parallel rank has whole."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for ours, theirs in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(ours, theirs, strict=True)
@@ -152,7 +153,7 @@ def _with_moments(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def adopt_main_parameters(optimizer: Any) -> None:
-    """Collective. The model's parameters become what the main parameters are: of this rank's range, then of all."""
+    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective."""
     parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
     for part in parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
@@ -169,7 +170,7 @@ def adopt_main_parameters(optimizer: Any) -> None:
 
 
 def set_num_updates(optimizer: Any, num_updates: int) -> None:
-    """How many updates Adam believes to have made: torch's knows it by parameter, the fused ones by group."""
+    """Sets the number of updates that Adam has made: torch's Adam keeps it by parameter, fused ones by group."""
     for part in optimizer_parts(optimizer):
         if part.is_stub_optimizer:
             continue
@@ -182,7 +183,10 @@ def set_num_updates(optimizer: Any, num_updates: int) -> None:
 
 
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:
-    """Warm-up gives update k (from 0) lr * (k + 1) / lr_warmup_steps, so that no update is wasted on lr 0."""
+    """Builds the schedule of the learning rate and makes its first step.
+
+    Warm-up gives update k (from 0) lr * (k + 1) / lr_warmup_steps, so that no update is wasted on lr 0.
+    """
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

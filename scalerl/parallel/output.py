@@ -1,4 +1,4 @@
-"""The end of the last stage: hidden states come out, and the vocabulary's weight with them, but never the logits."""
+"""The end of the last stage of a language model: it gives hidden states and the output weight, never the logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hand_out_hidden(model: GPTModel) -> None:
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """[V / tp, H] of the last chunk: the output layer's own, or the embedding's where they are tied on one stage."""
+    """[V / tp, H] output weight of the last chunk: the output layer's, or the embedding's if tied on one stage."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     weight = model.output_layer.weight
@@ -32,7 +32,7 @@ def output_weight(model: GPTModel) -> Tensor:
 
 
 def whole_hidden(hidden_TH: Tensor, *, sequence_parallel: bool) -> Tensor:
-    """[T, H] of all tokens on every tp rank; the gradients of the vocabulary parts are summed on the way back."""
+    """Hidden states [T, H] of all tokens on every tp rank; the gradients of the vocabulary parts are summed."""
     if sequence_parallel:
         return gather_from_sequence_parallel_region(hidden_TH, tensor_parallel_output_grad=True)
     return copy_to_tensor_model_parallel_region(hidden_TH)

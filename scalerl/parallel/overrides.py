@@ -20,7 +20,7 @@ from scalerl.config.value_checks import show
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig
 
-# Keys -> the dataclass whose fields they name. The one with latent attention has those of every transformer.
+# Keys -> the dataclass whose fields they name. MLATransformerConfig has the fields of every transformer.
 CLASSES: dict[str, type] = {
     "override_transformer_config": MLATransformerConfig,
     "override_ddp_config": DistributedDataParallelConfig,
@@ -29,7 +29,7 @@ CLASSES: dict[str, type] = {
 
 
 def override_violations(section: str, config: MegatronConfig | OptimConfig) -> Iterator[str]:
-    """Names that Megatron does not have, and values of another type than it says. section: key of `config`."""
+    """One sentence for each field that Megatron does not have or whose value has a wrong type. section: of `config`."""
     for name, owner in CLASSES.items():
         hints = _hints(owner)
         for field, value in getattr(config, name, {}).items():
@@ -40,10 +40,10 @@ def override_violations(section: str, config: MegatronConfig | OptimConfig) -> I
                 yield f"{key} = {show(value)}: Megatron's {owner.__name__} wants {_described(hints[field])}"
 
 
-def megatron_values(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of CLASSES[key]: members of an enum and torch's types for their names."""
+def megatron_values(key: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides as arguments of CLASSES[key]: names of enum members and of torch's types become these."""
     hints = _hints(CLASSES[key])
-    return {field: _converted(value, hints[field]) for field, value in given.items()}
+    return {field: _converted(value, hints[field]) for field, value in overrides.items()}
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a configuration is one of a field's type."""
+    """Whether a configuration's value fits a field's type."""
     return any(_fits(value, option) for option in _options(hint))
 
 

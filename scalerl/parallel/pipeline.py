@@ -36,7 +36,7 @@ class _KnownShapes(P2PCommunicator):
 def run_schedule(
     forward_step: Callable, chunks: list[torch.nn.Module], micro_batches: Sequence[MicroBatch], *, forward_only: bool
 ) -> list[Any]:
-    """Forward, and backward unless forward_only, of all micro-batches through this stage's chunks.
+    """Runs all micro-batches through this stage's chunks: forward and, unless forward_only, backward.
 
     forward_step(iterator, chunk) -> (output, loss function). Returns what the loss function kept, on the last stage.
     """

@@ -34,8 +34,10 @@ def backend() -> str:
 
 
 def install(device: str) -> None:
-    """Call once per process, before megatron is imported. device: `cuda` (nothing happens) or `cpu`,
-    which hides the machine's GPUs from the process."""
+    """Prepares this process for a device: `cuda` (nothing happens), or `cpu`, which also hides the machine's GPUs.
+
+    Call it once per process, before megatron is imported. Raises ValueError if the process has used a GPU already.
+    """
     global _installed
     if device == "cuda" or _installed:
         return
@@ -47,7 +49,7 @@ def install(device: str) -> None:
     _installed = True
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    # What an all-to-all between experts receives.
+    # An all-to-all between experts allocates what it receives so.
     torch.Tensor.new_empty = _on_cpu(torch.Tensor.new_empty)
     # DDP buffers, batch moves and the optimizer's scalars.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -78,8 +80,10 @@ def install(device: str) -> None:
 
 
 def _import_megatron_without_compiler() -> None:
-    """megatron-core fuses small functions with torch.compile, whose import alone is half of its own, and which would
-    call a C++ compiler at the first use. On a CPU they run as they are written."""
+    """Imports megatron-core without torch.compile, by which it fuses small functions: on a CPU they run as written.
+
+    The import of torch.compile alone is half of megatron's, and its first use would call a C++ compiler.
+    """
     compile, torch.compile = torch.compile, lambda function: function
     try:
         from megatron.core import jit

@@ -13,7 +13,7 @@ _megatrons_init = CheckpointWithoutOutput.__init__
 
 
 def recompute_arguments(config: MegatronConfig) -> dict[str, Any]:
-    """Arguments of TransformerConfig."""
+    """The arguments of TransformerConfig for activation recompute."""
     if config.recompute_granularity == "selective":
         CheckpointWithoutOutput.__init__ = _init
     # megatron refuses these two with anything but full.

@@ -1,4 +1,4 @@
-"""Where the ranks of torch.distributed meet: a port that rank 0 holds from the moment it is told to others."""
+"""The address at which the ranks of torch.distributed meet: a port that rank 0 holds before it tells others of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listen(host: str) -> socket.socket:
 def store(
     address: tuple[str, int], *, world_size: int, timeout_s: float, listener: socket.socket | None
 ) -> dist.TCPStore:
-    """listener: of `listen`, on rank 0, which serves the store from it; None on the others."""
+    """The store at which the ranks meet.  listener: of `listen`, on rank 0, which serves it; None on the others."""
     import torch.distributed as dist
 
     host, port = address

@@ -27,7 +27,7 @@ class Rotary:
         self.frequencies = frequencies.to(device)
 
     def tables(self, position_ids: Tensor) -> Tensor:
-        """position_ids: [T] int64 -> [2, T, head_dim / 2] float32: cosines and sines."""
+        """Cosines and sines of positions: position_ids [T] int64 -> [2, T, head_dim / 2] float32."""
         angles = position_ids[:, None].float() * self.frequencies
         return torch.stack([angles.cos(), angles.sin()]) * self.scale
 
@@ -66,7 +66,7 @@ def _yarn(frequencies: Tensor, scaling: dict, theta: float) -> tuple[Tensor, flo
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x: [T, heads, d]; pairs (i, i + d / 2) turn by their angle. In float32, returned in x's dtype."""
+    """Rotates x [T, heads, d]: pairs (i, i + d / 2) turn by their angle. In float32, returned in x's dtype."""
     cos, sin = cos_sin[:, :, None]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
@@ -78,7 +78,7 @@ def _compiled_rotate() -> Any:
 
 
 def rotate_queries_and_keys(query: Tensor, key: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`rotate` of both. cos_sin None: they have been rotated already."""
+    """Rotates queries and keys, as `rotate`. cos_sin None: they have been rotated already."""
     if cos_sin is None:
         return query, key
     # On CUDA one kernel instead of five.

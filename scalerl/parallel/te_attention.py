@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TransformerEnginePacking(PackedSeqParams):
-    """What Transformer Engine wants to know of a packed micro-batch; its fields are arguments of its attention.
+    """Transformer Engine's description of a packed micro-batch; the fields are arguments of its attention.
 
     pad_between_seqs: False also tells versions before 2.18 not to compare cu_seqlens on the device in every layer.
     """
@@ -32,8 +32,9 @@ class TransformerEnginePacking(PackedSeqParams):
 
 
 def transformer_engine_packing(packing: Packing) -> TransformerEnginePacking:
-    """The padding at the end of a sequence counts as tokens of it, as in PackedAttention: no token before sees it.
+    """Transformer Engine's description of a packed micro-batch.
 
+    Padding at the end of a sequence counts as its tokens, as in PackedAttention: no token before the padding sees it.
     So the real and the padded cu_seqlens are one tensor, and every kernel of Transformer Engine takes it; with padding
     between sequences some do not.
     """
@@ -63,7 +64,7 @@ def require_transformer_engine(config: TransformerConfig, groups: Groups) -> Non
     for violation in violations:
         raise ValueError(violation)
     assert config.cp_comm_type != "a2a+p2p" or groups.hierarchical_cp, "megatron's groups were made without those of cp"
-    # megatron takes any ImportError for absence and goes on with a stand-in.
+    # megatron takes any ImportError for absence and continues with a stand-in.
     import transformer_engine.pytorch  # noqa: F401  # pyright: ignore[reportMissingImports]  # an optional package
 
 

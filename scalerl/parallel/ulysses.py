@@ -31,7 +31,7 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
         for rank in range(cp_size):
             pieces[rank] += [cut[rank], cut[2 * cp_size - 1 - rank]]
         start += length
-    return torch.cat([piece for of_rank in pieces for piece in of_rank])
+    return torch.cat([piece for rank_pieces in pieces for piece in rank_pieces])
 
 
 class _AllToAll(torch.autograd.Function):
@@ -60,7 +60,7 @@ def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor
     cp_size = group.size()
     repeat = math.lcm(key.shape[1], cp_size) // key.shape[1]
     if repeat > 1:
-        key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+        key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
     if value.shape[2] != query.shape[2]:
         # With latent attention values are narrower than keys.
         return tuple(_gather_tokens(tensor, natural_P, group) for tensor in (query, key, value))
@@ -70,9 +70,9 @@ def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor
     return _gather_tokens(joined.flatten(1, 2), natural_P, group).split(sizes, dim=1)
 
 
-def _gather_tokens(x: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_tokens(values: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[P / cp, h, d] -> [P, h / cp, d]."""
-    by_rank = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    by_rank = values.unflatten(1, (group.size(), -1)).transpose(0, 1)
     return _AllToAll.apply(by_rank, group).flatten(0, 1)[natural_P]
 
 
@@ -98,5 +98,5 @@ class _GatherReplicated(torch.autograd.Function):
 
 
 def gather_replicated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, ...] of every rank -> [N * cp, ...] on every rank. The loss after it must be the same on all ranks."""
+    """Gathers [N, ...] of every rank to [N * cp, ...] on every rank. The loss must then be the same on all ranks."""
     return local if group.size() == 1 else _GatherReplicated.apply(local, group)

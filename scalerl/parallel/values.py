@@ -36,9 +36,10 @@ class ValueHead(torch.nn.Module):
         mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """hidden: [T, 1, H], its tokens split over tp ranks with sequence parallelism -> ([T, 1, 1] float32, None).
+        """Computes the values: hidden [T, 1, H] -> ([T, 1, 1] float32, None).
 
-        Without it every tp rank does the same work on the same tokens, so no gradient is summed.
+        With sequence parallelism the tokens of `hidden` are split over tp ranks. Without it every tp rank does the same
+        work on the same tokens, so no gradient is summed.
         """
         values = F.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:

@@ -33,7 +33,7 @@ KERNEL_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Devices:
-    """What torch sees.
+    """The devices that torch sees.
 
     gpus: name and bytes of each.  apart: pairs that do not reach each other's memory.  error: torch does not import.
     """
@@ -46,7 +46,7 @@ class Devices:
 
 
 def find_devices() -> Devices:
-    """Asks torch, in a process of its own."""
+    """Asks torch which devices it sees, in a separate process."""
     out, error = run_program("devices")
     if error is not None:
         return Devices(None, None, (), error=error)
@@ -92,7 +92,7 @@ def _why_no_gpu(devices: Devices, device: NvidiaDevice | None) -> str:
 
 
 def check_links(devices: Devices) -> Finding:
-    """How the GPUs of this machine reach each other's memory."""
+    """Checks how the GPUs of this machine reach each other's memory."""
     if len(devices.gpus) < 2:
         return Finding("links between GPUs", True, f"{len(devices.gpus)} GPU(s)", "none needed")
     if devices.apart:
@@ -157,7 +157,7 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
 
 
 def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
-    """One sum over processes, by NCCL on GPUs and by gloo on a CPU; its values are checked."""
+    """Sums a tensor over processes, by NCCL on GPUs and by gloo on a CPU, and checks the values."""
     backend = "NCCL" if device == "cuda" else "gloo"
     name, meaning = f"{backend} collective", "gradients, weights and log-probs go between ranks so"
     if num_ranks == 0:
@@ -166,7 +166,7 @@ def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
     if error is not None:
         return Finding(name, False, error, f"{meaning}, and no run would start: NCCL_DEBUG=INFO says more", True)
     sent = _last(out)
-    # What each rank sends and receives of a ring's sum.
+    # Bytes that each rank sends, and receives, in a sum over a ring.
     rate = 2 * (num_ranks - 1) / num_ranks * sent["bytes"] / sent["seconds"] / 1e9
     speed = "" if num_ranks == 1 else f", {rate:.1f} GB/s"
     return Finding(name, True, f"right on {num_ranks} rank(s){speed}", meaning, True)
@@ -189,7 +189,7 @@ def check_ipc(device: Literal["cuda", "cpu"], has_device: bool = True) -> Findin
 
 
 def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
-    """Everything that a run on the GPUs of this machine needs, by trying it; some take a minute."""
+    """Tries everything that a run on the GPUs of this machine needs; some probes take a minute."""
     devices = devices or find_devices()
     num_gpus = len(devices.gpus)
     yield check_driver(devices, nvidia.find_nvidia_device())
@@ -205,7 +205,7 @@ def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
 
 
 def start_violations(device: str, *, serves: bool) -> Iterator[str]:
-    """What would end a run on this machine at its start, found without a GPU's time.
+    """One sentence for each problem that would end a run on this machine at its start; takes no time of a GPU.
 
     device: cuda or cpu.  serves: the run starts SGLang servers.
     """

@@ -1,4 +1,4 @@
-"""Probes of the machine beside its GPUs: space, shared and locked memory, what compiles kernels at run time."""
+"""Probes of the machine beside its GPUs: disk space, shared and locked memory, compilers of kernels at run time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_disk(directory: Path) -> Finding:
-    """Free space where Ray, checkpoints and copies of data and models are written."""
+    """Checks the free space of a directory to which Ray, checkpoints and copies of data and models are written."""
     free_gib = shutil.disk_usage(directory).free / GIB
     value = f"{free_gib:.1f} GiB free"
     if free_gib < MIN_FREE_DISK_GIB:
@@ -33,13 +33,13 @@ def check_disk(directory: Path) -> Finding:
 
 
 def check_disks() -> list[Finding]:
-    """Of the working directory and the directory of temporary files."""
+    """Checks the free space of the working directory and of the directory of temporary files."""
     directories = dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir())))
     return [check_disk(directory) for directory in directories]
 
 
 def check_shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
-    """Free space for Ray's object store and for what ranks of a node hand to each other and to servers."""
+    """Checks the space for Ray's object store and for what ranks of a node hand to each other and to servers."""
     if not directory.exists():
         return Finding(str(directory), False, "does not exist", "Ray and NCCL need it: mount a tmpfs there", True)
     free_gib = shutil.disk_usage(directory).free / GIB
@@ -54,7 +54,7 @@ def check_shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
 
 
 def check_locked_memory(infiniband: Path = INFINIBAND) -> Finding:
-    """The limit of memory that InfiniBand may register (`ulimit -l`)."""
+    """Checks the limit of memory that InfiniBand may register (`ulimit -l`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     value = "unlimited" if unlimited else f"{soft / 2**20:.0f} MiB"
@@ -70,7 +70,7 @@ def check_locked_memory(infiniband: Path = INFINIBAND) -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Compiles, links and runs one C++20 program that includes Python.h, as Triton, Inductor and SGLang do."""
+    """Compiles one C++20 file that includes Python.h, as Triton, Inductor and SGLang do."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     meaning = "on a GPU Triton, torch.compile and SGLang compile kernels at run time"
     install = "install g++ 11 or newer and Python's headers (apt-get install g++ python3-dev)"
@@ -92,6 +92,7 @@ def check_compiler() -> Finding:
 
 
 def check_ninja() -> Finding:
+    """Looks for ninja, with which servers compile kernels."""
     ninja = find_ninja()
     meaning = "SGLang and FlashInfer compile kernels with it when a server starts"
     if ninja is None:
@@ -100,7 +101,10 @@ def check_ninja() -> Finding:
 
 
 def check_nvcc(torch_cuda: str | None) -> Finding:
-    """torch_cuda: version of CUDA that torch is built for; None where it is built without."""
+    """Looks for nvcc and compares its version with torch's.
+
+    torch_cuda: version of CUDA that torch is built for; None: without CUDA, or not compared.
+    """
     meaning = "SGLang and FlashInfer compile kernels with it when a server starts"
     home = find_cuda_home()
     if home is None:

@@ -1,4 +1,4 @@
-"""Programs in an interpreter of their own, so that a crash or a hang of what they import is a message."""
+"""Programs in a separate interpreter, so that a crash or a hang of what they import becomes a message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_python(
     try:
         out, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # With the processes that it started.
+        # Ends the processes that it started, too.
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "", f"takes more than {timeout_s:g} s"

@@ -21,7 +21,7 @@ class Package:
     """A package to check.
 
     module: top-level module.  imports: what a run imports of it.  without: the consequence of its absence.
-    is_light: imported in a fraction of a second.  needs_shim: without a GPU it is imported as its server there does.
+    is_light: imported in a fraction of a second.  needs_shim: without a GPU it is imported as the server on a CPU does.
     """
 
     name: str
@@ -79,11 +79,11 @@ def declared_requirements() -> Mapping[str, Requirement]:
         texts = importlib.metadata.requires("scalerl") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return {canonicalize_name(found.name): found for found in map(Requirement, texts)}
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, texts)}
 
 
 def check_installed(package: Package) -> Finding:
-    """Reads metadata and looks for the module; imports nothing."""
+    """Checks a package by its metadata and by looking for its module; imports nothing."""
     version = _version(package)
     if version is None:
         return Finding(package.name, False, "missing", f"without it: {package.without}", package.needed)
@@ -99,7 +99,7 @@ def check_installed(package: Package) -> Finding:
 
 
 def check_import(package: Package, on_gpu: bool = False) -> Finding:
-    """Imports the package in an interpreter of its own.
+    """Checks a package by importing it in a separate interpreter.
 
     on_gpu: the rollout server will be on a GPU; else sglang is imported as its server on a CPU does.
     """

@@ -19,7 +19,7 @@ REPEATS = 5
 
 
 def sum_over_ranks(rank: int, num_ranks: int, device: str, directory: str) -> None:
-    """One rank. Rank 0 writes the seconds of a sum to a file of the directory; a wrong sum raises."""
+    """Runs one rank: rank 0 writes the seconds of a sum to a file of the directory; a wrong sum raises RuntimeError."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(

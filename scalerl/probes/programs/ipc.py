@@ -17,7 +17,7 @@ NUM_VALUES = 1 << 20
 
 
 def add_one(received: Any, answers: Any) -> None:
-    """The other process. Answers with the sum of what it got, after it added 1 to each value."""
+    """Runs the other process: adds 1 to each value it receives, then answers with the sum that it received."""
     values = received.get(timeout=TIMEOUT_S)
     before = values.sum().item()
     values += 1

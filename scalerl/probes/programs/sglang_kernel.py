@@ -18,11 +18,11 @@ HOPPER = (9, 0)
 def run_on_gpu() -> None:
     """Compiles the kernel for this GPU and runs it."""
     torch.manual_seed(0)
-    x = torch.randn(64, 2 * 512, device="cuda", dtype=torch.bfloat16)
+    gate_up = torch.randn(64, 2 * 512, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(64, 512, device="cuda", dtype=torch.bfloat16)
-    activation.silu_and_mul(x, out)
+    activation.silu_and_mul(gate_up, out)
     torch.cuda.synchronize()
-    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate_up.float().chunk(2, dim=-1)
     torch.testing.assert_close(out.float(), torch.nn.functional.silu(gate) * up, rtol=2e-2, atol=2e-2)
 
 
