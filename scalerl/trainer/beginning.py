@@ -1,4 +1,4 @@
-"""What a command says around its run: that there is nothing left to do, how long its start takes, how to go on."""
+"""Texts that a command prints around its run: a run that is already finished, times of the start, how to continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalerl.errors import UserError
 
 
 class StartPhases:
-    """Says how long each part of a start took, as the next one begins. say: gets the lines."""
+    """Reports how long each phase of a start took, when the next phase begins. say: called with each line."""
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.say = say or (lambda text: print(text, flush=True))
@@ -24,11 +24,12 @@ class StartPhases:
         self._current: tuple[str, float] | None = None
 
     def begin(self, name: str) -> None:
+        """Ends the current phase and starts the phase `name`."""
         self.end()
         self._current = (name, self._clock())
 
     def end(self) -> None:
-        """Of the part that has begun; again: nothing."""
+        """Ends the current phase and reports its time; without a current phase nothing happens."""
         if self._current is not None:
             name, began = self._current
             self._current = None
@@ -36,7 +37,10 @@ class StartPhases:
 
 
 def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
-    """The checkpoint of the last step of trainer.total_training_steps, if the run is over; files alone are read."""
+    """The newest checkpoint if it has reached trainer.total_training_steps, else None; starts no process.
+
+    None too without trainer.total_training_steps, or with a trainer.resume_mode other than auto.
+    """
     if trainer.total_training_steps is None or trainer.resume_mode != "auto":
         return None
     latest = find_latest_ckpt_path(trainer.default_local_dir)
@@ -46,9 +50,9 @@ def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
 
 
 def finished_text(checkpoint: Path, trainer: TrainerConfig | SFTTrainerConfig, model_key: str, model_path: str) -> str:
-    """What a run that is over says. model_key: of the model that it is asked to train, with its value.
+    """The message for a run that is already finished. model_key, model_path: the key of the model to train, its value.
 
-    Raises UserError when that model is of another architecture than the one that was trained.
+    Raises UserError when that model has another architecture than the trained model.
     """
     _check_architecture(checkpoint, model_key, model_path)
     before = saved_value(Path(trainer.default_local_dir) / RESOLVED_CONFIG, model_key)
@@ -57,16 +61,16 @@ def finished_text(checkpoint: Path, trainer: TrainerConfig | SFTTrainerConfig, m
         other = f" It was started with {model_key}={before}, not {model_path}, of which nothing was trained here."
     return (
         f"This run is finished: {checkpoint} is of step {trainer.total_training_steps}, the last one.{other} A greater "
-        "trainer.total_training_steps goes on from it; another trainer.default_local_dir, or "
-        "trainer.resume_mode=disable, begins anew."
+        "trainer.total_training_steps continues from it; another trainer.default_local_dir, or "
+        "trainer.resume_mode=disable, starts a new run."
     )
 
 
 def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> None:
-    trained, given = checkpoint / "actor" / "huggingface" / "config.json", Path(model_path) / "config.json"
-    if not (trained.is_file() and given.is_file()) or trained.read_bytes() == given.read_bytes():
+    trained, configured = checkpoint / "actor" / "huggingface" / "config.json", Path(model_path) / "config.json"
+    if not (trained.is_file() and configured.is_file()) or trained.read_bytes() == configured.read_bytes():
         return
-    # Imports torch, for which most finished runs need not wait.
+    # Imported here: these modules import torch, and most finished runs need not wait for that.
     from scalerl.families import ModelShape
     from scalerl.trainer.checkpoints import Resumed, check_same_model
 
@@ -77,13 +81,13 @@ def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> No
 
 
 def interrupted_text(root: str, command: str, arguments: Sequence[str]) -> str:
-    """Of a run that Ctrl-C ended. command: train or sft, with its arguments."""
+    """The message for a run that Ctrl-C ended: its checkpoint, and how to continue. command: train or sft."""
     latest = find_latest_ckpt_path(root)
     stands = f"The checkpoint {latest} stands." if latest else f"There is no checkpoint in {root} yet."
     return f"{stands} To go on{'' if latest else ' (from the start)'}:\n  {command_line(command, arguments)}"
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:
-    """As it can be typed in here."""
+    """A scalerl command as a line that this shell can run."""
     program = ["scalerl"] if shutil.which("scalerl") else [sys.executable, "-m", "scalerl.cli"]
     return shlex.join([*program, command, *arguments])

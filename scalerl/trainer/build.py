@@ -1,4 +1,4 @@
-"""Configuration -> running roles: the only place where a run is put together."""
+"""Builds a run from its configuration: the only place where the parts of a run are put together."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
 
-# Calls on the ranks that trainer.save_timeout_s is the limit of.
+# Calls on the ranks whose time limit is trainer.save_timeout_s.
 _SAVES = (
     MegatronWorker.save_checkpoint,
     MegatronWorker.begin_save_checkpoint,
     MegatronWorker.written_checkpoint,
     MegatronWorker.load_checkpoint,
 )
-# Directory in trainer.default_local_dir for what trainer.val_only leaves.
+# Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
 VAL_ONLY = "val_only"
-# Directory in trainer.default_local_dir for the logs of servers, and of Ray where a run fails.
+# Directory in trainer.default_local_dir for the logs of servers, and for Ray's logs when a run fails.
 LOGS = "logs"
 # Set by a launcher: the directory for the logs of this attempt.
 ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
@@ -70,7 +70,10 @@ ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
 def ppo_run(
     cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None, phases: StartPhases | None = None
 ) -> Iterator[Run]:
-    """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
+    """Builds an RL run that is ready for its next step.
+
+    Processes and servers that the run started end with the block, or are returned to `processes`.
+    """
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
@@ -142,14 +145,21 @@ def ppo_run(
 
 
 def start_order(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:
-    """What starts first. On GPUs that ranks and servers share, the models, which need room while they are built and
-    leave then: a server measures what is free to size its KV cache. Else the servers: both start side by side."""
+    """The order in which models and servers start.
+
+    On GPUs that ranks and servers share, the models start first: they need memory while they are built and give it back
+    then, and a server sizes its KV cache by the memory that is free. Elsewhere the servers start first, and the models
+    are built while they start.
+    """
     shares_gpus = device == "cuda" and cfg.actor_rollout_ref.hybrid_engine
     return ("models", "servers") if shares_gpus else ("servers", "models")
 
 
 def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
-    """The ranks join and build the model of each role; what its offload keys name has left the device then."""
+    """Builds the model of each role on its ranks, after they have joined their process groups.
+
+    The parts of a model that its offload keys name have left the device when this returns.
+    """
     join(unique(groups))
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
@@ -175,12 +185,12 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
 
 
 def log_directory(run_dir: Path) -> Path:
-    """For what servers and Ray write and for reports: of the attempt below a launcher, else of the run."""
+    """The directory for logs of servers and Ray, and for reports: the launcher's for this attempt, else the run's."""
     return Path(os.environ.get(ATTEMPT_DIR_ENV) or run_dir / LOGS)
 
 
 def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:
-    """Whose lines go to the tracker from here on; the processes begin."""
+    """Sends the lines of `phases` (None: new ones) to the tracker from now on, and begins the phase "processes"."""
     tracker.phase("start")
     phases = StartPhases() if phases is None else phases
     phases.say = tracker.message
@@ -189,10 +199,13 @@ def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:
 
 
 def take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
-    """trainer.default_local_dir, which no other run may write until the stack ends."""
+    """The run's directory, locked against other runs until the stack ends.
+
+    trainer.default_local_dir, or its subdirectory val_only with trainer.val_only.
+    """
     run_dir = Path(cfg.trainer.default_local_dir)
     if _is_val_only(cfg):
-        # The training's own record stays as it is, and may still be growing.
+        # The training run's own files stay as they are; that run may still be writing them.
         run_dir = run_dir / VAL_ONLY
     stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
     return run_dir
@@ -205,7 +218,7 @@ def _is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
 def open_tracker(
     cfg: PPOConfig | SFTConfig, device: str, run_dir: Path, resumed: checkpoints.Resumed, total_steps: int
 ) -> Tracking:
-    """The trackers, with the resolved configuration saved beside the run and logged."""
+    """Opens the trackers; saves the resolved configuration in the run's directory, and logs it."""
     trainer, description = cfg.trainer, describe(cfg, device)
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
@@ -228,6 +241,7 @@ def open_tracker(
 
 
 def say_how_to_open(tracker: Tracking) -> None:
+    """Logs how to open the tracker's pages, for backends that have some."""
     if (how := tracker.how_to_open) is not None:
         tracker.message(how)
 
@@ -239,7 +253,7 @@ def start_pool(
     timeout_s: float,
     section: str = "trainer",
 ) -> ResourcePool:
-    """devices: the section that says how many; its name is for errors."""
+    """Starts a pool of workers. devices: the section with the number of devices. section: its name, for errors."""
     return lease.pool(
         nnodes=devices.nnodes,
         devices_per_node=devices.n_gpus_per_node,
@@ -250,12 +264,13 @@ def start_pool(
 
 
 def start_servers_pool(lease: Lease, cfg: PPOConfig, device: str) -> ResourcePool:
+    """Starts the pool of rollout servers that have their own devices."""
     section = "actor_rollout_ref.rollout.resource_pool"
     return start_pool(lease, cfg.actor_rollout_ref.rollout.resource_pool, device, cfg.trainer.timeout_s, section)
 
 
 def start_judge(lease: Lease, cfg: PPOConfig, rollout: ResourcePool, device: str, log_dir: Path) -> JudgeServers | None:
-    """rollout: the pool of the rollout workers, which ask the judge."""
+    """Starts the judge's servers, if reward_model.judge.enable. rollout: the pool of the workers that ask the judge."""
     judge = cfg.reward_model.judge
     if not judge.enable:
         return None
@@ -268,7 +283,7 @@ def start_judge(lease: Lease, cfg: PPOConfig, rollout: ResourcePool, device: str
 
 
 def start_groups(lease: Lease, cfg: PPOConfig, pool: ResourcePool, device: str) -> dict[str, WorkerGroup]:
-    """Role -> the ranks that have its model: the actor's, or those of a pool of its own. They have not joined yet."""
+    """Starts the ranks of each role: the actor's ranks, or ranks of the role's own pool. They have not joined yet."""
     actor, own_loop = cfg.actor_rollout_ref.actor.megatron, cfg.trainer.custom_fit.path
     files = cfg.trainer.import_files + ([] if own_loop is None else [own_loop])
     layout = Layout.of(actor, pool.world_size)
@@ -284,11 +299,12 @@ def start_groups(lease: Lease, cfg: PPOConfig, pool: ResourcePool, device: str) 
 
 
 def unique(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
+    """The worker groups of all roles, each once, the actor's first."""
     return list({id(group): group for group in groups.values()}.values())
 
 
 def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
-    """Role -> Planner, the actor first: the rollout's tokens are sharded by its plan.
+    """The packing planner of each role, the actor first: the rollout's tokens are sharded by its plan.
 
     A role whose rules the actor's plans obey shares the actor's planner.
     """
@@ -324,7 +340,7 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
 
 
 def mfu_bases(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, MfuBasis]:
-    """Role -> what its FLOP utilization is computed from, of the models that train."""
+    """What the FLOP utilization of each model that trains is computed from, by role."""
     peak = groups["actor"].call(MegatronWorker.peak_flops, cfg.actor_rollout_ref.actor.megatron.dtype)
     bases = {"actor": MfuBasis(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
     if "critic" in groups:
@@ -344,7 +360,10 @@ def start_workers(
     seed: int,
     user_files: Sequence[str] = (),
 ) -> WorkerGroup:
-    """They have not joined yet.  user_files: what the ranks import before anything else (`user_code.import_files`)."""
+    """Starts the ranks of one layout; they have not joined yet.
+
+    user_files: files that the ranks import before anything else (`user_code.import_files`).
+    """
     save = Limit("trainer.save_timeout_s", trainer.save_timeout_s)
     workers = WorkerGroup(
         pool,
@@ -354,7 +373,7 @@ def start_workers(
         limits={method.__name__: save for method in _SAVES},
         log_dir=log_directory(Path(trainer.default_local_dir)),
         device=device,
-        # Not shorter than the driver's limits, which end in a report; the ranks wait for each other in a save too.
+        # Not shorter than the driver's limits, whose end gives a report; ranks wait for each other in a save too.
         collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),
         seed=seed,
         user_files=absolute(user_files),

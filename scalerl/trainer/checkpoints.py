@@ -1,4 +1,4 @@
-"""When a run saves, what goes into a checkpoint, and how a run finds its way back."""
+"""When a run saves, what a checkpoint holds, and where a run resumes."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ from scalerl.config.schema import RunConfig
 from scalerl.controller.training.background_save import Writing
 from scalerl.families import Head, ModelShape, files_beside_weights, value_model_config
 
-# What may differ between the models of two runs that continue each other.
+# Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on. directory: None for a fresh start."""
+    """The checkpoint that a run resumes from. directory: None for a fresh start.  state: the saved trainer state."""
 
     directory: Path | None
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
+        """The last step that the checkpoint has; 0 for a fresh start."""
         return int(self.state.get("step", 0))
 
 
 def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None, *, digests: bool = True) -> Resumed:
-    """Finds the checkpoint that a run goes on from, and checks it.
+    """Finds and checks the checkpoint that a run resumes from.
 
-    digests False: files and their sizes alone, without reading what is in them. Raises ValueError when resume_from_path
-    is not a whole checkpoint, and when there are checkpoints to go on from, all of them damaged.
+    digests: False checks only that the files exist and their sizes, without reading their contents.
+    Raises ValueError when resume_from_path is not a whole checkpoint, and when checkpoints exist but all are damaged.
     """
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
@@ -63,10 +64,11 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None,
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model of a checkpoint. write: its distributed checkpoint, into the directory given.
+    """A model to save in a checkpoint. write: writes its distributed checkpoint into a directory.
 
-    begin: the same of the weights as they are now; what it returns waits until all is written (`Writing`).
-    model_path: what it began as, whose configuration and tokenizer go with it.  head: what it has by now.
+    begin: starts to write the weights as they are now; its result (`Writing`) waits until all files are written.
+    model_path: the model that training started from; its configuration and tokenizer are saved with the weights.
+    head: the head that the model has now.
     """
 
     write: Callable[[str], object]
@@ -81,7 +83,7 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
         return
     if not (resumed.directory / role).is_dir():
         raise ValueError(
-            f"checkpoint {resumed.directory} has no {role}: it is of a run without one. Give another "
+            f"checkpoint {resumed.directory} has no {role}: the run that saved it had none. Give another "
             "trainer.default_local_dir, or trainer.resume_mode=disable"
         )
     stored = ModelShape.from_hf(resumed.directory / role / "huggingface")
@@ -107,7 +109,7 @@ def save(
     best: Best | None = None,
     every: int | None = None,
 ) -> Path:
-    """One whole checkpoint, then rotation. models: role -> SavedModel; each gets a directory of its name."""
+    """Writes one whole checkpoint, then removes old ones. models: by role; each gets a directory of that name."""
     return complete(begin_save(root, step), root, step, models, state=state, keep=keep, best=best, every=every)
 
 
@@ -122,7 +124,7 @@ def complete(
     best: Best | None = None,
     every: int | None = None,
 ) -> Path:
-    """As `save`, in the directory that begin_save made."""
+    """Writes a checkpoint as `save` does, in the directory `tmp` that begin_save created."""
     try:
         for role, model in models.items():
             directory = tmp / role
@@ -132,7 +134,7 @@ def complete(
         write_trainer_state(tmp, state | {"step": step})
         directory = commit(tmp, root, step)
     except Exception as error:
-        # What is half written would only take the room of the next.
+        # An incomplete checkpoint would only take the disk space of the next one.
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
@@ -142,7 +144,7 @@ def complete(
 
 
 def _describe(model: SavedModel, huggingface: Path) -> None:
-    """All of a Hugging Face model directory but the weights: merge copies it into the merged model."""
+    """Writes a Hugging Face model directory without the weights, which merge copies into the merged model."""
     huggingface.mkdir()
     for file in files_beside_weights(model.model_path):
         shutil.copy2(file, huggingface / file.name)
@@ -152,22 +154,22 @@ def _describe(model: SavedModel, huggingface: Path) -> None:
 
 
 def is_save_due(step: int, save_freq: int, total: int) -> bool:
-    """The last step, and every save_freq-th one where that is above 0; none at all when it is 0."""
+    """Whether a step saves: the last step, and each save_freq-th step if save_freq > 0; no step if save_freq is 0."""
     return save_freq != 0 and (step == total or (save_freq > 0 and step % save_freq == 0))
 
 
 def dry_run_text(resumed: Resumed) -> str:
-    """What --dry-run says at its end. resumed: of a checkpoint whose digests it did not compare."""
+    """The last message of --dry-run. resumed: a checkpoint whose digests were not compared, or a fresh start."""
     if resumed.directory is None:
         return "Everything checked; --dry-run starts nothing."
     return (
-        f"Everything checked, of {resumed.directory} that its files are there and as large as they were saved: what is "
-        "in them is read when the run starts, or by `scalerl inspect --check`. --dry-run starts nothing."
+        f"Everything checked. The files of {resumed.directory} exist and have the saved sizes; their contents are "
+        "checked when the run starts, or by `scalerl inspect --check`. --dry-run starts nothing."
     )
 
 
 def announcement(trainer: RunConfig, total_steps: int) -> str:
-    """What a run says at its start of the checkpoints to come."""
+    """The message at a run's start that says which checkpoints it will save and keep."""
     every, keep = trainer.save_freq, trainer.max_actor_ckpt_to_keep
     if every == 0:
         return (
@@ -186,7 +188,7 @@ def announcement(trainer: RunConfig, total_steps: int) -> str:
 
 
 def closing(root: str, last: Path | None, *, is_done: bool) -> str:
-    """What a run says at its end. last: the newest checkpoint, by this run or the one that it went on from."""
+    """The message at a run's end. last: the newest checkpoint, of this run or the one that it resumed from."""
     if last is None:
         return (
             "No checkpoint was saved (trainer.save_freq=0): the trained weights are gone. trainer.save_freq=-1 saves "
@@ -206,5 +208,5 @@ def closing(root: str, last: Path | None, *, is_done: bool) -> str:
 
 
 def is_due(step: int, every: int, total: int) -> bool:
-    """Every `every` steps and at the end; never when `every` is -1."""
+    """Whether a step is due: each `every`-th step and the last step; no step when `every` is -1."""
     return every > 0 and (step % every == 0 or step == total)

@@ -1,6 +1,7 @@
-"""What the loop calls of its models and its sampler; controller/ implements it, a loop of your own relies on it.
+"""Interfaces of the models and the sampler that a training loop calls; the package controller implements them.
 
-A method that makes a column returns the batch with it: batches are values, and what they refer to stays where it is.
+A training loop of the user (trainer.custom_fit) may rely on them. A method that computes a column returns the batch
+with that column: batches are values, and the tensors that they refer to stay where they are.
 """
 
 from __future__ import annotations
@@ -24,142 +25,145 @@ Metrics = dict[str, Metric]
 
 
 class Rollout(Protocol):
-    """The sampler and the reward manager behind it, which hold the samples; the loop has one row of each."""
+    """The sampler and its reward manager, which hold the samples; the training loop sees one row per sample."""
 
     def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
-        """Starts n samples for each group of training prompts; returns at once.
+        """Starts to sample n responses for each group of training prompts; returns at once.
 
-        enough: when to end before all are finished.  carry: what is unfinished then goes on when it is asked for again.
+        enough: when to stop before all groups are finished.  carry: unfinished samples are continued when their group
+            is sampled again.
         """
         ...
 
     def finish(self, generation: Generation) -> Finished:
-        """Waits. Scored samples of what was begun, where the time went, and the groups that an early end left."""
+        """Waits for a generation; returns its scored samples, its metrics and the groups that were left unfinished."""
         ...
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
-        """Rows of several batches, in order, as one; the batches are gone then."""
+        """Joins rows of several batches, in order, into one batch; the batches must not be used afterwards."""
         ...
 
     def forget(self, groups: Sequence[SampleGroup]) -> None:
-        """Groups that an early end left, and that will not be asked for again."""
+        """Forgets unfinished groups, which will not be sampled again."""
         ...
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, Metrics]:
-        """[S]: score of one greedy response to each sample's prompt."""
+        """The score [S] of one greedy response to each sample's prompt, and metrics."""
         ...
 
     def validate(self, *, step: int) -> tuple[BatchRef, Metrics]:
-        """Scored samples of every validation prompt, drawn as val_kwargs say."""
+        """Draws samples for every validation prompt by rollout.val_kwargs, and scores them."""
         ...
 
     def release_device(self) -> None:
-        """After generation: the trainer has the device to itself."""
+        """Frees the device after generation, so that the trainer has it to itself."""
         ...
 
     def lend_device(self) -> AbstractContextManager[None]:
-        """Inside the block, between two generations, the trainer has room for what a save or a load brings there."""
+        """Frees device memory for a save or a load of the trainer inside the block, between two generations."""
         ...
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
-        """The samples' tokens on the data-parallel ranks that the first plan names. plans: role -> its plan."""
+        """Places the samples' tokens on the data-parallel ranks that the first plan names. plans: by role."""
         ...
 
     def sync_weights(self, policy_version: int) -> Metrics:
-        """Serve the actor's weights from now on, and stamp samples with this version."""
+        """Sends the actor's weights to the servers; samples drawn from now on carry this policy version."""
         ...
 
     def texts(
         self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
-        """(prompt, response, ground truth) of these rows.  dataset: whose prompts they are, `train` or `val`."""
+        """The texts (prompt, response, ground truth) of these rows.  dataset: that of the prompts, `train` or `val`."""
         ...
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
-        """One parquet of the samples, with what the trainer made of them. batch: the same rows."""
+        """Writes the samples and the trainer's columns for them to one parquet file. batch: the same rows."""
         ...
 
     def drop(self, samples: BatchRef) -> None:
-        """The samples are not needed any more."""
+        """Frees the samples, which are no longer needed."""
         ...
 
     def faults(self) -> Metrics:
-        """What went wrong and was mended since the last call."""
+        """Metrics of the faults that were repaired since the last call."""
         ...
 
 
 class Actor(Protocol):
-    """The policy that trains."""
+    """The policy model that is trained."""
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """The batch with old_logprobs, by the weights as they are, and with what corrects the sampler's."""
+        """Adds old_logprobs by the current weights, and the columns that correct the sampler's log-probs."""
         ...
 
     def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
-        """Of each sample's token whose two log-probs differ most, columns [S]; {} where nothing compares them."""
+        """Columns [S] about the token of each sample whose two log-probs differ most; {} if they were not compared."""
         ...
 
     def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
-        """[S], summed over the sampled tokens of each sample. The batch has old_logprobs and ref_logprobs."""
+        """The KL [S], summed over the sampled tokens of each sample. Needs old_logprobs and ref_logprobs."""
         ...
 
     def token_advantages(
         self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
     ) -> tuple[PlacedBatch, Metrics]:
-        """The batch with advantages and returns of single tokens. kl_coef: weight of the KL in the rewards, if any."""
+        """Adds advantages and returns, one per token. kl_coef: weight of the KL in the rewards; None: no KL."""
         ...
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        """One optimizer update per mini-batch and epoch. The batch has old_logprobs and advantages."""
+        """Makes one optimizer update per mini-batch and epoch. Needs old_logprobs and advantages."""
         ...
 
     def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """`logprobs` and `update` in one forward pass, of a step of which `is_one_pass_enough` says so. The batch has
-        advantages."""
+        """Does `logprobs` and `update` in one forward pass, for steps where `is_one_pass_enough` holds.
+
+        Needs advantages.
+        """
         ...
 
     def save(self, directory: str) -> None:
-        """Weights and optimizer, into an existing directory."""
+        """Writes weights and optimizer state into an existing directory."""
         ...
 
     def begin_save(self, directory: str) -> Writing:
-        """As `save`, of what they are now, while the run goes on; what it returns waits until all is written."""
+        """Starts a `save` of the current state while the run continues; the result waits until all is written."""
         ...
 
     def load(self, directory: str) -> None:
-        """What `save` wrote."""
+        """Reads the files that `save` wrote."""
         ...
 
 
 class Reference(Protocol):
-    """The frozen policy that the KL term compares with."""
+    """The frozen policy model that the KL term compares the actor with."""
 
     def logprobs(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """The batch with ref_logprobs."""
+        """Adds ref_logprobs to the batch."""
         ...
 
 
 class Critic(Protocol):
-    """The value model that trains."""
+    """The value model that is trained."""
 
     def values(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
-        """The batch with values, by the weights as they are."""
+        """Adds values to the batch, by the current weights."""
         ...
 
     def update(self, batch: PlacedBatch) -> Metrics:
-        """One optimizer update per mini-batch and epoch. The batch has values, and advantages of tokens."""
+        """Makes one optimizer update per mini-batch and epoch. Needs values, and advantages per token."""
         ...
 
     def save(self, directory: str) -> None:
-        """Weights and optimizer, into an existing directory."""
+        """Writes weights and optimizer state into an existing directory."""
         ...
 
     def begin_save(self, directory: str) -> Writing:
-        """As `save`, of what they are now, while the run goes on; what it returns waits until all is written."""
+        """Starts a `save` of the current state while the run continues; the result waits until all is written."""
         ...
 
     def load(self, directory: str) -> None:
-        """What `save` wrote."""
+        """Reads the files that `save` wrote."""
         ...
 
 
@@ -167,5 +171,5 @@ class RewardModel(Protocol):
     """The frozen model that scores samples."""
 
     def scores(self, batch: PlacedBatch) -> np.ndarray:
-        """[S] float64, of every sample."""
+        """The score of every sample, [S] float64."""
         ...

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, in place of `ppo.fit`."""
+"""Loading and calling of a training loop that the user wrote, in place of `ppo.fit`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from scalerl.trainer.ppo import Run
 
 KEY = "trainer.custom_fit"
-# Trains the run; what it returns are the metrics of its last validation, if any.
+# Trains the run and returns the metrics of its last validation, or None.
 Fit = Callable[["Run"], Mapping[str, float] | None]
 
 
 def load_fit(config: CustomFitConfig) -> Fit | None:
-    """The function config.name of the file config.path; None where no path is set.
+    """Loads the function config.name from the file config.path; returns None where no path is set.
 
     Raises UserCodeError when the file does not exist or import or does not define the name, ValueError when what it
     defines cannot be called with a run alone.
@@ -30,8 +30,11 @@ def load_fit(config: CustomFitConfig) -> Fit | None:
 
 
 def call_fit(fit: Fit, run: Run) -> dict[str, float]:
-    """The last validation. Raises UserCodeError, with the line, for what the user's code raises; errors of the run that
-    its calls met pass through."""
+    """Runs the user's training loop and returns the metrics of its last validation.
+
+    Raises UserCodeError, with the line, for an exception of the user's code; errors of the run (UserError, RunError)
+    pass through.
+    """
     try:
         return dict(fit(run) or {})
     except (UserError, RunError):

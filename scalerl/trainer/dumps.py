@@ -1,4 +1,4 @@
-"""What is left of a step's samples: a parquet of all, those that stand out beside it, and a table for trackers."""
+"""Dumps of a step's samples: a parquet file of all, a file of the outliers, and a table for trackers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def dump_step(
     step: int,
     total_steps: int,
 ) -> None:
-    """step_N.parquet and outliers_N.jsonl in rollout_data_dir, in the steps that rollout_data_freq says.
+    """Writes step_N.parquet and outliers_N.jsonl in rollout_data_dir, in the steps given by rollout_data_freq.
 
-    batch: the samples, with what the trainer made of them.
+    batch: the samples with the columns that the trainer added.
     """
     if not config.rollout_data_dir or not is_due(step, config.rollout_data_freq, total_steps):
         return
@@ -41,9 +41,9 @@ def dump_step(
 def generations_table(
     samples: Mapping[str, np.ndarray], texts: Sequence[tuple[str, str, str]]
 ) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of the first samples.  texts: prompt, response, ground truth of each of them.
+    """Column names and rows of a table of the first samples.  texts: their prompt, response, ground truth.
 
-    What the reward function returned beside the score has a column each, empty where a sample has none.
+    Each value that the reward function returned beside the score has a column, "" for samples without it.
     """
     extras = samples["reward_extra"][: len(texts)].tolist()
     names = list(dict.fromkeys(name for extra in extras for name in extra))

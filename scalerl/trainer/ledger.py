@@ -1,18 +1,19 @@
-"""`Ledger`: no group of samples is lost or counted twice."""
+"""`Ledger` counts the groups of samples, and checks that none is lost or counted twice."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any, Literal
 
-# no_contrast: its samples do not differ.  surplus: more were finished than the step needs.  unfinished: the step had
-# enough and did not wait.  stale: its tokens would be older than trainer.max_staleness allows.
+# Why a group is not trained on. no_contrast: its samples do not differ.  surplus: more groups were finished than the
+# step needs.  unfinished: the step had enough groups and did not wait.  stale: its tokens would be older than
+# trainer.max_staleness allows.
 DropReason = Literal["no_contrast", "surplus", "unfinished", "stale"]
 DROP_REASONS: tuple[DropReason, ...] = ("no_contrast", "surplus", "unfinished", "stale")
 
 
 class ConservationError(RuntimeError):
-    """submitted = trained + dropped + in flight does not hold: a defect, not the user's mistake."""
+    """Raised when submitted = trained + dropped + in flight does not hold: a defect, not the user's mistake."""
 
 
 class Ledger:
@@ -33,10 +34,11 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
+        """Groups that were submitted, and neither trained nor dropped."""
         return self.submitted - self.trained - self.dropped.total()
 
     def check(self, in_flight: int) -> None:
-        """in_flight: groups that are held somewhere. Raises ConservationError when the counts say otherwise."""
+        """Raises ConservationError unless the counts give `in_flight`, the number of groups that are held somewhere."""
         if in_flight != self.in_flight:
             raise ConservationError(
                 f"{self.submitted} groups submitted, {self.trained} trained, dropped {dict(self.dropped)}: "
@@ -44,9 +46,9 @@ class Ledger:
             )
 
     def totals(self) -> dict[str, int]:
-        """By name: submitted, trained, in_flight, dropped/{reason}."""
-        found = {"submitted": self.submitted, "trained": self.trained, "in_flight": self.in_flight}
-        return found | {f"dropped/{reason}": self.dropped[reason] for reason in DROP_REASONS}
+        """The counts by name: submitted, trained, in_flight, dropped/{reason}."""
+        counts = {"submitted": self.submitted, "trained": self.trained, "in_flight": self.in_flight}
+        return counts | {f"dropped/{reason}": self.dropped[reason] for reason in DROP_REASONS}
 
     def state_dict(self) -> dict[str, Any]:
         return {"submitted": self.submitted, "trained": self.trained, "dropped": dict(self.dropped)}

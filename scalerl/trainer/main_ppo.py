@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
-    """0 when the run (with trainer.val_only its validation) is done, 75 when it was asked to stop early.
+    """Runs `scalerl train`.
 
-    processes: which the run takes, and leaves when it is done; None: it has its own.
+    Returns 0 when the run (with trainer.val_only its validation) is done, 75 when it was asked to stop early.
+
+    processes: processes that the run uses and leaves running at its end; None: the run starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("ppo"))
         return 0
-    # Of a run before this one in the same process.
+    # Files that an earlier run in this process imported.
     forget_files()
     dry_run = "--dry-run" in arguments
-    # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
     phases.begin("config")
-    given = composed("ppo", [argument for argument in arguments if argument != "--dry-run"], rules=False)
-    cfg = given.config
-    if given.translations:
-        print(translation_table(given.translations), flush=True)
-    # A loop of the user's own may end where it likes.
+    composition = composed("ppo", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    cfg = composition.config
+    if composition.translations:
+        print(translation_table(composition.translations), flush=True)
+    # A training loop of the user may end at any step.
     has_own_loop = cfg.trainer.custom_fit.path is not None
     if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg.trainer)):
         model_path = cfg.actor_rollout_ref.model.path
@@ -84,7 +86,10 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
 
 def validation_lines(validation: Mapping[str, float], tested_at: int | None, ended_at: int) -> list[str]:
-    """The last validation. One of an earlier step says so: it must not be read as what the training came to."""
+    """Lines with the val-core metrics of the last validation.
+
+    A validation of an earlier step names that step, so that it is not read as the result of the training.
+    """
     when = "" if tested_at == ended_at else f" (of step {tested_at}; the run ended at step {ended_at})"
     return [f"{key} {value:.4f}{when}" for key, value in validation.items() if key.startswith("val-core/")]
 

@@ -18,24 +18,26 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
-    """0 when the run is done, 75 when it was asked to stop early and can be resumed.
+    """Runs `scalerl sft`.
 
-    processes: which the run takes, and leaves when it is done; None: it has its own.
+    Returns 0 when the run is done, 75 when it was asked to stop early and can be resumed.
+
+    processes: processes that the run uses and leaves running at its end; None: the run starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print(help_text("sft"))
         return 0
-    # Of a run before this one in the same process.
+    # Files that an earlier run in this process imported.
     forget_files()
     dry_run = "--dry-run" in arguments
-    # Rules between keys are checked with the files and models, so that all that is wrong comes at once.
+    # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
     phases.begin("config")
-    given = composed("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
-    cfg = given.config
-    if given.translations:
-        print(translation_table(given.translations), flush=True)
+    composition = composed("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    cfg = composition.config
+    if composition.translations:
+        print(translation_table(composition.translations), flush=True)
     if not dry_run and (last := finished_at(cfg.trainer)):
         print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
         return 0

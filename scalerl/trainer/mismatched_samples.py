@@ -1,4 +1,4 @@
-"""The samples of a step on whose tokens sampler and trainer disagree most, as lines of a file. S samples."""
+"""Writes the samples on whose tokens sampler and trainer disagree most to a file. S: number of samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from scalerl.metrics import worst_samples
 
-# What finds the sample again; `row` is its line in the step's dump.
+# Columns that identify a sample; `row` is its row in the step's dump.
 IDENTITY = ("prompt_uid", "sample_index", "policy_version", "prompt_length", "response_length", "finish_reason")
 
 
@@ -33,7 +33,7 @@ def worst_rows(
 
 
 def write_outliers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One JSON object per line, whole or not at all; an empty file says that there were none."""
+    """Writes one JSON object per line, atomically; an empty file means that no sample has a difference."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.tmp")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -41,6 +41,6 @@ def write_outliers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; NaN and infinities as text."""
+    """A value as JSON can hold it: numpy scalars as Python ones, NaN and infinities as text."""
     value = value.item() if isinstance(value, np.generic) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

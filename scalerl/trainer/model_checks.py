@@ -1,4 +1,4 @@
-"""What can be found wrong with the models of a run, and with their layouts, before a device is held."""
+"""Checks of the models of a run and of their layouts, made before a device is held."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def read_model(path: str, key: str) -> ModelShape:
-    """Raises ValueError for a model that is not there, of no known family, or that lacks weights. key: names it."""
+    """Reads the shape of a model. key: its configuration key, for messages.
+
+    Raises ValueError for a model that does not exist, is of no known family, or lacks weights.
+    """
     path = model_directory(path, key)
     shape = ModelShape.from_hf(path)
     HFWeights(path).check(family_of(shape), shape)
@@ -38,9 +41,9 @@ def read_model(path: str, key: str) -> ModelShape:
 
 
 def read_role(role: ModelRole) -> ModelShape:
-    """The role's model with the head that the role needs.
+    """Reads the shape of a role's model, with the head that the role needs.
 
-    Raises ValueError as `read_model`, and for a model without that head.
+    Raises ValueError as `read_model` does, and for a model that cannot have that head.
     """
     assert role.model_path is not None, "validated"
     shape = read_model(role.model_path, f"{role.section}.{'model_path' if role.name == 'ref' else 'model.path'}")
@@ -56,7 +59,7 @@ def read_role(role: ModelRole) -> ModelShape:
 
 
 def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Iterator[str]:
-    """Why the actor's model does not go with the configuration. device: cuda or cpu, as `resolve_device` says."""
+    """Yields why the actor's model does not fit the configuration. device: cuda or cpu, as `resolve_device` returns."""
     rollout, megatron = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.megatron
     yield from model_layout_violations(
         shape,
@@ -74,7 +77,7 @@ def actor_violations(cfg: PPOConfig, shape: ModelShape, *, device: str) -> Itera
 def role_violations(
     cfg: PPOConfig, role: ModelRole, shape: ModelShape, tokenizer: PreTrainedTokenizerBase | None
 ) -> Iterator[str]:
-    """Why the model of a role beside the actor does not go with the configuration. tokenizer: the policy's."""
+    """Yields why the model of a role other than the actor does not fit the configuration. tokenizer: the policy's."""
     megatron = role.megatron
     if not role.has_own_pool and not shape.num_experts:
         # The actor's processes have groups for its experts; a model without experts does not use them.
@@ -83,13 +86,13 @@ def role_violations(
         shape, megatron, role.layout(cfg).world_size, prefix=f"{role.section}.megatron", rollout_tp=None
     )
     yield from _too_long(cfg, shape, f"the model of {role.section}, {role.model_path},")
-    # Of the policy's own model `vocabulary_violations` has said it.
+    # `vocabulary_violations` has checked the policy's own model.
     if tokenizer is not None and role.model_path != cfg.actor_rollout_ref.model.path:
         yield from _other_vocabulary(role, shape, tokenizer)
 
 
 def judge_violations(judge: JudgeConfig) -> Iterator[str]:
-    """What is wrong with the judge's files. Its family may be any that the server knows: no trainer reads it."""
+    """Yields what is wrong with the judge's files. The model may be of any family that the server knows."""
     assert judge.model.path is not None
     path = Path(judge.model.path)
     if not (path / "config.json").is_file():
@@ -149,12 +152,12 @@ def _other_vocabulary(role: ModelRole, shape: ModelShape, tokenizer: PreTrainedT
 
 
 def _last_word(tokenizer: PreTrainedTokenizerBase) -> tuple[str, int]:
-    """The word with the highest token. Not their number: tokens may leave some out."""
+    """The word with the highest token id, and that id. The vocabulary's size would not do: ids may have gaps."""
     return max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
 
 
 def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Why a model has no embedding for some token of its own tokenizer. key: names the model."""
+    """Yields an error if a model lacks embeddings for tokens of its own tokenizer. key: the model's, for messages."""
     word, token = _last_word(tokenizer)
     if token >= vocab_size:
         yield (
@@ -168,7 +171,7 @@ def vocabulary_violations(key: str, path: str, vocab_size: int, tokenizer: PreTr
 def model_layout_violations(
     shape: ModelShape, megatron: MegatronConfig, world: int, *, prefix: str, rollout_tp: int | None
 ) -> list[str]:
-    """Why the model cannot be spread, or recomputed, in this way; empty where it can. world: devices."""
+    """Why the model does not fit this parallel layout or recomputation; empty if it does. world: number of devices."""
     sizes = ModelSizes(
         num_attention_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_kv_heads,

@@ -1,4 +1,4 @@
-"""Whether the actor's update of a step makes the old log-probs too, without a pass of its own before it."""
+"""Decides whether the actor's update of a step computes the old log-probs too, which saves a separate forward pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from scalerl.algorithms.losses import SELECTED
 from scalerl.config import PPOConfig
 from scalerl.config.correction import corrects
 
-# Fields of `override_transformer_config` by which a model computes otherwise while it trains, where they are not 0.
+# Fields of `override_transformer_config` that, where not 0, make a model compute differently in training mode.
 TRAINING_NOISE = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 
 
 def is_one_pass_enough(config: PPOConfig, step: int) -> bool:
-    """Whether the step's old log-probs are those that its update computes anyway, and nothing asks for them before.
+    """Whether the step's update computes the old log-probs anyway, and nothing needs them before the update.
 
-    They are where the weights do not change before: one mini-batch, one epoch, and no noise in training. What asks for
-    them before: a correction of the sampler's, the KL in the rewards, an estimator, a loss that singles out tokens.
+    The update computes them if the weights do not change before: one mini-batch, one epoch, no noise in training.
+    A correction of the sampler's log-probs, the KL in the rewards, some estimators, and losses that single out tokens
+    need them before.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction, overrides = algorithm.rollout_correction, actor.megatron.override_transformer_config

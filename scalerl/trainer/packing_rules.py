@@ -1,4 +1,4 @@
-"""What a model's layout asks of a packing plan, and the plans of a run's roles."""
+"""The packing rules that follow from a model's layout, and the packing plans of a run's roles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalerl.metrics import FlopsShape
 
 @dataclass(frozen=True)
 class PackingRules:
-    """The arguments of `balance.plan_step` that follow from a layout: a micro-batch fills the devices that share it."""
+    """The arguments of `balance.plan_step` that follow from a parallel layout."""
 
     dp_size: int
     max_tokens_per_micro_batch: int
@@ -40,22 +40,22 @@ class PackingRules:
 class Planner:
     """Packs a step's samples for one model.
 
-    samples_per_update: of a mini-batch; None: one mini-batch of all.
-    keys: what sets this number and max_tokens_per_micro_batch, for errors.
+    samples_per_update: samples of a mini-batch; None: one mini-batch with all samples.
+    keys: the configuration keys of samples_per_update and max_tokens_per_micro_batch, for errors.
     """
 
     rules: PackingRules
     samples_per_update: int | None
     flops: FlopsShape
-    # Not of the rules: planners that differ in nothing else make the same plans.
+    # Not compared: planners that differ only in their keys make the same plans.
     keys: SizeKeys = field(default_factory=SizeKeys, compare=False)
 
     def can_share_plan(self, other: Planner) -> bool:
-        """Whether the other's plans obey this one's rules (on the same ranks), though not its model's own FLOPs."""
+        """Whether plans of `other` obey this planner's rules, on the same ranks; the FLOPs of the models may differ."""
         return self.rules == other.rules and self.samples_per_update in (None, other.samples_per_update)
 
     def plan(self, samples: BatchRef) -> StepPlan:
-        """Mini-batches of whole groups in the order of the prompts; equal planners make equal plans."""
+        """Plans mini-batches of whole groups in the order of the prompts; equal planners make equal plans."""
         size, rows = self.samples_per_update or len(samples), range(len(samples))
         return plan_step(
             samples.num_tokens_S,
@@ -69,7 +69,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Names of samples by their prompts, made when an error needs them."""
+    """Names of samples by their prompts, made only when an error needs them."""
 
     uid_S: np.ndarray
 
@@ -78,9 +78,9 @@ class _Prompts:
 
 
 def plan_roles(planners: Mapping[str, Planner], samples: BatchRef) -> dict[str, StepPlan]:
-    """Each role's plan; roles with the same planner share one."""
+    """Makes the plan of each role; roles with equal planners share one plan."""
     plans: dict[str, StepPlan] = {}
     for role, planner in planners.items():
-        like = next((other for other in plans if planners[other] == planner), None)
-        plans[role] = planner.plan(samples) if like is None else plans[like]
+        same = next((other for other in plans if planners[other] == planner), None)
+        plans[role] = planner.plan(samples) if same is None else plans[same]
     return plans

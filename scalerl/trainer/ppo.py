@@ -1,4 +1,4 @@
-"""The RL step loop. Locals carry the data; `run` holds roles and configuration, never a batch."""
+"""The RL training loop. Local variables hold the data; `run` holds roles and configuration, never a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 @dataclass
 class Run:
-    """The roles of one run, and how far it is: what a training loop has to work with."""
+    """The roles, configuration and progress of one run, which a training loop works with."""
 
     config: PPOConfig
     samples: SampleStream
@@ -39,9 +39,9 @@ class Run:
     reference: Reference | None
     critic: Critic | None
     reward_model: RewardModel | None
-    # With algorithm.use_kl_in_reward.
+    # None without algorithm.use_kl_in_reward.
     kl: KLController | None
-    # One for each pool, the actor's first.
+    # One group for each pool, the actor's first.
     worker_groups: list[WorkerGroup]
     # By role.
     planners: dict[str, Planner]
@@ -53,22 +53,22 @@ class Run:
     saves: Saves
     start: StartPhases = field(default_factory=StartPhases)
     step: int = 0
-    # The step whose weights the last validation was of.
+    # The step whose weights were validated last.
     tested_at: int | None = None
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one: that which the run went on from, then its own."""
+        """The newest checkpoint: the one that the run resumed from, until the run saves its own."""
         return self.saves.latest
 
 
 def fit(run: Run) -> dict[str, float]:
-    """Trains to total_steps, or to the end of the step in which a stop was asked for; not at all with val_only.
+    """Trains to total_steps, or to the end of the step in which a stop was requested; with val_only only validates.
 
-    Returns the last validation, which is of step run.tested_at.
+    Returns the metrics of the last validation, which is of step run.tested_at.
     """
     cfg = run.config.trainer
-    # The servers started from files; from here on they serve what the trainer sent.
+    # The servers started with weights from files; from here on they serve the weights that the trainer sent.
     run.start.begin("first sync")
     run.rollout.sync_weights(policy_version=run.step)
     run.start.end()
@@ -96,16 +96,16 @@ def fit(run: Run) -> dict[str, float]:
 
 
 def train_step(run: Run, step: int) -> StepOutcome:
-    """Sample, score, place, evaluate, assign credit, learn, publish."""
+    """Runs one step: samples, scores, log-probs and values, advantages, updates, and the new weights to the servers."""
     cfg, phase = run.config, run.timers
     with phase("gen"):
         samples, metrics = run.samples.next_batch(step)
         if needs_greedy_baseline(cfg.algorithm):
-            samples, of_baseline = add_greedy_baseline(run.rollout, samples)
-            metrics = merge_metrics([metrics, of_baseline])
+            samples, baseline_metrics = add_greedy_baseline(run.rollout, samples)
+            metrics = merge_metrics([metrics, baseline_metrics])
         run.rollout.release_device()
 
-    # One plan for all passes of a model over the step, so that what they make of a sample stays on its rank.
+    # One plan for all passes of a model over the step, so that a sample's columns stay on its rank.
     with phase("balance"):
         plans = plan_roles(run.planners, samples)
         batch = run.rollout.place(samples, plans)
@@ -115,30 +115,30 @@ def train_step(run: Run, step: int) -> StepOutcome:
     one_pass = is_one_pass_enough(cfg, step)
     if not one_pass:
         with phase("old_log_prob"):
-            batch, of_pass = run.actor.logprobs(batch)
-            metrics |= of_pass
+            batch, pass_metrics = run.actor.logprobs(batch)
+            metrics |= pass_metrics
     if run.reference is not None:
         with phase("ref"):
-            batch, of_pass = run.reference.logprobs(batch)
-            metrics |= of_pass
+            batch, pass_metrics = run.reference.logprobs(batch)
+            metrics |= pass_metrics
     if run.critic is not None:
         with phase("values"):
-            batch, of_pass = run.critic.values(batch)
-            metrics |= of_pass
+            batch, pass_metrics = run.critic.values(batch)
+            metrics |= pass_metrics
 
     with phase("adv"):
-        batch, of_pass = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
-        metrics |= of_pass
+        batch, pass_metrics = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
+        metrics |= pass_metrics
     if run.critic is not None:
         with phase("update_critic"):
             metrics |= run.critic.update(batch)
     if step > cfg.trainer.critic_warmup:
         with phase("update_actor"):
             if one_pass:
-                batch, of_pass = run.actor.evaluate_and_update(batch)
+                batch, pass_metrics = run.actor.evaluate_and_update(batch)
             else:
-                of_pass = run.actor.update(batch)
-            metrics |= of_pass
+                pass_metrics = run.actor.update(batch)
+            metrics |= pass_metrics
     with phase("update_weights"):
         metrics |= run.rollout.sync_weights(policy_version=step)
 
@@ -152,29 +152,29 @@ def train_step(run: Run, step: int) -> StepOutcome:
 
 
 def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, float] | None = None) -> None:
-    """Ends the step's time and logs what is known of it. more: numbers to log with it."""
+    """Ends the timing of the step and logs its metrics. more: further metrics to log with them."""
     timing_s = run.timers.pop()
-    # The step's time is known, so this is in the next one's.
+    # The step's timing has ended, so this time counts for the next step.
     with run.timers("metrics"):
         metrics = step_metrics(run.config, outcome, run.mfu_bases, timing_s, step=run.step, epoch=epoch)
-        of_saves, lines = run.saves.news()
-        run.tracker.log({**metrics, **of_saves, **(more or {})}, step=run.step)
+        save_metrics, lines = run.saves.news()
+        run.tracker.log({**metrics, **save_metrics, **(more or {})}, step=run.step)
         for line in lines:
             run.tracker.message(line)
 
 
 def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
-    """[S]: the reward model's for samples of reward style "model", the reward function's for the others."""
+    """Scores [S]: the reward model's for samples of reward style "model", the reward function's for the others."""
     return np.where(batch.samples["reward_style"] == "model", reward_model.scores(batch), batch.samples["score"])
 
 
 def memory_of_own_pools(run: Run) -> list[dict[str, Metric]]:
-    """Of each rank that has not the actor: the actor's ranks say it with the sync of the weights."""
+    """Memory metrics of each rank outside the actor's pool; the actor's ranks report theirs with the weight sync."""
     return [part for group in run.worker_groups[1:] for part in group.call(MegatronWorker.memory)]
 
 
 def validate(run: Run) -> dict[str, float]:
-    """val-core/* over the whole validation set; a table of the first samples when configured."""
+    """Validates on the whole validation set, logs a table of the first samples if configured, returns the metrics."""
     samples, _ = run.rollout.validate(step=run.step)
     run.tested_at = run.step
     if run.reward_model is not None:
@@ -194,7 +194,7 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def save(run: Run) -> None:
-    """The whole state of the run at this step; with trainer.async_save it is written while the next steps run."""
+    """Saves the whole state of the run; with trainer.async_save it is written while the next steps run."""
     cfg, actor, critic = run.config, run.actor, run.critic
     models = {"actor": checkpoints.SavedModel(actor.save, cfg.actor_rollout_ref.model.path, begin=actor.begin_save)}
     if critic is not None:
@@ -210,22 +210,22 @@ def save(run: Run) -> None:
             "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
             "mlflow_run_id": run.tracker.run_id,
         },
-        # Nothing runs beside the last one.
+        # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,
     )
 
 
 def load(run: Run, resumed: checkpoints.Resumed) -> None:
-    """Puts the run where the checkpoint left it; there is one."""
+    """Restores the run's state from a checkpoint. resumed: has a directory."""
     assert resumed.directory is not None
     run.actor.load(str(resumed.directory / "actor"))
     if run.critic is not None:
         run.critic.load(str(resumed.directory / "critic"))
     run.samples.prompts.load_state_dict(resumed.state["prompts"])
-    # Without this key a checkpoint has no groups in flight.
+    # A checkpoint without this key had no groups in flight.
     if samples := resumed.state.get("samples"):
         run.samples.load_state_dict(samples)
-    # A run may have begun without it.
+    # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
     run.step, run.saves.latest = resumed.step, resumed.directory

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before a device is held, found together: config, data, model, reward function."""
+"""Checks of configuration, data, models and rewards before a device is held; all errors are reported together."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PPOInputs:
+    """What an RL run needs from its files, checked. device: cuda or cpu."""
+
     # Role -> the shape of its model.
     shapes: dict[str, ModelShape]
     tokenizer: PreTrainedTokenizerBase
@@ -72,6 +74,8 @@ class PPOInputs:
 
 @dataclass(frozen=True)
 class SFTInputs:
+    """What a fine-tuning run needs from its files, checked. device: cuda or cpu."""
+
     shape: ModelShape
     train: SFTDataset
     val: SFTDataset | None
@@ -81,10 +85,10 @@ class SFTInputs:
 
 
 def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
-    """Raises ConfigError with every violation that was found.
+    """Checks the configuration, files and models of an RL run; raises ConfigError with every violation.
 
-    device: cuda or cpu, of the machines that the run will be on; None: it is on this one. digests: read all of a
-    checkpoint to go on from; False: look at its files and their sizes.
+    device: cuda or cpu, of the machines that will run it; None: as this machine has.
+    digests: compare the digests of the checkpoint to resume from; False: only its files and their sizes.
     """
     from scalerl.algorithms import get_adv_estimator, get_policy_loss
     from scalerl.data import create_rl_dataset
@@ -95,12 +99,12 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     serves = cfg.actor_rollout_ref.rollout.name == "sglang"
     device = device or _this_machine(errors, cfg.trainer.device, serves=serves)
     fetch_models(cfg, errors.attempt)
-    # First: which rules hold, and which models a run has, depends on what these files register.
+    # First: the rules that hold, and the models of the run, depend on what these files register.
     imported = _import_own(errors, cfg.trainer)
     fit = errors.attempt(lambda: load_fit(cfg.trainer.custom_fit))
     errors.attempt(lambda: load_program(cfg.actor_rollout_ref.rollout.program))
     rewards = None
-    # What is not imported cannot be known.
+    # Without these files, registered names would be reported as unknown.
     if imported:
         errors.attempt(lambda: get_adv_estimator(cfg.algorithm.adv_estimator))
         errors.attempt(lambda: get_policy_loss(cfg.actor_rollout_ref.actor.policy_loss.loss_mode))
@@ -112,7 +116,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     tokenizer = errors.attempt(
         lambda: _policy_tokenizer(model, "actor_rollout_ref.model.path", cfg.data.chat_template_path)
     )
-    # Of sizes that do not fit each other nothing can be said against a model or the data.
+    # Models and data are not compared with sizes that contradict each other.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
     memory = _check_memory(errors, cfg, shapes, device)
     _check_judge(errors, cfg.reward_model.judge)
@@ -139,14 +143,14 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
 
 
 def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
-    """The device that trainer.device comes to here, with what would end a run on it at its start among the errors."""
+    """The device of trainer.device on this machine; adds errors that would end a run on it at its start."""
     device = errors.attempt(lambda: resolve_device(name)) or "cpu"
     errors.violations.extend(start_violations(device, serves=serves))
     return device
 
 
 def _policy_tokenizer(model: ModelConfig, key: str, template_path: str | None) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer with the chat template of data.chat_template_path."""
+    """Loads the policy's tokenizer, with the chat template of data.chat_template_path."""
     from scalerl.data import load_tokenizer
     from scalerl.data.chat import use_chat_template
 
@@ -178,7 +182,7 @@ def _try_rewards(
     datasets: dict[str, RLHFDataset | PromptTable],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Scores some rows and adds what goes wrong to the errors. Closes the manager."""
+    """Scores a row of each data source and adds the failures to the errors. Closes the manager."""
     from scalerl.trainer.reward_checks import reward_violations
 
     try:
@@ -189,7 +193,7 @@ def _try_rewards(
 
 
 def trained_models(cfg: PPOConfig) -> dict[str, str]:
-    """Role -> the model that it begins as, of the models that a checkpoint holds."""
+    """The path of the model that each trained role starts from, by role."""
     critic = {"critic": cfg.critic.model.path} if uses_critic(cfg) else {}
     return {"actor": cfg.actor_rollout_ref.model.path} | critic
 
@@ -197,9 +201,9 @@ def trained_models(cfg: PPOConfig) -> dict[str, str]:
 def _check_models(
     errors: ErrorCollector, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase | None, device: str | None
 ) -> dict[str, ModelShape]:
-    """Role -> the model's shape, with the head of its role; without the models that cannot be read.
+    """Reads the shape of each role's model, with the head of the role; models that cannot be read are left out.
 
-    device: None where the models are read, and not held against the configuration.
+    device: None: the models are read, but not checked against the configuration.
     """
     shapes = {
         "actor": errors.attempt(lambda: read_model(cfg.actor_rollout_ref.model.path, "actor_rollout_ref.model.path"))
@@ -211,7 +215,7 @@ def _check_models(
             key, path = "actor_rollout_ref.model.path", cfg.actor_rollout_ref.model.path
             errors.violations.extend(vocabulary_violations(key, path, shapes["actor"].vocab_size, tokenizer))
     for role in model_roles(cfg):
-        # The policy's has been read; of one that cannot be, that was said.
+        # The policy's model has been read already; if that failed, the error is not repeated.
         is_said = shapes["actor"] is None and role.model_path == cfg.actor_rollout_ref.model.path
         if role.model_path is None or is_said:
             continue
@@ -224,17 +228,19 @@ def _check_models(
 def _check_memory(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], device: str
 ) -> MemoryPlan | None:
-    """The plan of a run of which nothing else is known to be wrong; refused where it does not fit its devices.
+    """Plans the memory of a run that has no other error, and adds an error if it does not fit its devices.
 
-    Gives every replica of the policy the plan's KV cache.
+    On GPUs, sets the KV cache of every replica of the policy as planned.
     """
     wanted = 1 + (len(model_roles(cfg)) if isinstance(cfg, PPOConfig) else 0)
     if errors.violations or len(shapes) < wanted:
         return None
-    found = errors.attempt(lambda: checked_plan(cfg, shapes, known_memory(cfg.trainer, device), on_cpu=device == "cpu"))
-    if found is None:
+    planned = errors.attempt(
+        lambda: checked_plan(cfg, shapes, known_memory(cfg.trainer, device), on_cpu=device == "cpu")
+    )
+    if planned is None:
         return None
-    plan, violations = found
+    plan, violations = planned
     errors.violations.extend(violations)
     if isinstance(cfg, PPOConfig) and device == "cuda":
         with_kv_cache(cfg, plan)
@@ -258,7 +264,7 @@ def _check_judge(errors: ErrorCollector, judge: JudgeConfig) -> None:
 
 
 def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True) -> SFTInputs:
-    """As `check_ppo`."""
+    """Checks the configuration, files and models of a fine-tuning run, as `check_ppo` does."""
     from scalerl.data import SFTDataset
 
     errors = ErrorCollector()
@@ -291,7 +297,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
 
 
 def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimConfig]:
-    """Sections of the models of the run, by key; without those that are equal to the actor's."""
+    """The megatron and optim sections of the run's models, by key; sections equal to the actor's are left out."""
     actor = cfg.actor_rollout_ref.actor
     others: dict[str, MegatronConfig | OptimConfig] = {
         f"{role.section}.megatron": role.megatron for role in model_roles(cfg) if role.megatron != actor.megatron
@@ -302,17 +308,17 @@ def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimCon
 
 
 def _check_overrides(errors: ErrorCollector, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
-    """Checks the fields of Megatron's configs that the user set, by key of the section."""
+    """Checks the fields of Megatron's configs that the user set. sections: by key."""
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
-            # megatron takes seconds to import.
+            # Imported here: megatron takes seconds to import.
             from scalerl.parallel.overrides import override_violations
 
             errors.violations.extend(override_violations(section, config))
 
 
 def _import_own(errors: ErrorCollector, trainer: RunConfig) -> bool:
-    """Imports the user's own files and, where that works, judges the tracking backends. Returns whether it worked."""
+    """Imports the user's files and, if that works, checks the tracking backends. Returns whether the import worked."""
     before = len(errors.violations)
     errors.attempt(lambda: import_files(trainer.import_files))
     if len(errors.violations) > before:
@@ -330,9 +336,9 @@ def _check_resume(
     *,
     digests: bool,
 ) -> checkpoints.Resumed | None:
-    """The checkpoint that the run goes on from, if it is one of these models and prompts.
+    """Finds the checkpoint to resume from, and checks that it has the models and prompts of the run.
 
-    models: role -> path, shape.
+    models: role -> (path, shape).
     """
     from scalerl.data import PromptCursor
 

@@ -1,4 +1,4 @@
-"""What can be found wrong with a run's rewards before anything starts: one real row of each data source is scored."""
+"""Checks of a run's rewards before anything starts: one real row of each data source is scored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from scalerl.data import PromptTable, RLHFDataset
 
-# Each shows its sample on several lines.
+# Each failure is shown with its sample on several lines.
 _MAX_SHOWN = 3
 
 
@@ -25,7 +25,7 @@ def reward_violations(
     datasets: Mapping[str, RLHFDataset | PromptTable],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[str]:
-    """datasets: by their name in errors, train and val."""
+    """Yields the failures of scoring a trial response to one row of each data source. datasets: by name, for errors."""
     response_length = len(tokenizer.encode(TRIAL_RESPONSE, add_special_tokens=False))
     requests = []
     for name, dataset in datasets.items():
@@ -49,11 +49,11 @@ def reward_violations(
 
 
 def _first_of_each_source(dataset: RLHFDataset | PromptTable, config: RewardModelConfig) -> list[int]:
-    """Rows that the reward function scores; those of a reward model or a judge that the run has are left to it."""
+    """The first row of each data source that the reward function scores, and not a reward model or judge of the run."""
     left_out = {style for style, is_on in (("model", config.enable), (STYLE, config.judge.enable)) if is_on}
-    found: dict[str, int] = {}
+    first_uids: dict[str, int] = {}
     for uid in range(len(dataset)):
         prompt = dataset[uid]
         if prompt.reward_style not in left_out:
-            found.setdefault(prompt.data_source, uid)
-    return list(found.values())
+            first_uids.setdefault(prompt.data_source, uid)
+    return list(first_uids.values())

@@ -1,4 +1,4 @@
-"""What a run is, in words, for the people who find it among others in a tracker."""
+"""Describes a run in words, for people who look for it among other runs in a tracker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from scalerl.config import PPOConfig, SFTConfig, num_devices
 
 @dataclass(frozen=True)
 class RunDescription:
-    """text: Markdown.  tags: the same in short, one column each of a list of runs.  datasets: files by their use."""
+    """The description of a run.  text: in Markdown.
+
+    tags: the same in short; each is a column in a list of runs.  datasets: files by use, training and validation.
+    """
 
     text: str
     tags: dict[str, str]
@@ -20,7 +23,7 @@ class RunDescription:
 
 
 def describe(cfg: PPOConfig | SFTConfig, device: str) -> RunDescription:
-    """device: what trainer.device came to."""
+    """Describes a run. device: cuda or cpu, as trainer.device was resolved."""
     data = {"training": _paths(cfg.data.train_files), "validation": _paths(cfg.data.val_files)}
     if isinstance(cfg, PPOConfig):
         model, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.actor.megatron
@@ -61,18 +64,18 @@ def describe(cfg: PPOConfig | SFTConfig, device: str) -> RunDescription:
 
 
 def _algorithm(cfg: PPOConfig) -> str:
-    """The estimator, and the loss where it is not PPO's own."""
+    """The advantage estimator, and the policy loss if it is not the default."""
     estimator, mode = cfg.algorithm.adv_estimator, cfg.actor_rollout_ref.actor.policy_loss.loss_mode
     return str(estimator) if mode == "vanilla" else f"{estimator}, loss {mode}"
 
 
 def _in_short(path: str) -> str:
-    """The file with its directory: most files are called train.parquet."""
+    """A file's name with its directory, because most files are called train.parquet."""
     return "/".join(PurePath(path).parts[-2:])
 
 
 def _paths(files: Any) -> list[str]:
-    """Of a key that takes one path, several, or none."""
+    """The paths in a value that is one path, a list of paths, or None."""
     if files is None:
         return []
     return [str(files)] if isinstance(files, str) else [str(path) for path in files]

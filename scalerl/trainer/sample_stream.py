@@ -1,4 +1,4 @@
-"""`SampleStream`: the groups that each step trains on, asked for up to `trainer.max_staleness` steps ahead."""
+"""`SampleStream` gives each step its groups of samples, requested up to `trainer.max_staleness` steps ahead."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from scalerl.trainer.ledger import Ledger
 
 
 class NoContrastError(UserError, RuntimeError):
-    """A step found no group whose samples differ."""
+    """Raised when a step gets no group whose samples differ."""
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The first round of a step, on its way."""
+    """A round of generation for a step, which is running."""
 
     step: int
     groups: list[SampleGroup]
@@ -35,9 +35,9 @@ class _Asked:
 
 
 class SampleStream:
-    """Every group that is asked for is trained on once, or dropped for a reason, or in flight.
+    """Source of sample groups: each requested group is trained on once, dropped for a reason, or in flight.
 
-    prompts: where new groups come from.
+    prompts: gives the prompts of new groups.
     """
 
     def __init__(self, config: PPOConfig, rollout: Rollout, prompts: PromptCursor, *, total_steps: int) -> None:
@@ -48,26 +48,26 @@ class SampleStream:
         groups = config.algorithm.filter_groups
         self.keep = GroupFilter(groups.metric) if groups.enable else None
         self.max_rounds = groups.max_num_gen_batches if groups.enable else 1
-        # Only devices of their own generate while the trainer computes.
+        # Servers generate while the trainer computes only if they have their own devices.
         self.steps_ahead = 0 if config.actor_rollout_ref.hybrid_engine else self.max_staleness
         self.carries = config.actor_rollout_ref.hybrid_engine and config.actor_rollout_ref.rollout.partial_rollout
         self.ledger = Ledger()
         self.asked: deque[_Asked] = deque()
-        # Groups that an early end left, first in line for the next step.
+        # Unfinished groups of a step that ended early; the next step requests them first.
         self.carried: list[SampleGroup] = []
-        # Of a checkpoint: steps whose groups were in flight, asked for again.
+        # Step -> groups that were in flight when a checkpoint was saved; they are requested again.
         self.again: dict[int, list[SampleGroup]] = {}
-        # Step -> groups that were made for it.
+        # Step -> number of groups that were made for it.
         self.num_made: Counter[int] = Counter()
 
     def next_batch(self, step: int) -> tuple[BatchRef, dict[str, Metric]]:
-        """train_batch_size groups of n samples, and where they came from.
+        """Returns train_batch_size groups of n samples for a step, and metrics of their generation.
 
-        After max_num_gen_batches rounds groups without contrast fill the batch. Raises NoContrastError where these
-        rounds brought no other.
+        After max_num_gen_batches rounds, groups without contrast fill the batch. Raises NoContrastError when these
+        rounds gave no group with contrast.
         """
-        while len(self.asked) <= self.steps_ahead and (coming := step + len(self.asked)) <= max(step, self.total_steps):
-            self.asked.append(self._ask(coming, self._first_groups(coming)))
+        while len(self.asked) <= self.steps_ahead and (ahead := step + len(self.asked)) <= max(step, self.total_steps):
+            self.asked.append(self._ask(ahead, self._first_groups(ahead)))
         asked = self.asked.popleft()
         assert asked.step == step
         rounds = [self._finish(asked)]
@@ -85,10 +85,10 @@ class SampleStream:
         return samples, metrics | self._metrics(samples, step, len(rounds), num_filled)
 
     def trained(self) -> None:
-        """The batch that `next_batch` gave last."""
+        """Counts the batch that `next_batch` returned last as trained."""
         self.ledger.train(self.batch_size)
 
-    # --- asking ---
+    # --- requests ---
 
     def _first_groups(self, step: int) -> list[SampleGroup]:
         groups = self.again.pop(step, [])
@@ -103,23 +103,23 @@ class SampleStream:
         first = self.num_made[step]
         self.num_made[step] += count
         self.ledger.submit(count)
-        return [SampleGroup(uid, step, first + place) for place, uid in enumerate(self.prompts.take(count))]
+        return [SampleGroup(uid, step, first + i) for i, uid in enumerate(self.prompts.take(count))]
 
     def _ask(self, step: int, groups: list[SampleGroup], *, missing: int | None = None) -> _Asked:
-        # Whoever asks for no more than a step needs takes them all, in the order of the prompts: those that end first
-        # are the short ones.
+        # Without oversampling all groups are used, in the order of the prompts: taking those that finish first would
+        # prefer short responses.
         oversampled = self.gen_batch_size > self.batch_size
         enough = Enough(missing or self.batch_size, self.keep) if oversampled else None
         return _Asked(step, groups, self.rollout.begin(groups, enough=enough, carry=self.carries))
 
     def _size_of_round(self, rounds: Sequence[Finished], kept: Sequence[Sequence[int]]) -> int:
-        """As many as will do if they are kept as often as those before."""
-        found, tried = sum(map(len, kept)), sum(len(set(part.samples.samples["uid"].tolist())) for part in rounds)
-        if not found:
+        """The number of groups to request so that enough are kept, at the rate of the rounds before."""
+        num_kept, tried = sum(map(len, kept)), sum(len(set(part.samples.samples["uid"].tolist())) for part in rounds)
+        if not num_kept:
             return self.gen_batch_size
-        return min(self.gen_batch_size, math.ceil((self.batch_size - found) * tried / found))
+        return min(self.gen_batch_size, math.ceil((self.batch_size - num_kept) * tried / num_kept))
 
-    # --- what came ---
+    # --- finished groups ---
 
     def _finish(self, asked: _Asked) -> Finished:
         finished = self.rollout.finish(asked.generation)
@@ -130,8 +130,8 @@ class SampleStream:
         return finished
 
     def _filled(self, rounds: Sequence[Finished], kept: Sequence[list[int]], missing: int) -> list[list[int]]:
-        """kept, and the first `missing` groups that are not, so that a run goes on whose policy has become too good for
-        its prompts. Samples that are alike have no advantage over each other; their tokens count in the loss's mean."""
+        """Adds the first `missing` groups without contrast to `kept`, so that a run continues whose policy has become
+        too good for its prompts. Their samples have advantage 0, and their tokens count in the loss's mean."""
         if not any(kept):
             raise NoContrastError(self._none_differs(len(rounds)))
         filled = []
@@ -142,12 +142,12 @@ class SampleStream:
         return filled
 
     def _select(self, rounds: Sequence[Finished], kept: Sequence[list[int]]) -> BatchRef:
-        """The rows of the first batch_size groups that were kept."""
-        parts, left = [], self.batch_size
+        """Selects the rows of the first batch_size groups that were kept, and counts the others as dropped."""
+        parts, room = [], self.batch_size
         for finished, uids in zip(rounds, kept, strict=True):
             samples = finished.samples
-            wanted = uids[:left]
-            left -= len(wanted)
+            wanted = uids[:room]
+            room -= len(wanted)
             num_groups = len(set(samples.samples["uid"].tolist()))
             self.ledger.drop("no_contrast", num_groups - len(uids))
             self.ledger.drop("surplus", len(uids) - len(wanted))
@@ -162,16 +162,16 @@ class SampleStream:
             self.rollout.forget(groups)
 
     def _check(self) -> None:
-        """With the batch that is about to be trained on."""
+        """Checks the ledger while a batch is about to be trained on."""
         self.ledger.check(self.batch_size + self._num_waiting())
 
     def _num_waiting(self) -> int:
         return sum(len(asked.groups) for asked in self.asked) + len(self.carried) + sum(map(len, self.again.values()))
 
     def _metrics(self, samples: BatchRef, step: int, num_rounds: int, num_filled: int) -> dict[str, Metric]:
-        # The policy that trains on them has learned from the steps before this one.
+        # The policy that trains on these samples has learned from all earlier steps.
         staleness = step - 1 - samples.samples["policy_version"]
-        found = {
+        metrics = {
             "training/staleness/mean": Metric(float(staleness.mean()), "mean"),
             "training/staleness/max": Metric(float(staleness.max()), "max"),
             "training/gen_rounds": Metric(float(num_rounds), "max"),
@@ -180,7 +180,7 @@ class SampleStream:
         totals = {
             f"training/groups/{name}": Metric(float(count), "max") for name, count in self.ledger.totals().items()
         }
-        return found | totals
+        return metrics | totals
 
     def _none_differs(self, num_rounds: int) -> str:
         assert self.keep is not None
@@ -194,7 +194,7 @@ class SampleStream:
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values. What is in flight is asked for again after a resume, from its prompts."""
+        """The state in plain JSON values. Groups in flight are requested again after a resume, from their prompts."""
         self.ledger.check(self._num_waiting())
         in_flight = {str(asked.step): [group.as_list() for group in asked.groups] for asked in self.asked}
         in_flight |= {str(step): [group.as_list() for group in groups] for step, groups in self.again.items()}
@@ -206,7 +206,8 @@ class SampleStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ledger.load_state_dict(state["ledger"])
-        self.again = {int(step): [SampleGroup(*group) for group in found] for step, found in state["in_flight"].items()}
+        in_flight = state["in_flight"]
+        self.again = {int(step): [SampleGroup(*group) for group in groups] for step, groups in in_flight.items()}
         self.carried = [SampleGroup(*group) for group in state["carried"]]
         for step, groups in self.again.items():
             self.num_made[step] = len(groups)

@@ -1,4 +1,4 @@
-"""The checkpoints that one run writes: while it waits, or while its next steps run (`trainer.async_save`)."""
+"""Saves the checkpoints of a run: while the run waits, or while its next steps run (`trainer.async_save`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
 
-# How long the end of a run waits for a save in the background: after a signal, before a scheduler loses its patience;
-# after the loss of a rank, whose group may hang.
+# How long the end of a run waits for a save in the background: after a signal, because a scheduler soon kills the run;
+# after the loss of a rank, because the save may hang in the process group of that rank.
 _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 
 
 class Saves:
-    """One save at a time. What fails in the background is told by `news`, in the step in which it failed."""
+    """Saves checkpoints, one at a time. `news` reports a failure in the background, in the step in which it failed."""
 
     def __init__(self, trainer: RunConfig) -> None:
         self._root, self._in_background = trainer.default_local_dir, trainer.async_save
@@ -38,19 +38,19 @@ class Saves:
             best=None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode),
             every=trainer.ckpt_every_to_keep,
         )
-        # (step, value) of best_ckpt_metric.
+        # (step, value) of trainer.best_ckpt_metric in the last validation.
         self._tested: tuple[int, float] | None = None
-        # The newest checkpoint: the one that the run went on from, then its own.
+        # The newest checkpoint: the one that the run resumed from, until the run saves its own.
         self.latest: Path | None = None
         self._running: _Running | None = None
         self._news: dict[str, float] = {}
         self._failures: list[CheckpointWriteError] = []
 
     def save(self, step: int, models: Mapping[str, SavedModel], state: dict[str, Any], *, wait: bool) -> None:
-        """A checkpoint of what is now. It is there when this returns with `wait` or without trainer.async_save; else
-        `latest` becomes it later. Waits for a save that is still running.
+        """Saves a checkpoint of the current state, after a save that is still running has ended.
 
-        Raises CheckpointWriteError where it waits for this one.
+        With `wait`, or without trainer.async_save, the checkpoint is complete when this returns, and a failure raises
+        CheckpointWriteError. Else `latest` becomes the checkpoint later.
         """
         self._collect(wait=True)
         if self._metric is not None and self._tested is not None and self._tested[0] == step:
@@ -64,7 +64,7 @@ class Saves:
             self._failed(step, error)
 
     def tested(self, step: int, validation: Mapping[str, float]) -> None:
-        """What the validation of that step gave. Raises UserError when it has not trainer.best_ckpt_metric."""
+        """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric."""
         if self._metric is None:
             return
         if self._metric not in validation:
@@ -83,7 +83,10 @@ class Saves:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """When the block ends no save runs any more. Raises CheckpointWriteError where the last one failed unheard."""
+        """Waits for the running save at the end of the block; after an interrupt or a lost rank only for a while.
+
+        Raises CheckpointWriteError if a save failed and `news` has not reported it.
+        """
         try:
             yield
         except BaseException as error:
@@ -105,7 +108,7 @@ class Saves:
                 self._running.given_up.set()
 
     def _collect(self, *, wait: bool) -> None:
-        """What became of a save in the background, if it has ended; with `wait`, when it has."""
+        """Takes the result of a save in the background, if it has ended; with `wait`, waits for its end."""
         running = self._running
         if running is None or not (wait or running.is_done):
             return
@@ -123,7 +126,7 @@ class Saves:
 
 
 class _Running:
-    """A save whose files are being written. It is committed by a thread, as soon as they are there."""
+    """A save whose files are being written; a thread commits it as soon as they are complete."""
 
     def __init__(
         self,
@@ -133,16 +136,16 @@ class _Running:
         state: dict[str, Any],
         complete: Callable[..., Path],
     ) -> None:
-        """Every rank has copied what it saves when this returns."""
+        """Starts the save; every rank has copied the state that it saves when this returns."""
         self.step, self.given_up = step, threading.Event()
         self.directory: Path | None = None
         self.error: Exception | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
         written = {role: self._begun(model, tmp / role) for role, model in models.items()}
-        # The run changes its state while the thread writes this one.
+        # Copied, because the run changes its state while the thread writes.
         self._complete = functools.partial(complete, tmp, step=step, models=written, state=copy.deepcopy(state))
-        # A daemon: the end of a process that an interrupt ends does not wait for it.
+        # A daemon thread: a process that an interrupt ends does not wait for it.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
 

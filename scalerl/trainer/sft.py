@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the same workers and engine, with the negative log-likelihood of the assistant's tokens."""
+"""Supervised fine-tuning: the loss is the negative log-likelihood of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ from scalerl.trainer.step_metrics import MfuBasis
 
 @dataclass
 class SFTRun:
+    """The workers, data, configuration and progress of one fine-tuning run."""
+
     config: SFTConfig
     rows: PromptCursor
     train: SFTDataset
@@ -60,12 +62,12 @@ class SFTRun:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest one: that which the run went on from, then its own."""
+        """The newest checkpoint: the one that the run resumed from, until the run saves its own."""
         return self.saves.latest
 
 
 def fit(run: SFTRun) -> None:
-    """Trains to total_steps, or to the end of the step in which a stop was asked for."""
+    """Trains to total_steps, or to the end of the step in which a stop was requested."""
     cfg = run.config.trainer
     run.timers.pop()
     while run.step < run.total_steps and not run.stop.requested:
@@ -86,16 +88,16 @@ def fit(run: SFTRun) -> None:
                 save(run)
                 metrics = merge_metrics([metrics, *run.workers.call(MegatronWorker.memory)])
         timing_s = run.timers.pop()
-        # The step's time is known, so this is in the next one's.
+        # The step's timing has ended, so this time counts for the next step.
         with run.timers("metrics"):
-            of_saves, lines = run.saves.news()
-            run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | of_saves, step=step)
+            save_metrics, lines = run.saves.news()
+            run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | save_metrics, step=step)
             for line in lines:
                 run.tracker.message(line)
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
-    """The rows as one mini-batch on the data-parallel ranks, which hold the data set themselves."""
+    """Assigns the rows, as one mini-batch, to the data-parallel ranks, which hold the data set themselves."""
     picked = [dataset[row] for row in rows]
     num_tokens_S = np.array([len(row.input_ids) for row in picked])
     plan = plan_step(
@@ -115,6 +117,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
 
 
 def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> dict[str, float]:
+    """Metrics of a step's times, tokens, packing and FLOP utilization. timing_s: seconds by part of the step."""
     num_tokens = float(batch.samples["num_tokens"].sum())
     mfu_basis = run.mfu_basis
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_s.items()}
@@ -131,6 +134,8 @@ def throughput(run: SFTRun, batch: ShardedBatch, timing_s: dict[str, float]) -> 
 
 
 def save(run: SFTRun) -> None:
+    """Saves the whole state of the run; with trainer.async_save it is written while the next steps run."""
+
     def write(directory: str) -> None:
         run.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
 
@@ -139,7 +144,7 @@ def save(run: SFTRun) -> None:
         run.step,
         {"actor": checkpoints.SavedModel(write, run.config.model.path, begin=begin)},
         {"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
-        # Nothing runs beside the last one.
+        # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,
     )
 
@@ -148,7 +153,10 @@ def save(run: SFTRun) -> None:
 def sft_run(
     cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None, phases: StartPhases | None = None
 ) -> Iterator[SFTRun]:
-    """A run that is ready for its next step. What it started ends with the block, or goes back to `processes`."""
+    """Builds a fine-tuning run that is ready for its next step.
+
+    Processes that the run started end with the block, or are returned to `processes`.
+    """
     trainer = cfg.trainer
     resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)

@@ -1,4 +1,4 @@
-"""What is logged of a step: its samples, its balance, its time, its throughput."""
+"""The metrics of an RL step that are logged: of its samples, balance, time and throughput."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ NODE_MEMORY = "perf/cpu_memory_used_gb"
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """samples: the step's per-sample columns; advantages among them unless the tokens of a sample differ in them.
+    """The result of a step.  samples: per-sample columns, with advantages if the tokens of a sample share one.
 
-    plan: the actor's.  metrics: what the roles measured.
+    plan: the actor's packing plan.  metrics: those of the roles.
     """
 
     samples: Mapping[str, np.ndarray]
@@ -38,7 +38,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class MfuBasis:
-    """What a model's FLOP utilization (MFU) is computed from: its FLOPs per sequence and what its devices could do.
+    """What a model's FLOP utilization (MFU) is computed from: its FLOPs per sequence and the peak of its devices.
 
     peak: FLOP/s of one device; None (unknown device): no MFU.
     """
@@ -59,7 +59,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Every metric of a step that is logged.
 
-    mfu_bases: actor's and critic's.  timing_s: seconds by part of the whole step, `step` among them."""
+    mfu_bases: by role, actor and critic.  timing_s: seconds by part of the step, with the whole step as `step`.
+    """
     samples = outcome.samples
     prompt_S, response_S = samples["prompt_length"], samples["response_length"]
     num_tokens_S = prompt_S + response_S
@@ -73,19 +74,19 @@ def step_metrics(
     num_sampled = int(samples.get("num_sampled_tokens", response_S).sum())
     metrics |= compute_timing_metrics(timing_s, int(prompt_S.sum()), int(response_S.sum()), num_sampled)
     throughput = compute_throughput_metrics(int(num_tokens_S.sum()), timing_s["step"], num_devices(config))
-    # The driver's node counts like the nodes of the ranks.
+    # The maximum over the nodes: the driver's node counts like those of the ranks.
     throughput[NODE_MEMORY] = max(throughput[NODE_MEMORY], metrics.get(NODE_MEMORY, 0.0))
     metrics |= throughput
     epochs = {"actor": config.actor_rollout_ref.actor.ppo_epochs, "critic": config.critic.ppo_epochs}
     for role, mfu_basis in mfu_bases.items():
         rejected = outcome.metrics.get(f"{role}/rejected_updates")
-        # A step of the critic's warm-up has no update of the actor; a rejected one has no FLOPs.
+        # A step of the critic's warm-up has no update of the actor; a rejected update has no FLOP utilization.
         if f"update_{role}" in timing_s and not (rejected and rejected.value):
             flops = mfu_basis.flops.train(num_tokens_S.tolist()) * epochs[role]
             utilization = mfu(flops, timing_s[f"update_{role}"], mfu_basis.num_devices, mfu_basis.peak)
             metrics |= {} if utilization is None else {f"perf/mfu/{role}": utilization}
     actor = mfu_bases.get("actor")
-    # No pass of its own: the sampler's log-probs are the old ones, or the update's are.
+    # There is no separate pass if the sampler's log-probs, or the update's, serve as the old ones.
     has_pass = "old_log_prob" in timing_s and not config.algorithm.rollout_correction.bypass_mode
     if actor is not None and has_pass:
         flops = actor.flops.forward(num_tokens_S.tolist())

@@ -213,7 +213,7 @@ def test_a_dry_run_looks_at_files_and_sizes(tmp_path: Path, model: Path) -> None
     _flip_a_bit(damaged / "actor" / "weights")
     looked_at = checkpoints.find_resume_point(str(tmp_path), "auto", None, digests=False)
     assert looked_at.directory == damaged
-    assert f"of {damaged} that its files are there and as large as" in checkpoints.dry_run_text(looked_at)
+    assert f"The files of {damaged} exist and have the saved sizes" in checkpoints.dry_run_text(looked_at)
     (damaged / "actor" / "weights").write_text("longer")
     with pytest.warns(UserWarning, match="was saved with 1"):
         assert checkpoints.find_resume_point(str(tmp_path), "auto", None, digests=False).directory == whole
