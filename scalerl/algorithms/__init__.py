@@ -30,7 +30,7 @@ from scalerl.algorithms.masked import masked_mean, masked_var, whiten_selected
 from scalerl.algorithms.objectives import PolicyObjective, SFTObjective
 from scalerl.algorithms.value_objective import ValueObjective
 
-# Importing them registers what they define.
+# Importing these modules registers what they define.
 del _policy_losses, _token_advantages
 
 __all__ = [

@@ -123,7 +123,7 @@ def grpo_passk(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) ->
     groups = _Groups(scores_S, uids_S)
     best_G = groups.extreme(groups.scores_S, "amax")
     is_best_S = groups.scores_S == best_G[groups.number_S]
-    # The first of several best ones; what is left then holds the second best.
+    # The first of several best samples; the other samples then hold the second best score.
     rows_S = torch.arange(len(is_best_S))
     first_G = groups.extreme(torch.where(is_best_S, rows_S, len(rows_S)).double(), "amin")
     winner_S = rows_S == first_G[groups.number_S]
@@ -159,8 +159,8 @@ def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sa
 def gpg(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
     """A = alpha * (s - mean_g), alpha = S / (samples of groups whose scores differ).
 
-    Groups of equal scores give no gradient: alpha makes up for their share of the batch. A group of one counts as one
-    with a gradient, and A = alpha * s.  alpha = 1 where no group has one.
+    Groups of equal scores give no gradient: alpha makes up for their share of the batch. A group of one counts as
+    a group with a gradient, and A = alpha * s.  alpha = 1 where no group has a gradient.
     Shapes and errors as `grpo`.  Source: GPG (arXiv 2504.02546) section 3.2, with the paper's F_norm = 1.
     """
     groups = _Groups(scores_S, uids_S)
@@ -184,7 +184,7 @@ def reinforce_plus_plus_baseline(
 
 
 def whiten_by_tokens(values_S: Tensor, num_tokens_S: Tensor) -> Tensor:
-    """[S] the values whitened as `whiten_selected` would if each of a sample's tokens had its value.
+    """Whitens values of samples, [S], as `whiten_selected` would if each of a sample's tokens had its value.
 
     Fewer than two tokens in all have variance 0.
     """

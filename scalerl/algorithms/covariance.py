@@ -27,7 +27,7 @@ def select_tokens(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """[T] bool, True for this rank's selected tokens of one mini-batch.
+    """Selects this rank's tokens of one mini-batch by their covariance c; returns [T] bool.
 
     kl_cov: the max(1, int(kl_cov_ratio * num_loss_tokens)) tokens of greatest c.
     clip_cov: of the tokens with clip_cov_lb < c < clip_cov_ub, the max(1, int(clip_cov_ratio * num_loss_tokens)) with
@@ -58,7 +58,7 @@ def select_tokens(
 
 
 def token_keys(samples: list[tuple[int, ...]], cu_seqlens: Tensor) -> Tensor:
-    """[T] int64 in [0, 2^62): a hash of the numbers that identify a sample and of the token's position in it.
+    """Hashes the numbers that identify a sample and a token's position in it: [T] int64 in [0, 2^62).
 
     samples: [S] numbers that identify each sample, the same on every layout.  cu_seqlens: [S + 1].
     """
@@ -77,7 +77,7 @@ def _best(ranking_C: Tensor, keys_C: Tensor, count: int, group: dist.ProcessGrou
     order = _order(ranking_C, keys_C)[:count]
     if group is None or dist.get_world_size(group) == 1:
         return order
-    # No rank can have more than `count` of them.
+    # No rank can have more than `count` of the winners.
     ranking = torch.full((count,), -torch.inf, dtype=torch.float64, device=ranking_C.device)
     keys = torch.full((count,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=ranking_C.device)
     ranking[: len(order)], keys[: len(order)] = ranking_C[order], keys_C[order]

@@ -50,7 +50,7 @@ def gae(
 
 
 def rewards_at_last_token(scores_S: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] float32: each sequence's score at its last response token, 0 elsewhere (all 0 without response tokens).
+    """Puts each sequence's score at its last response token; returns [T] float32, 0 at all other tokens.
 
     scores_S: [S] float.  response_mask_T, cu_seqlens: as `gae`.
     Raises ValueError for shapes that do not match and for a score that is not finite.

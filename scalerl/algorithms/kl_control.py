@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scalerl.config.schema import KLControlConfig
 
-# An update treats a larger relative error as if it were this one.
+# Bound of the relative error in an update: a larger error counts as this.
 _ERROR_BOUND = 0.2
 
 
@@ -25,6 +25,7 @@ class KLController:
 
     @classmethod
     def of(cls, config: KLControlConfig) -> KLController:
+        """A controller with the configured initial weight."""
         return cls(config, config.kl_coef)
 
     def update(self, kl: float, num_samples: int) -> None:

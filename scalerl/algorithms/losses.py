@@ -41,7 +41,7 @@ def register_policy_loss(name: str, *, needs: tuple[str, ...] = ()) -> Callable[
     """
     unknown = set(needs) - {SEQUENCES, SELECTED}
     if unknown:
-        raise ValueError(f"policy loss {name!r} needs {sorted(unknown)}: there are {[SEQUENCES, SELECTED]}")
+        raise ValueError(f"policy loss {name!r} needs {sorted(unknown)}: known are {[SEQUENCES, SELECTED]}")
     arguments = ("logprobs_T", "old_logprobs_T", "advantages_T", "config")
     return _REGISTRY.register(name, arguments=arguments, needs=needs)
 

@@ -163,7 +163,7 @@ class PolicyObjective:
 class SFTObjective:
     """Mean negative log-likelihood over the loss tokens of the mini-batch.
 
-    num_loss_tokens: of the mini-batch over all ranks. ValueError when it is below 1.
+    num_loss_tokens: loss tokens of the mini-batch over all ranks.  Raises ValueError when it is below 1.
     Metrics (as PolicyObjective's): train/loss.
     """
 

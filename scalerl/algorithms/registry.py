@@ -62,6 +62,7 @@ class Registry(Generic[F]):
         return self._traits[name]
 
     def names(self) -> list[str]:
+        """The registered names, sorted."""
         return sorted(self._functions)
 
 

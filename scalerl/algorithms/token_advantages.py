@@ -42,7 +42,7 @@ def remax(
 ) -> tuple[Tensor, Tensor]:
     """A_t = R_t - b; R_t is the sum of rewards from t on, b the score of the greedy response to the same prompt.
 
-    baseline_score: [S] b.  Raises ValueError for one that is not finite.
+    baseline_score: [S] b.  Raises ValueError for a score that is not finite.
     Source: ReMax (arXiv 2310.10505) section 4.1.
     """
     bad = torch.nonzero(~baseline_score.isfinite())

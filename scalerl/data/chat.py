@@ -54,9 +54,9 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> None:
-    """Gives the tokenizer the chat template of a file; null: it keeps its own.
+    """Gives the tokenizer the chat template in a file; with path None the tokenizer keeps its own.
 
-    Raises DataError for a file that cannot be read or holds none.
+    Raises DataError for a file that cannot be read or is empty.
     """
     if path is None:
         return
@@ -76,7 +76,7 @@ def render(
     add_generation_prompt: bool,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of messages.  options: data.chat_template_kwargs, variables of the template."""
+    """Renders messages to text by the chat template.  options: data.chat_template_kwargs, variables of the template."""
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(options or {})
     )

@@ -78,7 +78,7 @@ def copy_to_local(
             return src
         src = f"file://{Path(src).expanduser().resolve()}"
     source = _Source.parse(src)
-    with _of_cache(source):
+    with _cache_errors(source):
         root = _cache_root(cache_dir, use_shm)
         entry = root / hashlib.sha256(source.url.encode()).hexdigest()[:32]
         # The copy has its own folder, so that it may have any name.
@@ -229,7 +229,7 @@ class _Unreachable(DataError):
 
 
 @contextmanager
-def _of_cache(source: _Source) -> Iterator[None]:
+def _cache_errors(source: _Source) -> Iterator[None]:
     """Turns the block's OSErrors into DataErrors of the cache directory; the source's errors are DataErrors already."""
     try:
         yield
@@ -243,7 +243,8 @@ def _of_cache(source: _Source) -> Iterator[None]:
 
 
 @contextmanager
-def _of_source(source: _Source) -> Iterator[None]:
+def _source_errors(source: _Source) -> Iterator[None]:
+    """Turns the block's errors into DataErrors of the source."""
     try:
         yield
     except Exception as error:  # drivers of stores raise what they like
@@ -253,7 +254,7 @@ def _of_source(source: _Source) -> Iterator[None]:
 def _open_source(source: _Source) -> tuple[AbstractFileSystem, str]:
     import fsspec  # a run with local files needs none of it
 
-    with _of_source(source):
+    with _source_errors(source):
         fs, path = fsspec.core.url_to_fs(source.url)
         # fsspec caches listings, which may be old.
         fs.invalidate_cache()
@@ -339,13 +340,13 @@ def _copy_file(fs: AbstractFileSystem, path: str, local: Path, source: _Source) 
     # One request for the whole file, as not every web server supports ranges.
     options = {"block_size": 0} if "http" in fs.protocol else {}
     size, sha256, md5 = 0, hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-    with _of_cache(source), ExitStack() as stack:
-        with _of_source(source):
+    with _cache_errors(source), ExitStack() as stack:
+        with _source_errors(source):
             remote: Any = stack.enter_context(fs.open(path, "rb", **options))
         local.parent.mkdir(parents=True, exist_ok=True)
         with open(local, "wb") as file:
             while True:
-                with _of_source(source):
+                with _source_errors(source):
                     block = remote.read(_BLOCK_BYTES)
                 if not block:
                     break

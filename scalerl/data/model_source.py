@@ -16,13 +16,13 @@ from scalerl.errors import UserError
 
 # ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
-# Of a page of the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
+# The path of a model's page on the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
 _HUB_PAGE = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+))?/?")
 HUB = "https://huggingface.co"
-# What a model directory is read for. Other formats of the same weights stay there.
+# The files that are fetched; other formats of the same weights are not.
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# (path, key) -> what was wrong, for checks that meet the same model again.
+# (path, key) -> the error, for later checks of the same model.
 _failures: dict[tuple[str, str], ModelSourceError] = {}
 
 
@@ -31,13 +31,13 @@ class ModelSourceError(UserError):
 
 
 def model_directory(path: str, key: str) -> str:
-    """The directory of a model; one that is not here is fetched.
+    """Returns the local directory of a model, after fetching the model if `path` is no directory.
 
     path: a directory; ORGANISATION/NAME or hf://ORGANISATION/NAME, with @REVISION or without, or its page, of the
         Hugging Face hub (HF_ENDPOINT: another); or a directory at a URL that `copy_to_local` knows.
-    key: the configuration's or the command's, for messages.
-    What was fetched from the hub is in its cache (HF_HOME), where processes wait for each other and what was cut off
-    goes on; large files have the SHA-256 that the hub says.
+    key: the key of the configuration, or the argument of the command, for messages.
+    Models from the hub are kept in its cache (HF_HOME), where processes wait for each other and an interrupted download
+    continues; large files are compared with the SHA-256 that the hub states.
     Raises ModelSourceError, or the DataError of a URL.
     """
     if Path(path).expanduser().is_dir():
@@ -46,7 +46,7 @@ def model_directory(path: str, key: str) -> str:
         raise failure
     if (named := hub_name(path)) is not None:
         try:
-            return _from_hub(*named, given=f"{key} = {path}")
+            return _from_hub(*named, setting=f"{key} = {path}")
         except ModelSourceError as error:
             _failures[path, key] = error
             raise
@@ -69,9 +69,9 @@ def hub_name(path: str) -> tuple[str, str | None] | None:
 
 
 def fetch_models(cfg: Any, attempt: Callable[[Callable[[], str]], str | None]) -> None:
-    """Puts the directory of every model of a configuration in the place of its hub name or URL.
+    """Replaces the hub name or URL of every model in a configuration by its local directory.
 
-    attempt: calls what may raise, and returns None where it did.
+    attempt: calls a function that may raise, and returns None if it raised.
     """
     _failures.clear()
     # Roles often begin as the same model.
@@ -95,7 +95,7 @@ def model_keys(cfg: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
             yield cfg, field.name, key
 
 
-def _from_hub(repo: str, revision: str | None, given: str) -> str:
+def _from_hub(repo: str, revision: str | None, setting: str) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -105,17 +105,17 @@ def _from_hub(repo: str, revision: str | None, given: str) -> str:
         RevisionNotFoundError,
     )
 
-    here = f"{given}: there is no such directory in {Path.cwd()}"
+    here = f"{setting}: there is no such directory in {Path.cwd()}"
     by_hand = f"fetch it elsewhere (hf download {repo} --local-dir DIR) and give DIR"
     try:
         directory = snapshot_download(repo, revision=revision, allow_patterns=FILES)
     except GatedRepoError as error:
         raise ModelSourceError(
-            f"{given}: its owner gives it to those who accepted its terms; accept them on {constants.ENDPOINT}/{repo}, "
-            "and log in (hf auth login, or HF_TOKEN)"
+            f"{setting}: its owner gives it to those who accepted its terms; accept them on "
+            f"{constants.ENDPOINT}/{repo}, and log in (hf auth login, or HF_TOKEN)"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelSourceError(f"{given}: {repo} has no branch, tag or commit {revision}") from error
+        raise ModelSourceError(f"{setting}: {repo} has no branch, tag or commit {revision}") from error
     except RepositoryNotFoundError as error:
         raise ModelSourceError(
             f"{here}, and {constants.ENDPOINT} has no model {repo}, or does not show it to this user; correct it, or "
@@ -128,22 +128,26 @@ def _from_hub(repo: str, revision: str | None, given: str) -> str:
             why = f"{constants.ENDPOINT} does not answer, and it is not whole in {constants.HF_HUB_CACHE}"
         raise ModelSourceError(f"{here}, and {why}; {by_hand}") from error
     except (HfHubHTTPError, OSError) as error:
-        raise ModelSourceError(f"{given}: cannot be fetched ({error}); start again to go on, or {by_hand}") from error
-    _check_bytes(Path(directory), given)
+        raise ModelSourceError(f"{setting}: cannot be fetched ({error}); start again to go on, or {by_hand}") from error
+    _check_bytes(Path(directory), setting)
     return directory
 
 
-def _check_bytes(snapshot: Path, given: str) -> None:
-    """Compares large files with the hub's SHA-256, their name in its cache. Each once: a mark is left beside it."""
+def _check_bytes(snapshot: Path, setting: str) -> None:
+    """Compares large files with the hub's SHA-256, which is their name in its cache.
+
+    Each file is compared once: a file NAME.checked beside it marks it as compared.
+    """
     for path in sorted(snapshot.rglob("*.safetensors")):
         blob = path.resolve()
         mark = blob.with_name(f"{blob.name}.checked")
         if not _SHA256.fullmatch(blob.name) or mark.exists():
             continue
         with open(blob, "rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != blob.name:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != blob.name:
             raise ModelSourceError(
-                f"{given}: {path.name} has the SHA-256 {found}, the hub says {blob.name}; remove {blob} and start again"
+                f"{setting}: {path.name} has the SHA-256 {digest}, the hub says {blob.name}; remove {blob} and start "
+                "again"
             )
         mark.touch()

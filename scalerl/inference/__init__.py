@@ -1,1 +1,1 @@
-"""The commands `scalerl generate` and `scalerl eval`, which use a trained model and need no trainer."""
+"""The commands `scalerl generate`, `eval`, `serve` and `chat`, which use a trained model and need no trainer."""

@@ -19,11 +19,14 @@ from scalerl.inference.serve import API_KEY, DEFAULT_PORT, add_server_options, s
 
 ANSWER_TIMEOUT_S = 600.0
 NEW = "/new"
-HELP = f"Ctrl-D ends, {NEW} begins anew."
+HELP = f"Ctrl-D ends, {NEW} starts a new conversation."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises UserError where no server answers or it refuses, RunError where an answer breaks off."""
+    """Runs the command.
+
+    Raises UserError when no server answers or it refuses a request, RunError when an answer breaks off.
+    """
     arguments = build_parser().parse_args(argv)
     messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
@@ -37,14 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command's arguments."""
     parser = CommandParser(prog="scalerl chat", description=__doc__)
     parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="of the server (default %(default)s)")
+    where.add_argument("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="the server's (default %(default)s)")
     where.add_argument("--model", metavar="DIR", help="serve this model directory while this command runs")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, help="0: always the likeliest token; default: the server's")
-    parser.add_argument("--max-tokens", type=int, help="of an answer; default: what there is room for")
+    parser.add_argument("--max-tokens", type=int, help="limit of an answer; default: the rest of the context")
     add_server_options(parser)
     return parser
 
@@ -64,7 +68,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 class ChatServer:
-    """Its first model. sampling: fields of each request."""
+    """The first model of an OpenAI-compatible server. sampling: fields that are added to each request."""
 
     def __init__(self, url: str, sampling: dict[str, float]) -> None:
         self.url, self.sampling = url, sampling
@@ -72,7 +76,7 @@ class ChatServer:
             self.model = json.load(response)["data"][0]["id"]
 
     def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Its text, piece by piece."""
+        """Yields the model's answer to the messages, piece by piece.  Raises RunError for an error within it."""
         body = {"model": self.model, "messages": messages, "stream": True, **self.sampling}
         with self._open("/v1/chat/completions", body) as response:
             for line in response:
@@ -118,7 +122,7 @@ def _talk(server: ChatServer, system: list[dict[str, str]]) -> None:
 
 
 def _answer(server: ChatServer, messages: list[dict[str, str]]) -> str:
-    """Printed as it comes."""
+    """Prints the answer as it arrives, and returns it.  Raises RunError when it breaks off."""
     pieces = []
     try:
         for piece in server.answer(messages):

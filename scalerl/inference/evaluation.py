@@ -23,7 +23,7 @@ SCORE_COLUMNS = ("scores", "reward_extra", "reward_failed")
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of all responses, row by row.  rows, data_sources, results: [responses]; rows: each one's row."""
+    """The scores of all responses, row by row.  rows, data_sources, results: an entry per response; rows: its row."""
 
     rows: list[int]
     data_sources: list[str]
@@ -31,6 +31,7 @@ class Scored:
 
     @property
     def failed(self) -> list[ScoreResult]:
+        """The results of responses that could not be scored."""
         return [result for result in self.results if result.error is not None]
 
     def by_source(self) -> dict[str, dict[str, Values]]:
@@ -38,6 +39,7 @@ class Scored:
         return source_metrics(*self._arguments())
 
     def metrics(self) -> dict[str, float]:
+        """The metrics under their names in trackers (`validation_metrics`)."""
         return validation_metrics(*self._arguments())
 
     def num_responses(self, source: str) -> dict[int, int]:
@@ -56,7 +58,7 @@ class Scored:
 def score_rows(
     manager: RewardManager, rows: Iterable[ResponseRow], on_score: Callable[[int], None] | None = None
 ) -> Scored:
-    """Scores every response by the manager, many at a time.  on_score: called with the number of those done.
+    """Scores every response by the manager, many at a time.  on_score: called with the number scored so far.
 
     Raises RewardError as the manager does; calls that still run are then abandoned.
     """

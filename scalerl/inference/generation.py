@@ -1,4 +1,4 @@
-"""Responses to a file's prompts from rollout servers, which are started for it and replaced when they are lost."""
+"""Generation of responses to a file's prompts by rollout servers, which are replaced when they are lost."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _sampling(
 
 
 class GenerationServers:
-    """The rollout servers of a generation; they serve the model's files, so a restarted one needs nothing else."""
+    """The rollout servers of a generation; they serve the model's files, so a restarted server needs nothing else."""
 
     def __init__(self, cfg: GenerationConfig, pool: ResourcePool, log_dir: Path) -> None:
         """Starts the servers; `wait_ready` returns when they answer."""
@@ -136,7 +136,7 @@ class GenerationServers:
         self.num_resubmitted = 0
 
     def wait_ready(self) -> None:
-        """Waits until all answer.  Raises ServerStartError with the last log lines of one that does not start."""
+        """Waits until all servers answer.  Raises ServerStartError, with the last log lines, if one does not start."""
         self.servers.wait_ready()
 
     @asynccontextmanager
@@ -164,10 +164,11 @@ class GenerationServers:
         return self.servers.restart_down() if self.servers.end_lost(lost) else {}
 
     def leave(self) -> None:
-        """Stops the servers, which serve this model's files and so are of no use to another run."""
+        """Stops the servers at the end of a lease: they serve this model's files, and are of no use to another run."""
         self.stop()
 
     def stop(self) -> None:
+        """Stops the servers."""
         self.servers.stop()
 
 
@@ -200,7 +201,7 @@ def generate(
     *,
     stop: Callable[[], bool],
 ) -> bool:
-    """Generates the parts that are missing; returns False if `stop` ended it between two of them."""
+    """Generates the parts that are missing; returns False if `stop` ended the generation between two parts."""
     return asyncio.run(_generate(cfg, prompts, parts, servers, tokenizer, stop))
 
 

@@ -1,4 +1,7 @@
-"""The command `scalerl generate KEY=VALUE ...` (`python -m scalerl.inference.main_generation`): answers to prompts."""
+"""The command `scalerl generate KEY=VALUE ...`, which writes responses to prompts.
+
+`python -m scalerl.inference.main_generation KEY=VALUE ...` is the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, processes: Processes | None = None) -> int:
     """Runs the command; returns 0 when the output is written, 75 when the run was stopped and can be continued.
 
-    processes: kept processes that the run uses and leaves when it is done; None: it starts its own.
+    processes: processes that the run uses and leaves running at its end; None: the run starts its own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
@@ -71,6 +74,8 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
 @dataclass(frozen=True)
 class GenerationInputs:
+    """The checked inputs of a generation.  table: the rows of all files.  device: cuda or cpu."""
+
     table: pa.Table
     prompts: list[Prompt]
     tokenizer: PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""Finished parts of a generation, beside its output, from which a run that was killed continues."""
+"""Storage of a generation's finished parts beside its output, from which a run that was killed continues."""
 
 from __future__ import annotations
 
@@ -137,6 +137,7 @@ class Parts:
             )
 
     def rows(self, batch: int) -> range:
+        """The rows of a batch."""
         return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.num_rows))
 
     @property
@@ -166,6 +167,7 @@ class Parts:
 
 
 def parts_directory(output: Path) -> Path:
+    """The directory of the parts of an output."""
     return output.with_name(f"{output.name}.parts")
 
 

@@ -20,19 +20,22 @@ from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer
 from scalerl.servers.purpose import Purpose
 
-# Of the server and of those who ask it; unset or empty: whoever reaches the address may ask.
+# Environment variable with the key that the server asks for and clients send; unset or empty: no key is needed.
 API_KEY = "SCALERL_API_KEY"
 DEFAULT_PORT = 8000
-# Tokens of prompt and answer, where the model has as many positions.
+# Default limit of prompt and answer in tokens, if the model has as many positions.
 CONTEXT = {"cpu": 4096, "cuda": 32768}
-# Requests at a time; on a CPU each has its room in memory from the start.
+# Requests at a time; on a CPU memory for each is taken at the start.
 MAX_REQUESTS = {"cpu": 8, "cuda": 256}
 POLL_S = 0.5
 SERVE = Purpose("the server", "scalerl serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 after Ctrl-C. Raises UserError for what cannot be served, RunError where the server ends by itself."""
+    """Runs the command; returns 0 after Ctrl-C.
+
+    Raises UserError for a model or address that cannot be served, RunError when the server ends by itself.
+    """
     arguments = build_parser().parse_args(argv)
     began = time.monotonic()
     with serving(arguments) as server:
@@ -47,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of the command's arguments."""
     parser = CommandParser(
         prog="scalerl serve",
         description=__doc__,
@@ -60,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Those of every command that starts such a server."""
+    """Adds the options of every command that starts such a server."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     parser.add_argument("--dtype", help="default: float32 on a CPU, else the model's own")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model")
@@ -70,7 +74,10 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def serving(arguments: argparse.Namespace) -> Iterator[RolloutServer]:
-    """A server that answers; it ends with the block. arguments: as `build_parser` gives them."""
+    """Starts a server, and yields it when it answers; it ends with the block.
+
+    arguments: as `build_parser` parses them.
+    """
     key = os.environ.get(API_KEY, "")
     _check_address(arguments.host, arguments.port, key)
     launch = _launch(arguments)
@@ -107,7 +114,7 @@ def _is_own(host: str) -> bool:
 
 
 def _in_url(host: str) -> str:
-    """0.0.0.0 and :: are no addresses to ask."""
+    """A host as a URL has it; 0.0.0.0 and ::, which nobody can connect to, become the loopback address."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{reached}]" if ":" in reached else reached
 
@@ -126,7 +133,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
         dtype=arguments.dtype or ("float32" if device == "cpu" else "auto"),
         tensor_model_parallel_size=arguments.tp,
         max_num_seqs=MAX_REQUESTS[device],
-        # Words as they come; what the model's makers advise for sampling.
+        # Tokens are sent one by one; sampling defaults are those of the model's generation_config.json.
         engine_kwargs={"sglang": {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": model.name}},
     )
     problems = list(ENGINES["sglang"].served_model_violations(model, "--tp", arguments.tp))
@@ -144,7 +151,7 @@ def _launch(arguments: argparse.Namespace) -> Launch:
 
 
 def _positions(model: Path) -> int:
-    """Raises UserError for a directory that is no model."""
+    """The number of positions of a model.  Raises UserError for a directory that is no model."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -157,9 +164,9 @@ def _positions(model: Path) -> int:
 
 
 def _ready(url: str, model: Path, seconds: float) -> str:
-    at = "" if url.endswith(f":{DEFAULT_PORT}") else f" --url {url}"
+    url_option = "" if url.endswith(f":{DEFAULT_PORT}") else f" --url {url}"
     return f"""\
 {model} is served at {url}/v1 (after {seconds:.0f} s); Ctrl-C ends it
-  scalerl chat{at} "question"
+  scalerl chat{url_option} "question"
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model.resolve().name}", "messages": [{{"role": "user", "content": "question"}}]}}'"""

@@ -130,7 +130,7 @@ class FlopsShape:
         return float(self.forward_each(list(seq_lens)).sum())
 
     def backward(self, seq_lens: Iterable[int]) -> float:
-        """FLOPs of the backward pass: two products (gradients of input and weight) for each one of the forward pass."""
+        """FLOPs of the backward pass: two products (gradients of input and weight) for each in the forward pass."""
         return 2.0 * self.forward(seq_lens)
 
     def train(self, seq_lens: Iterable[int]) -> float:

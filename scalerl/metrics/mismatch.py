@@ -77,9 +77,9 @@ def largest_differences(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Finds each sequence's sampled token whose log-probs differ most; returns (difference_S, position_S).
 
-    difference_S: [S] float64, max |old_logprobs - rollout_logprobs|, NaN where one is NaN; 0 without a sampled token.
+    difference_S: [S] float64, max |old_logprobs - rollout_logprobs|, NaN if any is NaN; 0 without a sampled token.
     position_S: [S] int64, that token's position in its sequence (prompt included), the first of equals; -1 without
-    one.
+    a sampled token.
     Arguments as `mismatch_metrics`.
     """
     import torch

@@ -69,10 +69,10 @@ def rollout_diff_metrics(metrics: Mapping[str, Metric | float]) -> dict[str, Met
         # Rounding can leave the difference of two equal numbers below 0; NaN stays NaN, it is the finding.
         f"{_DIFF}_std": math.sqrt(_not_below_zero(sums["diff2"] / n - mean**2)),
     }
-    x, y = sums["x"] / n, sums["y"] / n
-    var_x, var_y = sums["xx"] / n - x**2, sums["yy"] / n - y**2
+    mean_x, mean_y = sums["x"] / n, sums["y"] / n
+    var_x, var_y = sums["xx"] / n - mean_x**2, sums["yy"] / n - mean_y**2
     if var_x > _MIN_VARIANCE and var_y > _MIN_VARIANCE:
-        correlation = (sums["xy"] / n - x * y) / math.sqrt(var_x * var_y)
+        correlation = (sums["xy"] / n - mean_x * mean_y) / math.sqrt(var_x * var_y)
         diff_metrics["training/rollout_actor_probs_pearson_corr"] = max(-1.0, min(1.0, correlation))
     return rest | diff_metrics
 

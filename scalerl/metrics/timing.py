@@ -61,7 +61,7 @@ class Timers:
     def pop(self) -> dict[str, float]:
         """Returns the seconds by name since the last pop; the parts without "/" and `untimed` add up to `step`.
 
-        step: the time in `timers("step")` plus the parts outside it; without that timer, from the last pop to this one.
+        step: the time in `timers("step")` plus the parts outside it; without that timer, the time since the last pop.
         Raises RuntimeError while a timer runs.
         """
         if self._open:

@@ -115,8 +115,10 @@ class _Source:
         """Per prompt, a number of each response's prediction, equal for equal ones; None if a response has none."""
         if not all(extra.get(PREDICTION) is not None for extra in self.extras):
             return None
-        numbers_of: dict[str, int] = {}
-        codes = [numbers_of.setdefault(str(extra[PREDICTION]), len(numbers_of)) for extra in self.extras]
+        codes_by_prediction: dict[str, int] = {}
+        codes = [
+            codes_by_prediction.setdefault(str(extra[PREDICTION]), len(codes_by_prediction)) for extra in self.extras
+        ]
         return [np.array(codes)[rows] for rows in self.rows.values()]
 
 
@@ -127,20 +129,20 @@ def _is_finite_number(value: Any) -> bool:
 def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:
     """The metrics of one variable, as means over prompts.  values, votes: per prompt, [its responses]."""
     largest = max(map(len, values))
-    metrics = {f"mean@{largest}": _mean([of_prompt.mean() for of_prompt in values])}
+    metrics = {f"mean@{largest}": _mean([responses.mean() for responses in values])}
     if largest == 1:
         return metrics
-    metrics[f"std@{largest}"] = _mean([of_prompt.std() for of_prompt in values])
-    is_binary = all(np.isin(of_prompt, (0.0, 1.0)).all() for of_prompt in values)
+    metrics[f"std@{largest}"] = _mean([responses.std() for responses in values])
+    is_binary = all(np.isin(responses, (0.0, 1.0)).all() for responses in values)
     for n in _sizes(largest):
-        metrics |= _mean_and_std(f"best@{n}", [best_of(of_prompt, n) for of_prompt in values])
-        metrics |= _mean_and_std(f"worst@{n}", [_worst_of(of_prompt, n) for of_prompt in values])
+        metrics |= _mean_and_std(f"best@{n}", [best_of(responses, n) for responses in values])
+        metrics |= _mean_and_std(f"worst@{n}", [_worst_of(responses, n) for responses in values])
         if votes is not None:
             pairs = zip(values, votes, strict=True)
-            drawn = [majority_of(of_prompt, vote, n, [SEED, row, n]) for row, (of_prompt, vote) in enumerate(pairs)]
+            drawn = [majority_of(responses, vote, n, [SEED, row, n]) for row, (responses, vote) in enumerate(pairs)]
             metrics |= _mean_and_std(f"maj@{n}", drawn)
         if is_binary and min(map(len, values)) >= n:
-            metrics[f"pass@{n}"] = _mean([pass_at(len(of_prompt), int(of_prompt.sum()), n) for of_prompt in values])
+            metrics[f"pass@{n}"] = _mean([pass_at(len(responses), int(responses.sum()), n) for responses in values])
     return metrics
 
 
@@ -182,8 +184,8 @@ def pass_at(num_responses: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
 
 
-def _mean_and_std(name: str, of_prompts: list[tuple[float, float]]) -> Values:
-    means, stds = zip(*of_prompts, strict=True)
+def _mean_and_std(name: str, means_and_stds: list[tuple[float, float]]) -> Values:
+    means, stds = zip(*means_and_stds, strict=True)
     return {f"{name}/mean": _mean(means), f"{name}/std": _mean(stds)}
 
 

@@ -1,4 +1,4 @@
-"""The batch manager: one call of the reward function for all samples that finished since the last call."""
+"""The reward manager `batch`: one call of the reward function for all samples that finished since the last call."""
 
 from __future__ import annotations
 

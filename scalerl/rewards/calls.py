@@ -47,6 +47,7 @@ class RewardCaller:
         self._async_loop_lock = threading.Lock()
 
     async def call(self, **arguments: Any) -> Outcome:
+        """Calls the function and returns the outcome.  Raises RewardError when MAX_HUNG calls hang."""
         async with self._slots_of_running_loop():
             self._hung = {future for future in self._hung if not future.done()}
             if len(self._hung) >= MAX_HUNG:

@@ -92,7 +92,9 @@ def _tests_of(ground_truth: Any) -> dict[str, list[str]]:
         raise RewardError(f"code: ground truth {ground_truth!r:.200} is no JSON: {error}") from None
     if isinstance(tests, dict):
         # Parquet gives numpy arrays, and gives every row all keys of a dict column, with None for missing values.
-        lists = {key: list(map(str, tests[key])) for key in ("inputs", "outputs", "asserts") if _given(tests.get(key))}
+        lists = {
+            key: list(map(str, tests[key])) for key in ("inputs", "outputs", "asserts") if _has_items(tests.get(key))
+        }
         if lists.keys() == {"asserts"}:
             return lists
         if lists.keys() == {"inputs", "outputs"} and len(lists["inputs"]) == len(lists["outputs"]):
@@ -103,7 +105,7 @@ def _tests_of(ground_truth: Any) -> dict[str, list[str]]:
     )
 
 
-def _given(value: Any) -> bool:
+def _has_items(value: Any) -> bool:
     return value is not None and not isinstance(value, str) and len(value) > 0
 
 

@@ -1,4 +1,4 @@
-"""Reward rule of multiple choice: compares the letter that the response ends with to the right one."""
+"""Reward rule of multiple choice: compares the letter that the response chose last with the right letter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
     Returns score: 1.0 for the right letter, else 0.0; acc: the same as a bool; pred: the letter, "" without one.
 
-    ground_truth: one capital letter, bare or in brackets. Raises RewardError for another one.
+    ground_truth: one capital letter, bare or in brackets. Raises RewardError for anything else.
     """
     truth = re.fullmatch(r"\(?([A-Z])\)?", str(ground_truth).strip())
     if truth is None:

@@ -1,4 +1,4 @@
-"""The dapo manager: the naive one with a penalty for responses near their length limit."""
+"""The reward manager `dapo`: the naive manager, with a penalty for responses near their length limit."""
 
 from __future__ import annotations
 

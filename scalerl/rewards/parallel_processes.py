@@ -1,4 +1,4 @@
-"""The prime manager: runs the reward function in other processes, so that pure Python code runs in parallel."""
+"""The reward manager `prime`: calls the reward function in other processes, so that Python code runs in parallel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Program of one process of a ProcessPool, which reads calls and writes their results as pickles.
 
-Usage: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES [FILE ...]`. The files are imported first; they
-register what the target uses.
+Usage: `python -m scalerl.rewards.process_worker TARGET MEMORY_BYTES [FILE ...]`. The files are imported first;
+they register what the target uses.
 """
 
 from __future__ import annotations

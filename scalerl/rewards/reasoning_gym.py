@@ -54,7 +54,7 @@ def compute_score(solution_str: str, extra_info: dict[str, Any] | None) -> dict[
     Rules run in processes that can be killed; one that evaluates the answer as Python gets only literals or formulas.
     Raises RewardError after TIMEOUT_S, over MEMORY_BYTES, for other extra_info, and without the package.
     """
-    task, options, entry = _given(extra_info)
+    task, options, entry = _task_fields(extra_info)
     answer = extract_answer(solution_str)
     failure = "no <answer>...</answer> in the response" if answer is None else _why_unsafe(task, answer)
     arguments = {"task": task, "options": options, "entry": entry, "answer": None if failure else answer}
@@ -67,7 +67,7 @@ def compute_score(solution_str: str, extra_info: dict[str, Any] | None) -> dict[
     return {"score": score, "acc": score == 1.0, "pred": answer or "", "failure": failure or error}
 
 
-def _given(extra_info: dict[str, Any] | None) -> tuple[str, str, str]:
+def _task_fields(extra_info: dict[str, Any] | None) -> tuple[str, str, str]:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RewardError("reasoning_gym needs the package reasoning-gym: pip install 'scalerl[reasoning-gym]'")
     task, options, entry = ((extra_info or {}).get(key) for key in ("task", "options", "entry"))

@@ -57,7 +57,7 @@ def run_python(source: str, stdin: str = "", limits: SandboxLimits | None = None
 
     It runs in separate namespaces (user, mount, process, network, IPC, host name). It sees the files of the system and
     of Python (read-only), its working directory and its own processes; it has no network, not even the loopback, no
-    environment variable of this process, and no privilege. It ends when its first process ends, or this one.
+    environment variable of this process, and no privilege. It ends when its first process or this process ends.
     Not covered: side channels, and defects of the kernel, whose system calls the program can make.
 
     Thread-safe; takes two short-lived processes. Raises RewardError if the kernel or the container does not allow such
@@ -120,7 +120,7 @@ def _run(program: int, source_bytes: int, limits: SandboxLimits) -> SandboxResul
         try:
             failure = _read_output(process, output, deadline, limits) or _wait(process, deadline, limits)
         finally:
-            # Its child, process 1 of the namespace, is set to die with it, which kills all others.
+            # The jail's child, process 1 of the namespace, is set to die with the jail, which kills all others.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()

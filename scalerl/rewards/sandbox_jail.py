@@ -1,4 +1,4 @@
-"""Program between the sandbox and the untrusted one: makes namespaces, runs the other in them, reports its end.
+"""Program that the sandbox starts: makes namespaces, runs the untrusted program in them, and reports how it ended.
 
 Runs alone, as `python -I -S sandbox_jail.py SETTINGS`: standard library only.
 """

@@ -36,7 +36,8 @@ class Backend(Protocol):
     def log_artifact(self, path: Path) -> None:
         """Records a file, or a directory with its whole content."""
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """Records a table of texts and numbers."""
 
     def finish(self, status: str) -> None:
         """Ends the recording; the last call.  status: one of STATUSES."""
@@ -108,10 +109,12 @@ def unregister_backend(name: str) -> None:
 
 
 def backend_names() -> tuple[str, ...]:
+    """The names of the registered backends, in the order of their registration."""
     return tuple(_BACKENDS)
 
 
 def opener_of(name: str) -> Opener:
+    """The class or function that opens a registered backend."""
     return _BACKENDS[name].open
 
 

@@ -32,6 +32,7 @@ def deliver(run_dir: Path, tracking_uri: str) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 1 when the server did not take a record."""
     parser = CommandParser(prog="python -m scalerl.tracking.deliver", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="trainer.default_local_dir of the run")
     parser.add_argument(

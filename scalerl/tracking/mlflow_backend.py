@@ -61,7 +61,7 @@ class MlflowBackend:
         self.tracking_uri = run.mlflow_tracking_uri or f"sqlite:///{run.run_dir.resolve() / 'mlflow.db'}"
         self._info = run
         self._params = {metric_name(key): param_text(value) for key, value in flat_config(run.config).items()}
-        # The other half is for requests that are running then.
+        # The other half is for requests that are still running at the end of the flush.
         self._flush_timeout_s = run.finish_timeout_s / 2
         # Distinguishes this process' end from that of an earlier process, which may be in the spool.
         self._process = uuid.uuid4().hex
@@ -176,7 +176,7 @@ class MlflowBackend:
             self.deliver()
 
     def _send(self, record: Record) -> None:
-        # The status of an earlier process is not that of this one.
+        # A status that an earlier process left in the spool is not the status of this process.
         if record["kind"] != "status" or record["process"] == self._process:
             send(self._client, self.run_id, record)
 
@@ -440,10 +440,12 @@ def param_text(value: Any) -> str:
 
 
 def deliver_command(run_dir: Path) -> str:
+    """The command that sends the waiting records of a run to its server."""
     return f"python -m scalerl.tracking.deliver {run_dir} --tracking-uri URI"
 
 
 def make_client(tracking_uri: str) -> MlflowClient:
+    """Makes an MLflow client, with scalerl's defaults for MLflow's environment variables and loggers."""
     # MLflow reads these when it is imported or at the request; a user's own value wins.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # A wrong address is reported soon, not after seven retries of two minutes; the spool covers a server that is down.
@@ -452,9 +454,9 @@ def make_client(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    # It logs the creation of tables, and a traceback for every failed write, which is reported here already.
+    # This module logs the creation of tables, and a traceback for every failed write, which is reported here already.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-    # It would print a link at a run's end, to the pages for GenAI applications.
+    # MLflow would print a link at a run's end, to its pages for GenAI applications.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     # One line per retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -492,10 +494,10 @@ def _report_other_spools(run_dir: Path, run_id: str) -> None:
 
 
 def _file_digest(path: str) -> str:
-    """Of a file's size and time of change, not its bytes, which may be many; of a URL, its text."""
+    """A digest of a file's path, size and time of change, not of its bytes, which may be many; of a URL, its text."""
     try:
-        found = os.stat(path)
-        facts = f"{found.st_size} {found.st_mtime_ns}"
+        status = os.stat(path)
+        facts = f"{status.st_size} {status.st_mtime_ns}"
     except OSError:
         facts = ""
     return hashlib.sha256(f"{path} {facts}".encode()).hexdigest()[:8]

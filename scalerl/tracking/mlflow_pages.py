@@ -7,14 +7,14 @@ import shutil
 import sys
 from urllib.parse import urlsplit
 
-# Where `mlflow ui` listens, if nothing is said.
+# Where `mlflow ui` listens by default.
 LOCAL_ADDRESS = "http://127.0.0.1:5000"
-# Without it the pages open as they are for GenAI applications, whose start is an empty list of traces.
+# Without this the pages open in their form for GenAI applications, which begins with an empty list of traces.
 _TRAINING = "workflowType=machine_learning"
 
 
 def charts_page(address: str, experiment_id: str, run_id: str) -> str:
-    """The page with a run's charts.  address: of the server; user and password in it are left out."""
+    """The page with a run's charts.  address: the server's; user and password in it are left out."""
     parts = urlsplit(address)
     host = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
     return f"{host}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?{_TRAINING}"

@@ -21,7 +21,7 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def keys_to_plot(keys: Sequence[str]) -> list[str]:
-    """The keys, of those given, that `draw` shows."""
+    """Those of `keys` that `draw` shows."""
     return [key for key in keys if any(_matches(key, pattern) for _, patterns in PANELS for pattern in patterns)]
 
 

@@ -42,6 +42,7 @@ class Spool:
         return self._num
 
     def append(self, record: Record) -> None:
+        """Adds a record at the end of the queue."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

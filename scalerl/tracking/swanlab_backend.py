@@ -36,7 +36,7 @@ class SwanlabBackend:
             log_dir=str(log_dir),
             mode=mode,
             config=flat_config(run.config),
-            # Nobody could answer its questions.
+            # Nobody could answer questions of SwanLab during a run.
             settings=swanlab.Settings(interactive=False),
             **online,
         )

@@ -109,6 +109,7 @@ class Tracking:
 
     @property
     def supported_backend(self) -> tuple[str, ...]:
+        """The names of the registered backends."""
         return backend_names()
 
     @property

@@ -37,7 +37,7 @@ class StartPhases:
 
 
 def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
-    """The newest checkpoint if it has reached trainer.total_training_steps, else None; starts no process.
+    """The newest checkpoint if it has reached trainer.total_training_steps, else None; reads only files.
 
     None too without trainer.total_training_steps, or with a trainer.resume_mode other than auto.
     """

@@ -15,7 +15,10 @@ from scalerl.metrics import FlopsShape
 
 @dataclass(frozen=True)
 class PackingRules:
-    """The arguments of `balance.plan_step` that follow from a parallel layout."""
+    """The arguments of `balance.plan_step` that follow from a parallel layout.
+
+    A micro-batch fills all devices that share it.
+    """
 
     dp_size: int
     max_tokens_per_micro_batch: int

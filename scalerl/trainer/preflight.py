@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PPOInputs:
-    """What an RL run needs from its files, checked. device: cuda or cpu."""
+    """The checked inputs of an RL run. device: cuda or cpu."""
 
     # Role -> the shape of its model.
     shapes: dict[str, ModelShape]
@@ -74,7 +74,7 @@ class PPOInputs:
 
 @dataclass(frozen=True)
 class SFTInputs:
-    """What a fine-tuning run needs from its files, checked. device: cuda or cpu."""
+    """The checked inputs of a fine-tuning run. device: cuda or cpu."""
 
     shape: ModelShape
     train: SFTDataset
@@ -87,7 +87,7 @@ class SFTInputs:
 def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True) -> PPOInputs:
     """Checks the configuration, files and models of an RL run; raises ConfigError with every violation.
 
-    device: cuda or cpu, of the machines that will run it; None: as this machine has.
+    device: cuda or cpu, of the machines that will run it; None: the device of trainer.device on this machine.
     digests: compare the digests of the checkpoint to resume from; False: only its files and their sizes.
     """
     from scalerl.algorithms import get_adv_estimator, get_policy_loss

@@ -66,8 +66,8 @@ class SampleStream:
         After max_num_gen_batches rounds, groups without contrast fill the batch. Raises NoContrastError when these
         rounds gave no group with contrast.
         """
-        while len(self.asked) <= self.steps_ahead and (ahead := step + len(self.asked)) <= max(step, self.total_steps):
-            self.asked.append(self._ask(ahead, self._first_groups(ahead)))
+        while len(self.asked) <= self.steps_ahead and (coming := step + len(self.asked)) <= max(step, self.total_steps):
+            self.asked.append(self._ask(coming, self._first_groups(coming)))
         asked = self.asked.popleft()
         assert asked.step == step
         rounds = [self._finish(asked)]
@@ -131,7 +131,8 @@ class SampleStream:
 
     def _filled(self, rounds: Sequence[Finished], kept: Sequence[list[int]], missing: int) -> list[list[int]]:
         """Adds the first `missing` groups without contrast to `kept`, so that a run continues whose policy has become
-        too good for its prompts. Their samples have advantage 0, and their tokens count in the loss's mean."""
+        too good for its prompts. Samples of equal score have no advantage over each other; their tokens count in the
+        loss's mean."""
         if not any(kept):
             raise NoContrastError(self._none_differs(len(rounds)))
         filled = []

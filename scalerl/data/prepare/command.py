@@ -60,25 +60,25 @@ def _own(arguments: argparse.Namespace) -> int:
         read[name] += rows
         print(f"{file.name}: {len(rows)} rows of {name}")
     split = split_rows(read[TRAIN], read[VAL], arguments.val_size, arguments.seed)
-    made = {TRAIN: split.train, VAL: split.val}
+    tables = {TRAIN: split.train, VAL: split.val}
     if columns.is_sft:
-        made = {name: as_conversations(rows) for name, rows in made.items()}
-    paths = write_all(made, arguments.out, overwrite=arguments.overwrite)
-    _report_own(made, split.dropped, paths)
+        tables = {name: as_conversations(rows) for name, rows in tables.items()}
+    paths = write_all(tables, arguments.out, overwrite=arguments.overwrite)
+    _report_own(tables, split.dropped, paths)
     return 0
 
 
-def _report_own(made: dict[str, Rows], dropped: dict[str, int], paths: dict[str, Path]) -> None:
+def _report_own(tables: dict[str, Rows], dropped: dict[str, int], paths: dict[str, Path]) -> None:
     for reason, count in dropped.items():
         print(f"dropped {count} rows that {reason}")
-    for name, rows in made.items():
+    for name, rows in tables.items():
         print(f"wrote {paths[name]}: {len(rows)} rows")
     print("columns:")
-    for field in schema_of(made[TRAIN]):
+    for field in schema_of(tables[TRAIN]):
         print(f"  {field.name}: {field.type}")
-    for number, row in enumerate(made[TRAIN][:2]):
+    for number, row in enumerate(tables[TRAIN][:2]):
         print(f"row {number}: {json.dumps(row, ensure_ascii=False)}")
-    command = "sft" if "messages" in made[TRAIN][0] else "train"
+    command = "sft" if "messages" in tables[TRAIN][0] else "train"
     print(f"next: scalerl {command} data.train_files={paths[TRAIN]} data.val_files={paths[VAL]} ...")
 
 

@@ -11,7 +11,10 @@ from scalerl.data.problems import FileProblems
 
 
 def csv_chunks(path: str, columns: Sequence[str], problems: FileProblems) -> Iterator[Chunk]:
-    """(row number, {column: text}) as `files.read_chunks`; the header is no row, a text may have several lines."""
+    """Yields chunks of rows, each row as (row number, {column: text}), as `files.read_chunks` does.
+
+    The header does not count as a row; a text may have several lines.
+    """
     csv.field_size_limit(sys.maxsize)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -31,11 +34,11 @@ def _chunks(
     reader: Iterator[list[str]], header: list[str], columns: Sequence[str], problems: FileProblems
 ) -> Iterator[Chunk]:
     chunk: Chunk = []
-    # Blank lines are no rows.
+    # Blank lines do not count as rows.
     for row, fields in enumerate(fields for fields in reader if fields):
         if len(fields) != len(header):
-            found = f"{len(fields)} fields, where the header has {len(header)}"
-            problems.add(found, "quote a text that has commas or line ends", row=row)
+            problem = f"{len(fields)} fields, where the header has {len(header)}"
+            problems.add(problem, "quote a text that has commas or line ends", row=row)
             continue
         record = dict(zip(header, fields, strict=True))
         chunk.append((row, {column: record[column] for column in columns}))

@@ -1,4 +1,4 @@
-"""Rows of the user's own files, columns by name -> prompts with a ground truth, or conversations."""
+"""Conversion of the user's own files, by column names, to prompts with a ground truth or to conversations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from scalerl.data.problems import DataError, FileProblems, excerpt, type_name
 NAME = "own"
 ABOUT = "your own csv, json, jsonl or parquet, or a hub data set's folder: columns by name"
 OWN_SUFFIXES = (*SUFFIXES, ".csv")
-# Beside the rows in folders of data sets.
+# Files in folders of data sets that hold no rows.
 NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """How a row is made.
+    """The columns and texts that a row is made from.
 
     prompt: column with text or messages.  answer: column with the ground truth, or what the assistant says; None: none.
     template: text with {column}, in place of the prompt's own.  system: a message before the prompt.
@@ -38,11 +38,11 @@ class OwnColumns:
 
     @property
     def needed(self) -> list[str]:
-        """Raises DataError for a template that cannot be filled."""
-        names = [self.prompt, *self._of_template(), self.answer]
+        """Names of the columns to read.  Raises DataError for a template that cannot be filled."""
+        names = [self.prompt, *self._template_columns(), self.answer]
         return list(dict.fromkeys(name for name in names if name is not None))
 
-    def _of_template(self) -> list[str]:
+    def _template_columns(self) -> list[str]:
         if self.template is None:
             return []
         try:
@@ -56,7 +56,10 @@ class OwnColumns:
         return names
 
     def row(self, row: int, record: dict[str, Any], problems: FileProblems) -> dict[str, Any] | None:
-        """None with the reason added to `problems`. Of a conversation all is in the prompt."""
+        """Converts a record to a row, or returns None with the reason added to `problems`.
+
+        A conversation is in the column prompt as a whole.
+        """
         messages = self._prompt(row, record, problems)
         answer = "" if self.answer is None else _text(record[self.answer], row, self.answer, problems)
         if messages is None or answer is None:
@@ -80,7 +83,7 @@ class OwnColumns:
 
     def _prompt(self, row: int, record: dict[str, Any], problems: FileProblems) -> list[dict[str, str]] | None:
         if self.template is not None:
-            texts = {name: _text(record[name], row, name, problems) for name in self._of_template()}
+            texts = {name: _text(record[name], row, name, problems) for name in self._template_columns()}
             if None in texts.values():
                 return None
             return [{"role": "user", "content": self.template.format_map(texts)}]
@@ -93,31 +96,31 @@ class OwnColumns:
         if messages is None:
             return None
         if more := sorted({name for message in messages for name in message} - {"role", "content"}):
-            found = f"messages with {', '.join(more)}, which would be lost"
-            problems.add(found, "write these rows as parquet yourself: they are taken as they are", row=row)
+            problem = f"messages with {', '.join(more)}, which would be lost"
+            problems.add(problem, "write these rows as parquet yourself: they are taken as they are", row=row)
             return None
         return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _text(value: Any, row: int, column: str, problems: FileProblems) -> str | None:
-    """Of text and numbers."""
+    """A text or a number as text; None, with the reason added to `problems`, for anything else."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int | float):
         return str(value)
-    found = "empty text" if isinstance(value, str) else f"{type_name(value)}, neither text nor a number"
-    problems.add(found, "fill it in, or remove the row", row=row, column=column, value=excerpt(value))
+    problem = "empty text" if isinstance(value, str) else f"{type_name(value)}, neither text nor a number"
+    problems.add(problem, "fill it in, or remove the row", row=row, column=column, value=excerpt(value))
     return None
 
 
 def read_own(path: str, name: str, columns: OwnColumns) -> list[dict[str, Any]]:
-    """Every row of a file. Raises DataError with all of its problems."""
+    """Reads every row of a file.  Raises DataError with all problems of the file."""
     problems, rows = FileProblems(name), []
     needed = columns.needed
     for chunk in _chunks(path, needed, problems):
         for row, record in chunk:
-            if record.keys() >= set(needed) and (made := columns.row(row, record, problems)) is not None:
-                rows.append(made)
+            if record.keys() >= set(needed) and (converted := columns.row(row, record, problems)) is not None:
+                rows.append(converted)
         if problems.full:
             break
     problems.raise_if_any()
@@ -130,5 +133,5 @@ def _chunks(path: str, columns: list[str], problems: FileProblems) -> Iterator[C
 
 
 def as_conversations(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The column that `scalerl sft` reads."""
+    """The rows with only the column that `scalerl sft` reads."""
     return [{"messages": row["prompt"]} for row in rows]

@@ -104,7 +104,7 @@ def _why_not(dataset: Any, entry: dict[str, Any], split: str, taken: dict[str, s
     other = taken.get(entry["question"])
     if other is not None:
         return "repeat an earlier row" if other == split else "are validation rows too"
-    # null where many answers are right and the task does not give one.
+    # The answer is None where many answers are right and the task does not give one.
     answer = entry["answer"]
     if answer is not None and not _is_right(dataset, str(answer).strip(), entry):
         return "are not scored 1 for their own answer"

@@ -14,13 +14,15 @@ from scalerl.data.files import read_chunks
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_rows import PromptColumns, check_prompt_rows
 
-# Column of `scalerl sft`.
+# The column that `scalerl sft` reads.
 CONVERSATION = "messages"
 
 
 def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
-    """The schema of the five columns, extra_info with the keys of the first row, each text or a whole number; or the
-    schema of conversations."""
+    """The schema of rows with the five columns, or of conversations.
+
+    extra_info has the keys of the first row, each a text or a whole number.
+    """
     text = pa.string()
     messages = pa.list_(pa.struct([("role", text), ("content", text)]))
     if CONVERSATION in rows[0]:
@@ -43,7 +45,7 @@ def schema_of(rows: list[dict[str, Any]]) -> pa.Schema:
 def write_all(tables: dict[str, list[dict[str, Any]]], out: Path, *, overwrite: bool) -> dict[str, Path]:
     """Writes each table to out/<name>.parquet; all are read back and compared before the first gets its name.
 
-    Raises DataError when one exists already and overwrite is False.
+    Raises DataError when a file exists already and overwrite is False.
     """
     paths = {name: out / f"{name}.parquet" for name in tables}
     existing = [str(path) for path in paths.values() if path.exists()]
