@@ -100,8 +100,9 @@ def get_adv_estimator(name: str) -> AdvantageEstimator:
 
 @register_adv_est("grpo")
 def grpo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
-    """A = (s - mean_g) / (std_g + 1e-6), std unbiased; without `norm_adv_by_std_in_grpo`: A = s - mean_g (Dr.GRPO).
+    """GRPO: A = (s - mean_g) / (std_g + 1e-6), std unbiased.
 
+    Without `norm_adv_by_std_in_grpo`: A = s - mean_g (Dr.GRPO).
     scores_S: [S] float, one score per sample.  uids_S: [S], equal for the samples of one prompt, in any order.
     A group of one has no statistics: mean 0 and std 1 are taken, so A = s / (1 + 1e-6), or s for Dr.GRPO.
     Returns [S] float32; exactly 0 where all scores of a group of two or more are equal.
@@ -115,7 +116,7 @@ def grpo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tenso
 
 @register_adv_est("grpo_passk")
 def grpo_passk(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
-    """A = (best - second best) / (std_g + 1e-6) for the best sample of a group, 0 for the others.
+    """Pass@k training: A = (best - second best) / (std_g + 1e-6) for the best sample of a group, 0 for the others.
 
     Without `norm_adv_by_std_in_grpo` nothing is divided. Equal best scores: 0 for all. A group of one: as `grpo`.
     Shapes and errors as `grpo`.  Source: arXiv 2503.19595 section 3 (pass@k as the best of k, leave-one-out baseline).
@@ -135,7 +136,7 @@ def grpo_passk(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) ->
 
 @register_adv_est("rloo")
 def rloo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
-    """A = s - mean of the other scores of the group = (s - mean_g) * n / (n - 1).  A group of one: A = s.
+    """RLOO: A = s - mean of the other scores of the group = (s - mean_g) * n / (n - 1).  A group of one: A = s.
 
     Shapes and errors as `grpo`.  Source: RLOO (arXiv 2402.14740) section 2.2.
     """
@@ -146,7 +147,7 @@ def rloo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tenso
 
 @register_adv_est("opo", needs=("num_sampled_tokens",))
 def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sampled_tokens: np.ndarray) -> Tensor:
-    """A = s - sum_g(l * s) / sum_g(l): the baseline of least variance where a gradient's size grows with its tokens.
+    """OPO: A = s - sum_g(l * s) / sum_g(l), the baseline of least variance if gradients grow with the tokens.
 
     num_sampled_tokens: [S] l.  A group of one: A = s.  A group without tokens: its plain mean.
     Shapes and errors as `grpo`.  Source: OPO (arXiv 2505.23585) section 3.
@@ -157,7 +158,7 @@ def opo(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sa
 
 @register_adv_est("gpg")
 def gpg(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor:
-    """A = alpha * (s - mean_g), alpha = S / (samples of groups whose scores differ).
+    """GPG: A = alpha * (s - mean_g), alpha = S / (samples of groups whose scores differ).
 
     Groups of equal scores give no gradient: alpha makes up for their share of the batch. A group of one counts as
     a group with a gradient, and A = alpha * s.  alpha = 1 where no group has a gradient.
@@ -174,9 +175,10 @@ def gpg(scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig) -> Tensor
 def reinforce_plus_plus_baseline(
     scores_S: Tensor, uids_S: np.ndarray, config: AlgorithmConfig, *, num_sampled_tokens: np.ndarray
 ) -> Tensor:
-    """A = (b - mean) / sqrt(var + 1e-8), b = s - mean_g; mean and unbiased variance over the step's sampled tokens.
+    """REINFORCE++ with baseline: A = (b - mean) / sqrt(var + 1e-8), b = s - mean_g.
 
-    A sample counts in them as often as it has tokens.  num_sampled_tokens: [S].  A group of one: b = s.
+    Mean and unbiased variance are over the step's sampled tokens: a sample counts as often as it has tokens.
+    num_sampled_tokens: [S].  A group of one: b = s.
     Shapes and errors as `grpo`.  Source: REINFORCE++ (arXiv 2501.03262) section 3.3.
     """
     centred_S = _Groups(scores_S, uids_S).centred()

@@ -35,6 +35,7 @@ class KLController:
             self.coef *= 1.0 + error * num_samples / self.config.horizon
 
     def state_dict(self) -> dict[str, float]:
+        """The weight, for a checkpoint."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -174,10 +174,12 @@ class SFTObjective:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
+        """Names of the token columns that `columns` must hold, beside cu_seqlens."""
         return ("response_mask",)
 
     @property
     def needs_entropy(self) -> bool:
+        """False: the loss has no entropy term."""
         return False
 
     def __call__(

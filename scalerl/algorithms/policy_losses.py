@@ -41,8 +41,9 @@ def gspo(
 def geo_mean(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, sequences: LossSequences
 ) -> Result:
-    """l_t = -A_t exp(mean_t d), d = sign(A) min(sign(A) D, sign(A) clip(D, -low, high)): the geometric mean of ratios.
+    """GMPO, the geometric mean of ratios: l_t = -A_t exp(mean_t d).
 
+    d = sign(A) min(sign(A) D, sign(A) clip(D, -low, high)).
     Bounds are of log-ratios here (the paper: 0.4 both). The mean is over the sequence's loss tokens, and all of them
     have a gradient through it. The paper aggregates by seq-mean-token-mean.
     Source: GMPO (arXiv 2507.20673) eqs. 3 and 4.
@@ -57,7 +58,7 @@ def geo_mean(
 
 @register("cispo")
 def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
-    """l = -sg(clip(r, 1 - low, 1 + high)) A logprobs: clipped tokens keep their gradient, with a bounded weight.
+    """CISPO: l = -sg(clip(r, 1 - low, 1 + high)) A logprobs; clipped tokens keep their gradient, with a bounded weight.
 
     Source: MiniMax-M1 (arXiv 2506.13585) eqs. 4 and 5; the paper sets the upper bound alone (a clip_ratio_low near 1).
     """
@@ -70,8 +71,9 @@ def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, conf
 
 @register("sapo")
 def sapo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
-    """l = -A sigmoid(tau (r - 1)) 4 / tau, tau = actor.tau_pos where A > 0, else actor.tau_neg: a gate, not a clip.
+    """SAPO, a gate in place of a clip: l = -A sigmoid(tau (r - 1)) 4 / tau.
 
+    tau = actor.tau_pos where A > 0, else actor.tau_neg.
     At r = 1 the gradient is that of -A r. The paper aggregates by seq-mean-token-mean.
     Source: SAPO (arXiv 2511.20347) eqs. 5 to 7.
     """
@@ -83,13 +85,13 @@ def sapo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, confi
 
 @register("gpg")
 def gpg(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
-    """l = -A logprobs: the plain policy gradient, without a ratio.  Source: GPG (arXiv 2504.02546) eq. 5."""
+    """GPG: l = -A logprobs, the plain policy gradient, without a ratio.  Source: GPG (arXiv 2504.02546) eq. 5."""
     return -advantages_T * logprobs_T, _metrics(bounded_log_ratio(logprobs_T, old_logprobs_T))
 
 
 @register("dro")
 def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
-    """l = -A logprobs + policy_loss.dro_beta / 2 (logprobs - old_logprobs)^2: a square in place of a clip.
+    """DRO, a square in place of a clip: l = -A logprobs + policy_loss.dro_beta / 2 (logprobs - old_logprobs)^2.
 
     The log-ratio is not bounded, so that a token is pulled back however far it has moved.
     Raises ValueError when dro_beta is not over 0.
@@ -106,8 +108,9 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config
 def clip_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
 ) -> Result:
-    """PPO's loss without the selected tokens: l = max(-A r, -A clip(r, 1 - low, 1 + high)), 0 for the selected ones.
+    """Clip-Cov, PPO's loss without the selected tokens: l = max(-A r, -A clip(r, 1 - low, 1 + high)).
 
+    l = 0 for the selected tokens.
     selected: `covariance.select_tokens`, some of the tokens whose covariance is in (clip_cov_lb, clip_cov_ub).
     actor/cov_selected_frac: 1 for those; actor/pg_clipfrac does not count them.
     Source: arXiv 2505.22617 section 4.2 (Clip-Cov).
@@ -125,7 +128,7 @@ def clip_cov(
 def kl_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
 ) -> Result:
-    """Policy gradient with a KL penalty on the selected tokens: l = -A r, plus ppo_kl_coef |D| for those.
+    """KL-Cov, policy gradient with a KL penalty on the selected tokens: l = -A r, plus ppo_kl_coef |D| for those.
 
     selected: `covariance.select_tokens`, the tokens of greatest covariance.
     Source: arXiv 2505.22617 section 4.2 (KL-Cov).

@@ -28,9 +28,9 @@ def gae_of_critic(
 def reinforce_plus_plus(
     rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """R_t = r_t + gamma R_t', t' the sequence's next sampled token; A_t = R_t, whitened over the step afterwards.
+    """REINFORCE++: A_t = R_t = r_t + gamma R_t', whitened over the step afterwards.
 
-    gamma: algorithm.gamma.  Source: REINFORCE++ (arXiv 2501.03262) section 3.1.
+    t': the sequence's next sampled token.  gamma: algorithm.gamma.  Source: REINFORCE++ (arXiv 2501.03262) section 3.1.
     """
     returns_T = _returns(rewards_T, response_mask_T, cu_seqlens, config.gamma)
     return returns_T, returns_T
@@ -40,7 +40,7 @@ def reinforce_plus_plus(
 def remax(
     rewards_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, config: AlgorithmConfig, *, baseline_score: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A_t = R_t - b; R_t is the sum of rewards from t on, b the score of the greedy response to the same prompt.
+    """ReMax: A_t = R_t - b, R_t the sum of rewards from t on, b the score of the greedy response to the same prompt.
 
     baseline_score: [S] b.  Raises ValueError for a score that is not finite.
     Source: ReMax (arXiv 2310.10505) section 4.1.

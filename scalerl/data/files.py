@@ -106,6 +106,7 @@ def _parquet_chunks(
 
 
 def add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) -> None:
+    """Adds the problem of a column that a file lacks or has twice.  present: the file's columns."""
     if column in present:
         problems.add(f"{present.count(column)} columns of this name", "keep one", column=column)
         return
@@ -115,6 +116,10 @@ def add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) 
 
 
 def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -> list[tuple[int, dict[str, Any]]]:
+    """Converts the rows of an Arrow batch to (index in the batch, {column: value}).
+
+    Rows with bytes that are no text are added to `problems` and left out.  first_row: row number of the batch's start.
+    """
     try:
         return list(enumerate(batch.to_pylist()))
     except UnicodeDecodeError:

@@ -62,7 +62,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Path of a local copy of the file or directory at a URL; anything but a URL is returned as it is.
+    """Returns the path of a local copy of the file or directory at a URL; a path that is no URL is returned as it is.
 
     The copy is cache_dir/<hash of the URL>/<name>, and appears there in one step once it is complete. Its size and
     SHA-256 are kept: a damaged copy is made again, and so is one whose source has changed (size, ETag, time). If the

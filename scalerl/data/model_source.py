@@ -59,7 +59,7 @@ def model_directory(path: str, key: str) -> str:
 
 
 def hub_name(path: str) -> tuple[str, str | None] | None:
-    """(repository, revision or None) of a name on the hub or of its page; None for anything else."""
+    """Parses a name on the hub, or its page: (repository, revision or None); None for anything else."""
     for hub in filter(None, (os.environ.get("HF_ENDPOINT"), HUB)):
         if path.startswith(f"{hub.rstrip('/')}/"):
             page = _HUB_PAGE.fullmatch(urlsplit(path).path)
@@ -86,7 +86,7 @@ def fetch_models(cfg: Any, attempt: Callable[[Callable[[], str]], str | None]) -
 
 
 def model_keys(cfg: Any, prefix: str = "") -> Iterator[tuple[Any, str, str]]:
-    """(section, field, key) of every model that a configuration names."""
+    """Yields (section, field, key) of every model that a configuration names."""
     for field in fields(cfg):
         value, key = getattr(cfg, field.name), f"{prefix}{field.name}"
         if is_dataclass(value):

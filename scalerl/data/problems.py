@@ -85,6 +85,7 @@ def _place(rows: list[int], column: str | None) -> str:
 
 
 def type_name(value: Any) -> str:
+    """The name of a value's type; "null" for None."""
     return "null" if value is None else type(value).__name__
 
 

@@ -25,10 +25,13 @@ class PromptColumns:
 
     @property
     def names(self) -> list[str]:
+        """The names of the five columns that every file must have."""
         return [self.data_source, self.prompt, "ability", "reward_model", "extra_info"]
 
 
 class PromptFields(NamedTuple):
+    """The checked values of a row of prompts."""
+
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]

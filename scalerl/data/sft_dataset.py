@@ -167,8 +167,11 @@ def _tokenize(
 
 
 def _start_of_turn(history: str, whole: list[int], before: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Start of a turn that does not show all of its generation prompt, as one that ends in an opening <think>: behind
-    what it does show. None where that is nothing, or where the turns before it change."""
+    """The start of an assistant turn whose rendering lacks the end of its generation prompt (an opening <think>).
+
+    The turn starts behind the part of the generation prompt that the rendering has. None if it has no part of it, or if
+    the rendering of the turns before differs.
+    """
     (without_prompt,) = encode(tokenizer, [history])
     start = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))
     unchanged = whole[: len(without_prompt)] == without_prompt

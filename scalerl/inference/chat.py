@@ -44,7 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="scalerl chat", description=__doc__)
     parser.add_argument("question", nargs="?", help="answered once; without it a conversation begins")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="the server's (default %(default)s)")
+    where.add_argument(
+        "--url", default=f"http://127.0.0.1:{DEFAULT_PORT}", help="address of the server (default %(default)s)"
+    )
     where.add_argument("--model", metavar="DIR", help="serve this model directory while this command runs")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--temperature", type=float, help="0: always the likeliest token; default: the server's")

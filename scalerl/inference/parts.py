@@ -142,6 +142,7 @@ class Parts:
 
     @property
     def num_batches(self) -> int:
+        """The number of batches of all rows."""
         return -(-self.num_rows // self.batch_size)
 
     def missing(self) -> list[int]:

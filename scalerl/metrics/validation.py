@@ -112,7 +112,7 @@ class _Source:
         return variables
 
     def _votes(self) -> list[np.ndarray] | None:
-        """Per prompt, a number of each response's prediction, equal for equal ones; None if a response has none."""
+        """Numbers of the predictions per prompt, equal for equal predictions; None if a response has no prediction."""
         if not all(extra.get(PREDICTION) is not None for extra in self.extras):
             return None
         codes_by_prediction: dict[str, int] = {}
@@ -127,7 +127,7 @@ def _is_finite_number(value: Any) -> bool:
 
 
 def _over_prompts(values: list[np.ndarray], votes: list[np.ndarray] | None) -> Values:
-    """The metrics of one variable, as means over prompts.  values, votes: per prompt, [its responses]."""
+    """The metrics of one variable, as means over prompts.  values, votes: an array per prompt, [responses]."""
     largest = max(map(len, values))
     metrics = {f"mean@{largest}": _mean([responses.mean() for responses in values])}
     if largest == 1:

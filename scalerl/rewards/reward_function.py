@@ -51,6 +51,7 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
+        """True if the function is a coroutine function."""
         return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(type(self.fn).__call__)
 
 

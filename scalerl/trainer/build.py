@@ -340,7 +340,7 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
 
 
 def mfu_bases(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup]) -> dict[str, MfuBasis]:
-    """What the FLOP utilization of each model that trains is computed from, by role."""
+    """The basis of the FLOP utilization of each model that is trained, by role."""
     peak = groups["actor"].call(MegatronWorker.peak_flops, cfg.actor_rollout_ref.actor.megatron.dtype)
     bases = {"actor": MfuBasis(flops_shape(inputs.shapes["actor"]), peak, groups["actor"].layout.world_size)}
     if "critic" in groups:

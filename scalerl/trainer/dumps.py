@@ -41,7 +41,7 @@ def dump_step(
 def generations_table(
     samples: Mapping[str, np.ndarray], texts: Sequence[tuple[str, str, str]]
 ) -> tuple[list[str], list[list[Any]]]:
-    """Column names and rows of a table of the first samples.  texts: their prompt, response, ground truth.
+    """Makes the column names and rows of a table of the first samples.  texts: their prompt, response, ground truth.
 
     Each value that the reward function returned beside the score has a column, "" for samples without it.
     """

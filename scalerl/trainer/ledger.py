@@ -24,12 +24,15 @@ class Ledger:
         self.dropped: Counter[str] = Counter()
 
     def submit(self, num_groups: int) -> None:
+        """Counts groups that were requested."""
         self.submitted += num_groups
 
     def train(self, num_groups: int) -> None:
+        """Counts groups that were trained on."""
         self.trained += num_groups
 
     def drop(self, reason: DropReason, num_groups: int) -> None:
+        """Counts groups that were dropped for a reason."""
         self.dropped[reason] += num_groups
 
     @property
@@ -51,8 +54,10 @@ class Ledger:
         return counts | {f"dropped/{reason}": self.dropped[reason] for reason in DROP_REASONS}
 
     def state_dict(self) -> dict[str, Any]:
+        """The counts in plain JSON values."""
         return {"submitted": self.submitted, "trained": self.trained, "dropped": dict(self.dropped)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the counts of `state_dict`."""
         self.submitted, self.trained = state["submitted"], state["trained"]
         self.dropped = Counter(state["dropped"])

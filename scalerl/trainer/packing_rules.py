@@ -28,6 +28,7 @@ class PackingRules:
 
     @classmethod
     def of(cls, layout: LayoutSizes, *, max_tokens_per_micro_batch: int, sequence_parallel: bool) -> PackingRules:
+        """The packing rules of a layout."""
         return cls(
             dp_size=layout.dp_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,

@@ -206,6 +206,7 @@ class SampleStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the state of `state_dict`."""
         self.ledger.load_state_dict(state["ledger"])
         in_flight = state["in_flight"]
         self.again = {int(step): [SampleGroup(*group) for group in groups] for step, groups in in_flight.items()}

@@ -57,7 +57,7 @@ def step_metrics(
     step: int,
     epoch: int,
 ) -> dict[str, float]:
-    """Every metric of a step that is logged.
+    """Computes every metric of a step that is logged.
 
     mfu_bases: by role, actor and critic.  timing_s: seconds by part of the step, with the whole step as `step`.
     """
@@ -96,7 +96,7 @@ def step_metrics(
 
 
 def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
-    """reward_extra/{key}: mean of each number that the reward function returned beside the score."""
+    """The metrics reward_extra/{key}: means of the numbers that the reward function returned beside the score."""
     values: dict[str, list[float]] = {}
     for extra in extras:
         for key, value in extra.items():
