@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -72,3 +74,21 @@ def test_exit_codes(capsys):
     assert capsys.readouterr().err == "Interrupted.\n"
     with pytest.raises(SystemExit):
         run_main(fail, SystemExit(4))
+
+
+def test_an_output_that_nobody_reads_ends_a_command_without_a_stack() -> None:
+    code = "import sys; from scalerl.errors import run_main; sys.exit(run_main(lambda: print('line\\n' * 100_000)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        assert command.stdout is not None and command.stderr is not None
+        assert command.stdout.readline() == b"line\n"
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 141
+
+
+def test_a_connection_that_breaks_is_no_closed_output() -> None:
+    def fail() -> None:
+        raise BrokenPipeError("a server's socket")
+
+    with pytest.raises(BrokenPipeError, match="socket"):
+        run_main(fail)
