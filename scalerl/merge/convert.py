@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 
@@ -19,6 +17,7 @@ from scalerl.checkpoint.store import integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelShape, Param, family_of, read_config
 from scalerl.merge.copy import copies, copy_all
+from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
 MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
@@ -65,20 +64,13 @@ def merge(
     keys = _check_complete(checkpoint, family, shape)
     out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
-    tmp.mkdir()
-    try:
+    with closing(checkpoint), whole_directory(target) as directory:
         specs, num_files = _write_tensors(
-            tmp, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
+            directory, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
         )
-        copy_beside(hf_dir, tmp, out_dtype)
-        with HFWeights(tmp) as written:
-            written.check(family, ModelShape.from_hf(tmp))
-        put_in_place(tmp, target)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-        checkpoint.close()
+        copy_beside(hf_dir, directory, out_dtype)
+        with HFWeights(directory) as written:
+            written.check(family, ModelShape.from_hf(directory))
     return MergeSummary(
         target_dir=target,
         num_tensors=len(specs),
@@ -220,17 +212,6 @@ def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
     if any(config.get(k) != dtype_name(dtype) for k in keys):
         config |= dict.fromkeys(keys, dtype_name(dtype))
         (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def put_in_place(tmp: Path, target: Path) -> None:
-    """Gives a complete model directory its final name; a directory that had that name is removed."""
-    old = None
-    if target.exists():
-        old = target.with_name(f".{target.name}.old-{os.getpid()}-{token_hex(4)}")
-        target.rename(old)
-    tmp.rename(target)
-    if old is not None:
-        shutil.rmtree(old)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

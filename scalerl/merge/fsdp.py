@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,14 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 
 from scalerl.families import Family, ModelShape, family_of, read_config, value_model_config
-from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside, dtype_name, put_in_place
+from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside, dtype_name
 from scalerl.merge.copy import MAX_WORKERS
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, Shard, ShardedTensor
+from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
 # The head of a critic, and what transformers' token classification adds to it.
@@ -65,18 +64,12 @@ def merge_fsdp(
         kept = {name for param in family.params(shape) if param.keeps_float32 for name in param.hf}
         out_dtype = _out_dtype(directory, {spec.dtype for name, spec in specs.items() if name not in kept}, dtype)
         specs = {n: TensorSpec(s.shape, s.dtype if n in kept else out_dtype) for n, s in specs.items()}
-        target.parent.mkdir(parents=True, exist_ok=True)
-        tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
-        tmp.mkdir()
-        try:
+        with whole_directory(target) as tmp:
             num_files = _write(tmp, checkpoint, places, specs, max_shard_bytes, num_workers)
             copy_beside(hf_dir, tmp, out_dtype)
             if config != read_config(hf_dir):
                 written = read_config(tmp)
                 (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
-            put_in_place(tmp, target)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
     return MergeSummary(
         target_dir=target,
         num_tensors=len(specs),

@@ -7,13 +7,11 @@ does not have.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 
@@ -27,7 +25,7 @@ from scalerl.families import (
     files_beside_weights,
     padded_vocab_size,
 )
-from scalerl.merge.convert import put_in_place
+from scalerl.merge.whole_directory import whole_directory
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,9 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
     _check(shape, sizes)
     if target.exists():
         raise ValueError(f"{target} is there already; give a directory to make")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    tmp = target.with_name(f".{target.name}.tmp-{os.getpid()}-{token_hex(4)}")
-    try:
+    with whole_directory(target) as tmp:
         data = tmp / "dist_ckpt"
-        data.mkdir(parents=True)
+        data.mkdir()
         with HFWeights(source) as weights:
             weights.check(family_of(shape), shape)
             files = [
@@ -80,9 +76,6 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
         (tmp / "huggingface").mkdir()
         for file in files_beside_weights(source):
             shutil.copyfile(file, tmp / "huggingface" / file.name)
-        put_in_place(tmp, target)
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
     return sizes.world_size
 
 

@@ -1,0 +1,33 @@
+"""A directory that appears under its name when everything is in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """Gives a directory beside `target` to write to; it takes that name, and the place of what had it, if nothing is
+    raised, and is removed otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tmp = _beside(target, "tmp")
+    tmp.mkdir()
+    try:
+        yield tmp
+        old = _beside(target, "old") if target.exists() else None
+        if old is not None:
+            target.rename(old)
+        tmp.rename(target)
+        if old is not None:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _beside(target: Path, purpose: str) -> Path:
+    return target.with_name(f".{target.name}.{purpose}-{os.getpid()}-{token_hex(4)}")
