@@ -19,8 +19,10 @@ PYTEST_ARGS ?=
 PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest --durations=25
 # Side by side, one process, no services.
 UNIT = -n logical --maxprocesses 8 tests/unit
-# These start processes of their own, and wait a good part of the time (each of those side by side takes up to 8 GB).
-AT_A_TIME ?= 2
+# These start processes of their own, and wait a good part of the time: two side by side where each has 10 GiB of memory.
+ifndef AT_A_TIME
+AT_A_TIME := $(shell awk '$$1 == "MemAvailable:" { many = ($$2 >= 20 * 2 ^ 20) } END { print many ? 2 : 1 }' /proc/meminfo 2>/dev/null)
+endif
 SIDE_BY_SIDE = $(if $(filter-out 1,$(AT_A_TIME)),-n $(AT_A_TIME) --dist loadscope)
 SERVICES = $(SIDE_BY_SIDE) tests/slurm tests/dist tests/sglang tests/ray tests/e2e
 # What only `make test-all` runs (docs/testing.md): tests with this mark, and hypothesis' whole budget.

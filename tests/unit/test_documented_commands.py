@@ -201,6 +201,15 @@ def parse_server(argv: list[str]) -> None:
     {"chat": chat, "serve": serve}[argv[0]].build_parser().parse_args(argv[1:])
 
 
+def explain_itself(argv: list[str]) -> None:
+    """They train: tests/e2e/test_verify.py."""
+    try:
+        code = cli.main([argv[0], "--help"])
+    except SystemExit as ended:  # argparse's own
+        code = ended.code
+    assert not code
+
+
 def check_launch(argv: list[str]) -> None:
     """Its keys, and the run's; tests/slurm/test_launch.py has a Slurm."""
     if argv[1] == "slurm":
@@ -272,6 +281,8 @@ HOW: dict[str, Callable[[list[str]], None]] = {
     "scalerl launch": check_launch,
     "scalerl merge": merge_or_parse,
     "scalerl inspect": run,
+    "scalerl verify-resume": explain_itself,
+    "scalerl replay": explain_itself,
     "scalerl doctor": explain,
     "python": run_module,
     "make": dry_make,
@@ -303,7 +314,7 @@ def test_the_commands_of_a_page(page: str, reader: Path, monkeypatch: pytest.Mon
 def test_a_page_names_no_command_that_there_is_not() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        for name in re.findall(r"`scalerl (\w+)[^`\n]*`", text):
+        for name in re.findall(r"`scalerl ([\w-]+)[^`\n]*`", text):
             assert name in cli.COMMANDS, f"{page}: scalerl {name}"
         for path in re.findall(r"`((?:scalerl|docs|tests|examples|benchmarks|launchers)/[\w./-]+)`", text):
             assert (ROOT / path).exists() or re.search("[A-Z]{4}", path), f"{page}: {path}"
