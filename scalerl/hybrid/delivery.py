@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.servers.client import RolloutClient, RolloutError
 from scalerl.servers.weights import ExpectedChecksums, NamedTensors
 
-# A driver imports this module, so it does not import `scalerl.parallel.export` for this name.
-Needed = Callable[[int], Collection[int]]
+if TYPE_CHECKING:
+    # Not for a driver, which imports this module: that one imports megatron.
+    from scalerl.parallel.export import Needed
+
 # (most bytes of a bucket, which ranks need it) -> the model under its Hugging Face names, bucket by bucket. Collective:
 # every rank must consume all buckets; those that it does not need are empty.
-Export = Callable[[int, Needed], Iterator[NamedTensors]]
+Export = Callable[[int, "Needed"], Iterator[NamedTensors]]
 
 
 class Delivery:

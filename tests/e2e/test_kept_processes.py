@@ -111,7 +111,7 @@ def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
 def test_models_may_be_built_before_the_servers_start(
     inputs: Inputs, kept: Kept, new: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs that both share: the same numbers, resumed too."""
+    """As on GPUs that both share: the same numbers."""
     asked: list[str] = []
 
     def as_on_gpus(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers"], Literal["models", "servers"]]:
