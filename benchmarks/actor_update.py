@@ -35,27 +35,27 @@ from updates import (
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a sequence, prompt included: log-normal, at most `longest`; budget: tokens of a micro-batch."""
+    """Tokens of a sequence, prompt included: log-normal, at most `longest`."""
 
     mu: float
     sigma: float
     longest: int
-    budget: int
+    max_tokens_per_micro_batch: int
 
-    def draw(self, num_sequences: int, budget: int, seed: int) -> list[int]:
-        """Lengths, in proportion to another budget."""
+    def draw(self, num_sequences: int, max_tokens_per_micro_batch: int, seed: int) -> list[int]:
+        """Lengths, in proportion to another size of the micro-batches."""
         import numpy as np
 
-        scale = budget / self.budget
+        scale = max_tokens_per_micro_batch / self.max_tokens_per_micro_batch
         drawn = np.random.default_rng(seed).lognormal(self.mu, self.sigma, num_sequences) * scale
         return np.clip(drawn.round().astype(int), SHORTEST, int(self.longest * scale)).tolist()
 
 
 # The log-normal ones are those of packing.py. constant: 8192 tokens each.
 LENGTHS = {
-    "short": Lengths(mu=7.0, sigma=1.0, longest=8192, budget=16384),
-    "long": Lengths(mu=8.5, sigma=1.2, longest=32768, budget=32768),
-    "constant": Lengths(mu=math.log(8192), sigma=0.0, longest=8192, budget=32768),
+    "short": Lengths(mu=7.0, sigma=1.0, longest=8192, max_tokens_per_micro_batch=16384),
+    "long": Lengths(mu=8.5, sigma=1.2, longest=32768, max_tokens_per_micro_batch=32768),
+    "constant": Lengths(mu=math.log(8192), sigma=0.0, longest=8192, max_tokens_per_micro_batch=32768),
 }
 
 PADDINGS = ("update", "micro_batch")
@@ -70,7 +70,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=["short", "long"] if on_cpu else ["constant"])
     parser.add_argument("--seqs", type=int, default=32 if on_cpu else 64, help="sequences of one update")
     parser.add_argument(
-        "--budget",
+        "--max-tokens-per-micro-batch",
         type=int,
         default=1024 if on_cpu else None,
         help="tokens of a micro-batch; lengths shrink with it in proportion. Default: of the distribution",
@@ -137,17 +137,16 @@ def make_job(options: argparse.Namespace, model_path: str, name: str, vocab: int
         dtype=options.dtype,
         recompute_granularity=options.recompute,
     )
-    budget = options.budget or LENGTHS[name].budget
-    lengths = LENGTHS[name].draw(options.seqs, budget, options.seed)
-    # The budget is that of a device; the ranks of a context-parallel group share a micro-batch.
+    max_tokens = options.max_tokens_per_micro_batch or LENGTHS[name].max_tokens_per_micro_batch
+    lengths = LENGTHS[name].draw(options.seqs, max_tokens, options.seed)
     return Job(
         model_path=model_path,
         device=device,
         megatron=megatron,
         world_size=options.world,
         lengths=tuple(lengths),
-        plan=make_plan(lengths, megatron, options.world, budget, model_path),
-        budget=budget,
+        plan=make_plan(lengths, megatron, options.world, max_tokens, model_path),
+        max_tokens_per_micro_batch=max_tokens,
         vocab=vocab,
         repeats=options.repeats,
         warmup=options.warmup,

@@ -42,7 +42,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "dapo": [
         "+recipe=dapo",
         *("data.max_prompt_length=16", "data.max_response_length=8", "data.train_batch_size=64"),
-        *(f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"),
+        *(f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.max_tokens_per_micro_batch=4096"),
         "actor_rollout_ref.rollout.n=8",
         "reward_model.overlong_buffer.len=2",
         f"{ACTOR}.use_kl_loss=false",

@@ -37,25 +37,25 @@ LARGE_DP_SIZES = (8, 64)
 
 @dataclass(frozen=True)
 class Distribution:
-    """Lengths (tokens) of samples, and the budget of a micro-batch that they are packed into."""
+    """Lengths (tokens) of samples, and the size of a micro-batch that they are packed into."""
 
     name: str
-    cap: int
+    max_tokens_per_micro_batch: int
     draw: Callable[[Any, int], Any]
 
 
-def log_normal(mu: float, sigma: float, longest: int, cap: int) -> Distribution:
+def log_normal(mu: float, sigma: float, longest: int, max_tokens_per_micro_batch: int) -> Distribution:
     def draw(random: np.random.Generator, count: int) -> np.ndarray:
         return random.lognormal(mu, sigma, count).clip(1, longest).astype(int)
 
-    return Distribution(f"lognormal({mu:g},{sigma:g})<={longest // 1024}k", cap, draw)
+    return Distribution(f"lognormal({mu:g},{sigma:g})<={longest // 1024}k", max_tokens_per_micro_batch, draw)
 
 
-def real_texts(longest: int, cap: int) -> Distribution:
+def real_texts(longest: int, max_tokens_per_micro_batch: int) -> Distribution:
     def draw(random: np.random.Generator, count: int) -> np.ndarray:
         return random.choice(docstring_lengths(), count).clip(1, longest)
 
-    return Distribution(f"stdlib docstrings<={longest // 1024}k", cap, draw)
+    return Distribution(f"stdlib docstrings<={longest // 1024}k", max_tokens_per_micro_batch, draw)
 
 
 @functools.cache
@@ -125,31 +125,31 @@ def model_shape() -> FlopsShape:
     )  # fmt: skip
 
 
-# planners: (lengths, FLOPs of each, dp_size, cap) -> Ranks
+# planners: (lengths, FLOPs of each, dp_size, max_tokens_per_micro_batch) -> Ranks
 
 
-def ours(lengths: np.ndarray, workload: np.ndarray, dp_size: int, cap: int) -> Ranks:
+def ours(lengths: np.ndarray, workload: np.ndarray, dp_size: int, max_tokens_per_micro_batch: int) -> Ranks:
     from scalerl.balance import plan_step
 
     plan = plan_step(
         lengths,
         dp_size=dp_size,
         mini_batches=[range(len(lengths))],
-        max_tokens_per_micro_batch=cap,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         workload_S=workload,
     )
     return [[list(micro) for micro in mini] for (mini,) in plan.micro_batches]
 
 
-def verl(lengths: np.ndarray, workload: np.ndarray, dp_size: int, cap: int) -> Ranks:
+def verl(lengths: np.ndarray, workload: np.ndarray, dp_size: int, max_tokens_per_micro_batch: int) -> Ranks:
     """verl: samples to ranks, then a rank's samples to micro-batches, both by Karmarkar-Karp on 24576 l + l^2.
 
     Ranks get equal numbers of samples, and each as many micro-batches as the rank with the most needs by
-    ceil(tokens / cap). Nothing holds the cap.
+    ceil(tokens / max_tokens_per_micro_batch). Nothing holds a micro-batch to it.
     """
     cost = 24576.0 * lengths + lengths.astype(float) ** 2
     by_rank = karmarkar_karp(cost, dp_size, equal_counts=True)
-    count = max(-(-int(lengths[items].sum()) // cap) for items in by_rank)
+    count = max(-(-int(lengths[items].sum()) // max_tokens_per_micro_batch) for items in by_rank)
     ranks = []
     for items in by_rank:
         bins = karmarkar_karp(cost[items], min(count, len(items)))
@@ -180,7 +180,7 @@ def karmarkar_karp(cost: np.ndarray, num_parts: int, equal_counts: bool = False)
     return [items for _, items in heap[0][2]]
 
 
-def slime(lengths: np.ndarray, workload: np.ndarray, dp_size: int, cap: int) -> Ranks:
+def slime(lengths: np.ndarray, workload: np.ndarray, dp_size: int, max_tokens_per_micro_batch: int) -> Ranks:
     """slime: first fit over the whole batch in its order, then micro-batches dealt to the ranks in turn."""
     bins: list[list[int]] = []
     rooms: list[int] = []
@@ -188,25 +188,25 @@ def slime(lengths: np.ndarray, workload: np.ndarray, dp_size: int, cap: int) -> 
         index = next((at for at, room in enumerate(rooms) if room >= length), len(bins))
         if index == len(bins):
             bins.append([])
-            rooms.append(cap)
+            rooms.append(max_tokens_per_micro_batch)
         bins[index].append(item)
         rooms[index] -= length
     return deal(bins, lengths, dp_size)
 
 
-def nemo(lengths: np.ndarray, workload: np.ndarray, dp_size: int, cap: int) -> Ranks:
+def nemo(lengths: np.ndarray, workload: np.ndarray, dp_size: int, max_tokens_per_micro_batch: int) -> Ranks:
     """NeMo-RL: modified first fit decreasing over the whole batch, then micro-batches dealt to the ranks in turn."""
-    return deal(modified_first_fit_decreasing(lengths.tolist(), cap), lengths, dp_size)
+    return deal(modified_first_fit_decreasing(lengths.tolist(), max_tokens_per_micro_batch), lengths, dp_size)
 
 
-def modified_first_fit_decreasing(sizes: list[int], cap: int) -> list[list[int]]:
-    """Johnson and Garey 1985. Large: over cap / 2. Medium: over cap / 3. Small: over cap / 6. Tiny: the rest."""
+def modified_first_fit_decreasing(sizes: list[int], max_tokens_per_micro_batch: int) -> list[list[int]]:
+    """Johnson and Garey 1985. Large: over half a bin. Medium: over a third. Small: over a sixth. Tiny: the rest."""
     descending = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-    bins = [[item] for item in descending if 2 * sizes[item] > cap]
-    rooms = [cap - sizes[items[0]] for items in bins]
-    medium = [item for item in descending if 2 * sizes[item] <= cap < 3 * sizes[item]]
-    small = [item for item in descending if 3 * sizes[item] <= cap < 6 * sizes[item]]
-    tiny = [item for item in descending if 6 * sizes[item] <= cap]
+    bins = [[item] for item in descending if 2 * sizes[item] > max_tokens_per_micro_batch]
+    rooms = [max_tokens_per_micro_batch - sizes[items[0]] for items in bins]
+    medium = [item for item in descending if 2 * sizes[item] <= max_tokens_per_micro_batch < 3 * sizes[item]]
+    small = [item for item in descending if 3 * sizes[item] <= max_tokens_per_micro_batch < 6 * sizes[item]]
+    tiny = [item for item in descending if 6 * sizes[item] <= max_tokens_per_micro_batch]
 
     def put(index: int, item: int, source: list[int]) -> None:
         source.remove(item)
@@ -240,7 +240,7 @@ def modified_first_fit_decreasing(sizes: list[int], cap: int) -> list[list[int]]
         index = next((at for at in range(opened, len(bins)) if rooms[at] >= sizes[item]), len(bins))
         if index == len(bins):
             bins.append([])
-            rooms.append(cap)
+            rooms.append(max_tokens_per_micro_batch)
         bins[index].append(item)
         rooms[index] -= sizes[item]
     return bins
@@ -269,22 +269,24 @@ def compare(
     """Every planner on the same batches. Imbalance: FLOPs of the heaviest rank over the mean of the ranks.
 
     Avoidable: over what the longest sample alone forces.  verl_whole_batch: its rule for micro-batches,
-    ceil(tokens / cap), on the whole batch, without the slack that the rounding up on every rank leaves.
+    ceil(tokens / max_tokens_per_micro_batch), on the whole batch, without the slack of rounding up on each rank.
     """
     import numpy as np
 
     from scalerl.balance.bin_packing import lower_bound, round_up
 
     batches = [distribution.draw(np.random.default_rng([seed, at]), num_samples) for at in range(num_batches)]
-    bounds = [lower_bound(lengths, distribution.cap) for lengths in batches]
+    bounds = [lower_bound(lengths, distribution.max_tokens_per_micro_batch) for lengths in batches]
     found: dict[str, Any] = {
-        "cap": distribution.cap,
+        "max_tokens_per_micro_batch": distribution.max_tokens_per_micro_batch,
         "mean_tokens": float(np.mean(batches)),
         "lower_bound": float(np.mean(bounds)),
         "lower_bound_equal_counts": float(np.mean([round_up(bound, dp_size) for bound in bounds])),
     }
     for name, planner in PLANNERS.items():
-        measured = [assess(planner, lengths, shape, dp_size, distribution.cap) for lengths in batches]
+        measured = [
+            assess(planner, lengths, shape, dp_size, distribution.max_tokens_per_micro_batch) for lengths in batches
+        ]
         imbalance = [one["imbalance"] for one in measured]
         used = [one["num_micro_batches"] for one in measured]
         found[name] = {
@@ -297,7 +299,7 @@ def compare(
             "avoidable_imbalance_max": max(one["imbalance"] / one["least_imbalance"] for one in measured),
             "plan_ms_mean": 1e3 * float(np.mean([one["cpu_s"] for one in measured])),
         }
-    whole = [assess(verl, lengths, shape, 1, distribution.cap) for lengths in batches]
+    whole = [assess(verl, lengths, shape, 1, distribution.max_tokens_per_micro_batch) for lengths in batches]
     found["verl_whole_batch"] = {
         "num_micro_batches": float(np.mean([one["num_micro_batches"] for one in whole])),
         "batches_over_cap": sum(one["worst_fill"] > 1 for one in whole),
@@ -307,20 +309,20 @@ def compare(
 
 
 def assess(
-    planner: Callable[..., Ranks], lengths: np.ndarray, shape: FlopsShape, dp_size: int, cap: int
+    planner: Callable[..., Ranks], lengths: np.ndarray, shape: FlopsShape, dp_size: int, max_tokens_per_micro_batch: int
 ) -> dict[str, float]:
     import numpy as np
 
     workload = shape.forward_each(lengths)
     begin = time.process_time()
-    ranks = planner(lengths, workload, dp_size, cap)
+    ranks = planner(lengths, workload, dp_size, max_tokens_per_micro_batch)
     cpu_s = time.process_time() - begin
     assert sorted(item for rank in ranks for items in rank for item in items) == list(range(len(lengths)))
     assert len({len(rank) for rank in ranks}) == 1, "unequal counts of micro-batches"
     loads = np.array([sum(workload[items].sum() for items in rank) for rank in ranks])
     return {
         "num_micro_batches": sum(len(rank) for rank in ranks),
-        "worst_fill": max(float(lengths[items].sum()) for rank in ranks for items in rank) / cap,
+        "worst_fill": max(float(lengths[items].sum()) for rank in ranks for items in rank) / max_tokens_per_micro_batch,
         "imbalance": float(loads.max() / loads.mean()),
         "least_imbalance": max(1.0, float(workload.max() / loads.mean())),
         "cpu_s": cpu_s,
@@ -340,11 +342,11 @@ def time_plan(
     cpu_s, wall_s = [], []
     for _ in range(repeats):
         cpu, wall = time.process_time(), time.perf_counter()
-        ours(lengths, workload, dp_size, distribution.cap)
+        ours(lengths, workload, dp_size, distribution.max_tokens_per_micro_batch)
         cpu_s.append(time.process_time() - cpu)
         wall_s.append(time.perf_counter() - wall)
-    assessed = assess(ours, lengths, shape, dp_size, distribution.cap)
-    bound = round_up(lower_bound(lengths, distribution.cap), dp_size)
+    assessed = assess(ours, lengths, shape, dp_size, distribution.max_tokens_per_micro_batch)
+    bound = round_up(lower_bound(lengths, distribution.max_tokens_per_micro_batch), dp_size)
     return {
         "distribution": distribution.name,
         "num_samples": num_samples,
@@ -359,10 +361,13 @@ def time_plan(
 
 
 def report(result: dict[str, Any]) -> str:
-    heads = {"over cap": 9, "fill": 7, "micro-b.": 10, "gap": 8, "imbalance": 11, "worst": 8, "avoidable": 11, "ms": 8}
+    heads = {"over": 9, "fill": 7, "micro-b.": 10, "gap": 8, "imbalance": 11, "worst": 8, "avoidable": 11, "ms": 8}
     lines = [" " * 36 + "".join(f"{name:>{width}}" for name, width in heads.items())]
     for name, found in result["compared"].items():
-        lines.append(f"{name}, cap {found['cap']}: at least {found['lower_bound_equal_counts']:.2f} micro-batches")
+        lines.append(
+            f"{name}, micro-batches of {found['max_tokens_per_micro_batch']} tokens: at least "
+            f"{found['lower_bound_equal_counts']:.2f}"
+        )
         for planner in PLANNERS:
             one = found[planner]
             lines.append(

@@ -2,8 +2,8 @@
 
 Same weights, tokens, objective, AdamW, gradient clipping, data type of the weights, number of ranks and of threads. The
 ranks are data-parallel, each with an equal number of sequences in the order in which they were drawn. A micro-batch
-takes as many sequences, in that order, as fit the token budget once padded: to the longest of the update (one padded
-batch for the step, cut into micro-batches) or to the longest of the micro-batch (a collator that pads each).
+takes as many sequences, in that order, as fit its tokens once padded: to the longest of the update (one padded batch
+for the step, cut into micro-batches) or to the longest of the micro-batch (a collator that pads each).
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from scalerl.protocol import DataProto
 
 
-def padded_micro_batches(lengths: list[int], budget: int, shortest: int = 0) -> list[tuple[list[int], int]]:
-    """(rows, tokens that each is padded to): consecutive rows, as many as fit the budget, none under `shortest`."""
+def padded_micro_batches(
+    lengths: list[int], max_tokens_per_micro_batch: int, shortest: int = 0
+) -> list[tuple[list[int], int]]:
+    """(rows, tokens that each is padded to): consecutive rows, as many as fit, none under `shortest`."""
     micro_batches: list[tuple[list[int], int]] = []
     for row, length in enumerate(lengths):
         rows, width = micro_batches[-1] if micro_batches else ([], 0)
         width = max(width, length, shortest)
-        if rows and width * (len(rows) + 1) <= budget:
+        if rows and width * (len(rows) + 1) <= max_tokens_per_micro_batch:
             micro_batches[-1] = ([*rows, row], width)
         else:
             micro_batches.append(([row], max(length, shortest)))
@@ -58,7 +60,7 @@ def measure_padded(job: Job) -> dict[str, Any]:
     ]
     shard, objective = make_shard(job, tuple(rows), ActorConfig())
     shortest = max(job.lengths) if job.padding == "update" else 0
-    micro_batches = padded_micro_batches([job.lengths[row] for row in rows], job.budget, shortest)
+    micro_batches = padded_micro_batches([job.lengths[row] for row in rows], job.max_tokens_per_micro_batch, shortest)
 
     def update() -> dict[str, float]:
         optimizer.zero_grad()

@@ -178,7 +178,7 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
     update = actor.ppo_mini_batch_size * GROUP
     rules = PackingRules.of(
         group.layout,
-        max_tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu,
+        max_tokens_per_micro_batch=actor.max_tokens_per_micro_batch,
         sequence_parallel=actor.megatron.sequence_parallel,
     )
     planner = Planner(rules, update, SHAPE)
@@ -236,7 +236,7 @@ def configuration(options: argparse.Namespace, dp_size: int, num_samples: int) -
         f"data.train_batch_size={num_samples // GROUP}",
         "actor_rollout_ref.model.path=none",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={num_samples // GROUP // UPDATES}",
-        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={MAX_TOKENS}",
+        f"actor_rollout_ref.actor.max_tokens_per_micro_batch={MAX_TOKENS}",
         f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={options.tp}",
         f"{rollout}.n={GROUP}",
         f"trainer.n_gpus_per_node={dp_size * options.tp}",

@@ -32,7 +32,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--seqs", type=int, default=32 if on_cpu else 256, help="sequences of one update")
     parser.add_argument("--mean-len", type=int, default=160 if on_cpu else 1024, help="tokens, prompt included")
     parser.add_argument("--sigma", type=float, default=0.6, help="of the lognormal lengths; 0: all the same")
-    parser.add_argument("--budget", type=int, default=1024 if on_cpu else 16384, help="tokens of a micro-batch")
+    parser.add_argument("--max-tokens-per-micro-batch", type=int, default=1024 if on_cpu else 16384)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32" if on_cpu else "bfloat16")
     parser.add_argument("--repeats", type=int, default=7, help="timed updates")
     parser.add_argument("--warmup", type=int, default=2, help="untimed updates before them")
@@ -58,7 +58,9 @@ def main(arguments: list[str]) -> int:
     # Before anything of ours makes load.
     ran_on = record.machine(device)
     sizes = default_sizes(device).with_width(options.hidden, options.layers)
-    lengths = draw_lengths(options.seqs, options.mean_len, options.sigma, options.budget, options.seed)
+    lengths = draw_lengths(
+        options.seqs, options.mean_len, options.sigma, options.max_tokens_per_micro_batch, options.seed
+    )
     megatron = MegatronConfig(
         tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp, dtype=options.dtype
     )
@@ -71,8 +73,8 @@ def main(arguments: list[str]) -> int:
             megatron=megatron,
             world_size=options.world,
             lengths=tuple(lengths),
-            plan=make_plan(lengths, megatron, options.world, options.budget, directory),
-            budget=options.budget,
+            plan=make_plan(lengths, megatron, options.world, options.max_tokens_per_micro_batch, directory),
+            max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
             vocab=sizes.vocab,
             repeats=options.repeats,
             warmup=options.warmup,

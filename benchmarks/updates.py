@@ -70,8 +70,7 @@ class Job:
     world_size: int
     lengths: tuple[int, ...]
     plan: StepPlan
-    # Tokens of a micro-batch.
-    budget: int
+    max_tokens_per_micro_batch: int
     vocab: int
     repeats: int
     warmup: int
@@ -121,7 +120,9 @@ def make_model(directory: str, sizes: Sizes, dtype: str, longest: int, device: s
     return num_parameters
 
 
-def make_plan(lengths: list[int], megatron: MegatronConfig, world_size: int, budget: int, model_path: str) -> StepPlan:
+def make_plan(
+    lengths: list[int], megatron: MegatronConfig, world_size: int, max_tokens_per_micro_batch: int, model_path: str
+) -> StepPlan:
     """As the trainer makes it: the model's FLOPs as workload, the layout's alignment."""
     from scalerl.balance import plan_step
     from scalerl.families import ModelShape
@@ -131,7 +132,7 @@ def make_plan(lengths: list[int], megatron: MegatronConfig, world_size: int, bud
     layout = layout_of(megatron, world_size)
     rules = PackingRules.of(
         layout,
-        max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(budget),
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         sequence_parallel=megatron.sequence_parallel,
     )
     return plan_step(

@@ -162,7 +162,7 @@ def overrides(options: argparse.Namespace, directory: Path, run_dir: Path) -> li
         f"data.max_response_length={options.max_tokens}",
         f"actor_rollout_ref.model.path={directory}/model",
         f"{ACTOR}.ppo_mini_batch_size={options.prompts}",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
+        f"{ACTOR}.max_tokens_per_micro_batch=16384",
         f"{ACTOR}.use_kl_loss=false",
         f"{ACTOR}.optim.lr=1e-6",
         f"{ACTOR}.optim.min_lr=0",

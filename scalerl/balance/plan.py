@@ -44,7 +44,7 @@ class SampleNames(Protocol):
 class SizeKeys:
     """The configuration's names of two sizes, for errors.
 
-    max_tokens: the key of max_tokens_per_micro_batch, counted on one device.  mini_batch: of a mini-batch's samples.
+    max_tokens: the key of max_tokens_per_micro_batch.  mini_batch: of a mini-batch's samples.
     """
 
     max_tokens: str = "max_tokens_per_micro_batch"
@@ -125,22 +125,20 @@ def plan_step(
     sample_names: SampleNames | None = None,
     micro_batch_multiple: int = 1,
     alignment: Alignment = NO_ALIGNMENT,
-    devices_per_sequence: int = 1,
     keys: SizeKeys = DEFAULT_KEYS,
 ) -> StepPlan:
-    """Packs each mini-batch into few micro-batches, none over the token budget, and balances the ranks' workload.
+    """Packs each mini-batch into few micro-batches, none over its tokens, and balances the ranks' workload.
 
     num_tokens_S: [S] tokens per sample.  mini_batches: row indices of each optimizer update; every row in exactly one.
     workload_S: [S] positive cost of a sample in any unit; default: its tokens.  sample_names: [S], for errors.
     micro_batch_multiple: the number of a rank's micro-batches in a mini-batch is a multiple of it (virtual pipeline).
-    alignment: padding of sequences and micro-batches by the layout; it counts towards the cap.
-    devices_per_sequence: context parallelism, for errors: the configuration counts the tokens of one device.
+    alignment: padding of sequences and micro-batches by the layout; it counts towards max_tokens_per_micro_batch.
     keys: configuration keys that set max_tokens_per_micro_batch and the samples of a mini-batch, for errors.
     Micro-batches of a mini-batch over all ranks: the smallest multiple of dp_size * micro_batch_multiple for which a
     packing was found, never more than first-fit-decreasing needs, rounded up to that multiple.
     Equal input gives an equal plan.
-    Raises ValueError naming the sample for one over the cap or without tokens; for rows missing or twice; for a
-    mini-batch with too few rows to give every rank its micro-batches.
+    Raises ValueError naming the sample for one over max_tokens_per_micro_batch or without tokens; for rows missing or
+    twice; for a mini-batch with too few rows to give every rank its micro-batches.
     """
     num_tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
     workload_S = num_tokens_S.astype(np.float64) if workload_S is None else np.asarray(workload_S, dtype=np.float64)
@@ -150,7 +148,7 @@ def plan_step(
     # The capacity of a bin: whole units of the alignment.
     cap = max_tokens_per_micro_batch // alignment.micro_batch * alignment.micro_batch
     sizes_S = alignment.of_sequences(num_tokens_S)
-    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, devices_per_sequence, keys)
+    _check_samples(num_tokens_S, sizes_S, workload_S, cap, names, alignment, keys)
     _check_partition(minis, len(num_tokens_S), names)
     multiple = dp_size * micro_batch_multiple
     plans, lower_bounds, num_computed = [], [], 0
@@ -287,11 +285,11 @@ class _Names:
         return f"sample {row}" if self.names is None else f"sample {row} ({self.names[row]})"
 
 
-def _check_sizes(dp_size: int, multiple: int, cap: int, num_mini_batches: int) -> None:
+def _check_sizes(dp_size: int, multiple: int, max_tokens_per_micro_batch: int, num_mini_batches: int) -> None:
     for name, value in (
         ("dp_size", dp_size),
         ("micro_batch_multiple", multiple),
-        ("max_tokens_per_micro_batch", cap),
+        ("max_tokens_per_micro_batch", max_tokens_per_micro_batch),
         ("number of mini_batches", num_mini_batches),
     ):
         if value < 1:
@@ -305,7 +303,6 @@ def _check_samples(
     cap: int,
     names: _Names,
     alignment: Alignment,
-    devices_per_sequence: int,
     keys: SizeKeys,
 ) -> None:
     if workload_S.shape != num_tokens_S.shape:
@@ -323,7 +320,7 @@ def _check_samples(
         if rows.any():
             row = int(rows.argmax())
             facts = {"tokens": num_tokens_S[row], "size": sizes_S[row], "cap": cap, "work": workload_S[row]}
-            needed = -(-alignment.of_micro_batch(int(sizes_S[row])) // devices_per_sequence)
+            needed = alignment.of_micro_batch(int(sizes_S[row]))
             raise ValueError(f"{names[row]} " + problem.format(**facts, needed=needed))
 
 

@@ -1,4 +1,4 @@
-"""Splits one rank's padded batch into micro-batches under a token budget, as verl does.
+"""Splits one rank's padded batch into micro-batches of at most so many tokens, as verl does.
 
 A run of scalerl is packed by `balance.plan_step`, for all ranks at once.
 """

@@ -1,4 +1,4 @@
-"""The tokens that the longest sample has and needs on a device, and the samples that a mini-batch needs."""
+"""The tokens that the longest sample has and needs in a micro-batch, and the samples that a mini-batch needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def longest_sample(cfg: PPOConfig) -> int:
 
 
 def tokens_needed(longest: int, megatron: MegatronConfig) -> int:
-    """The tokens on each device of a micro-batch that is one sequence of `longest` tokens, padding included."""
-    return LayoutSizes.of(megatron).tokens_per_device(longest, sequence_parallel=megatron.sequence_parallel)
+    """The tokens of a micro-batch that is one sequence of `longest` tokens, padding included."""
+    return LayoutSizes.of(megatron).padded_tokens(longest, sequence_parallel=megatron.sequence_parallel)
 
 
 def fewest_samples(layout: LayoutSizes) -> tuple[int, str]:

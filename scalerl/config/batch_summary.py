@@ -20,15 +20,12 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     layout = trained_layout(cfg)
     prompts, n, mini = cfg.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size
-    max_tokens_per_micro_batch = layout.max_tokens_per_micro_batch(actor.ppo_max_token_len_per_gpu)
     longest = longest_sample(cfg)
     per_rank = mini * n / layout.dp_size
     most = math.ceil(per_rank) * longest
     divided = [("tensor", layout.tp_size), ("pipeline", layout.pp_size)]
-    max_tokens_key = f"{ACTOR}.ppo_max_token_len_per_gpu"
     if layout.cp_size > 1:
         divided.insert(1, ("context", layout.cp_size))
-        max_tokens_key += " x context"
     rows = [
         ("prompts per step", f"{prompts}", "data.train_batch_size"),
         ("x samples per prompt", f"{n}", "actor_rollout_ref.rollout.n"),
@@ -46,11 +43,15 @@ def batch_table(cfg: PPOConfig, num_prompts: int | None = None) -> str:
             f"up to about {most}",
             LONGEST_SAMPLE,
         ),
-        ("tokens per micro-batch", f"at most {max_tokens_per_micro_batch}", max_tokens_key),
+        (
+            "tokens per micro-batch",
+            f"at most {actor.max_tokens_per_micro_batch}",
+            f"{ACTOR}.max_tokens_per_micro_batch",
+        ),
         (
             "micro-batches per mini-batch",
-            _micro_batches(math.ceil(per_rank), longest, max_tokens_per_micro_batch),
-            "by token budget",
+            _micro_batches(math.ceil(per_rank), longest, actor.max_tokens_per_micro_batch),
+            "as few as hold the samples",
         ),
     ]
     if num_prompts is not None:

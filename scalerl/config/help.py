@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from scalerl.config.keys import Leaf, inherited_keys, leaves
 from scalerl.config.machine import DEVICES_HERE
 from scalerl.config.schema import EvalConfig, GenerationConfig, LaunchConfig, PPOConfig, SFTConfig, domains_of
+from scalerl.config.schema.fields import times_text
 from scalerl.config.value_checks import show
 
 SCHEMAS: dict[str, type] = {
@@ -100,7 +101,9 @@ def _default(leaf: Leaf) -> str:
     value: Any = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value == DEVICES_HERE:
         return "the machine's"
-    return "required" if value == MISSING else show(value)
+    if value == MISSING:
+        return "required"
+    return times_text(value) or show(value)
 
 
 def _comment(leaf: Leaf) -> str:

@@ -87,16 +87,12 @@ class LayoutSizes:
         """The division of layers into stages and model chunks."""
         return PipelineSizes(self.pp_size, self.vpp_size, self.first_stage_layers, self.last_stage_layers)
 
-    def max_tokens_per_micro_batch(self, max_tokens_per_device: int) -> int:
-        """The most tokens of a micro-batch, which fills all the devices that share its sequences."""
-        return max_tokens_per_device * self.cp_size
-
-    def tokens_per_device(self, num_tokens: int, *, sequence_parallel: bool) -> int:
-        """Tokens on each device of a micro-batch that is one sequence of num_tokens."""
+    def padded_tokens(self, num_tokens: int, *, sequence_parallel: bool) -> int:
+        """Tokens of a micro-batch that is one sequence of num_tokens, padding included, over all its devices."""
         sequence, micro_batch = alignment(
             tp_size=self.tp_size, cp_size=self.cp_size, sequence_parallel=sequence_parallel
         )
-        return _round_up(_round_up(num_tokens, sequence), micro_batch) // self.cp_size
+        return _round_up(_round_up(num_tokens, sequence), micro_batch)
 
 
 def alignment(*, tp_size: int, cp_size: int, sequence_parallel: bool) -> tuple[int, int]:

@@ -31,7 +31,6 @@ class ModelRole:
     """A model other than the actor, as one configuration describes it.
 
     section: what its keys start with.  head: lm | value.  switch: the override with which a run has this model.
-    max_tokens_key: the key of max_tokens_per_device.
     """
 
     name: RoleName
@@ -43,17 +42,12 @@ class ModelRole:
     trust_remote_code: bool
     megatron: MegatronConfig
     pool: ResourcePoolConfig
-    max_tokens_key: str
-    max_tokens_per_device: int
+    max_tokens_per_micro_batch: int
 
     @property
     def has_own_pool(self) -> bool:
         """Whether the model has devices of its own."""
         return self.pool.nnodes > 0
-
-    @property
-    def max_tokens_per_micro_batch(self) -> int:
-        return LayoutSizes.of(self.megatron).max_tokens_per_micro_batch(self.max_tokens_per_device)
 
     def layout(self, cfg: PPOConfig) -> LayoutSizes:
         """The model's layout on its own pool, or on the trainer's devices."""
@@ -80,8 +74,7 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=policy.model.trust_remote_code,
             megatron=policy.ref.megatron,
             pool=policy.ref.resource_pool,
-            max_tokens_key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-            max_tokens_per_device=policy.ref.log_prob_max_token_len_per_gpu,
+            max_tokens_per_micro_batch=policy.ref.max_tokens_per_micro_batch,
         ),
         ModelRole(
             name="critic",
@@ -93,8 +86,7 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=critic.model.trust_remote_code,
             megatron=critic.megatron,
             pool=critic.resource_pool,
-            max_tokens_key="critic.ppo_max_token_len_per_gpu",
-            max_tokens_per_device=critic.ppo_max_token_len_per_gpu,
+            max_tokens_per_micro_batch=critic.max_tokens_per_micro_batch,
         ),
         ModelRole(
             name="reward_model",
@@ -106,8 +98,7 @@ def all_model_roles(cfg: PPOConfig) -> list[ModelRole]:
             trust_remote_code=reward.model.trust_remote_code,
             megatron=reward.megatron,
             pool=reward.resource_pool,
-            max_tokens_key="reward_model.forward_max_token_len_per_gpu",
-            max_tokens_per_device=reward.forward_max_token_len_per_gpu,
+            max_tokens_per_micro_batch=reward.max_tokens_per_micro_batch,
         ),
     ]
 

@@ -139,10 +139,15 @@ class _Model:
     megatron: MegatronConfig
     layout: Layout
     stages: list[StageParameters]
-    tokens: int
+    max_tokens_per_micro_batch: int
     num_micro_batches: int
     has_optimizer: bool
     on_cpu: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on each device that shares it."""
+        return math.ceil(self.max_tokens_per_micro_batch / self.layout.cp_size)
 
     @property
     def itemsize(self) -> int:
@@ -254,13 +259,13 @@ def memory_plan(
 
 def _models(cfg: PPOConfig, shapes: Mapping[str, ModelShape], on_cpu: bool) -> Iterator[_Model]:
     actor, layout = cfg.actor_rollout_ref.actor, trained_layout(cfg)
-    budgets = {"actor": (actor.megatron, layout, actor.ppo_max_token_len_per_gpu, actor.ppo_mini_batch_size)}
+    sizes = {"actor": (actor.megatron, layout, actor.max_tokens_per_micro_batch, actor.ppo_mini_batch_size)}
     for role in model_roles(cfg):
         mini = cfg.critic.ppo_mini_batch_size if role.name == "critic" else cfg.data.train_batch_size
-        budgets[role.name] = (role.megatron, role.layout(cfg), role.max_tokens_per_device, mini)
-    for name, (megatron, sizes, tokens, mini) in budgets.items():
-        samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / sizes.dp_size)
-        yield _model(name, shapes[name], megatron, sizes, tokens, samples, on_cpu)
+        sizes[role.name] = (role.megatron, role.layout(cfg), role.max_tokens_per_micro_batch, mini)
+    for name, (megatron, layout, max_tokens_per_micro_batch, mini) in sizes.items():
+        samples = math.ceil(mini * cfg.actor_rollout_ref.rollout.n / layout.dp_size)
+        yield _model(name, shapes[name], megatron, layout, max_tokens_per_micro_batch, samples, on_cpu)
 
 
 def _model(
@@ -268,7 +273,7 @@ def _model(
     shape: ModelShape,
     megatron: MegatronConfig,
     sizes: LayoutSizes,
-    tokens: int,
+    max_tokens_per_micro_batch: int,
     num_micro_batches: int,
     on_cpu: bool,
 ) -> _Model:
@@ -279,7 +284,7 @@ def _model(
         megatron,
         layout,
         stage_parameters(shape, layout),
-        tokens,
+        max_tokens_per_micro_batch,
         num_micro_batches,
         has_optimizer=role in ("actor", "critic"),
         on_cpu=on_cpu,
@@ -361,7 +366,7 @@ def _own_phases(model: _Model, stage: int, process: int) -> Iterator[Phase]:
 def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cpu: bool) -> MemoryPlan:
     sizes = trained_layout(cfg)
     per_rank = math.ceil(cfg.data.train_batch_size / sizes.dp_size)
-    model = _model("actor", shape, cfg.megatron, sizes, cfg.data.max_token_len_per_gpu, per_rank, on_cpu)
+    model = _model("actor", shape, cfg.megatron, sizes, cfg.data.max_tokens_per_micro_batch, per_rank, on_cpu)
     process = 0 if on_cpu else PROCESS_BYTES
     devices = [
         DevicePlan(

@@ -67,7 +67,7 @@ def _changed(cfg: Config, *changes: Callable[[Config], None]) -> Config:
 
 def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
     """All single changes to try, those that cost the least speed first."""
-    yield from _budgets(cfg)
+    yield from _smaller_micro_batches(cfg)
     yield from _shares(cfg)
     yield from _server_splits(cfg)
     yield from _recomputes(cfg)
@@ -80,7 +80,13 @@ def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
 def _strongest(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
     """The strongest change of each kind, to be made one after the other."""
     yield _megatron(cfg, recompute_granularity="full")
-    for kind in (_tensor_splits(cfg, shapes), _budgets(cfg), _offloads(cfg), _server_splits(cfg), _shares(cfg)):
+    for kind in (
+        _tensor_splits(cfg, shapes),
+        _smaller_micro_batches(cfg),
+        _offloads(cfg),
+        _server_splits(cfg),
+        _shares(cfg),
+    ):
         yield from list(kind)[-1:]
     yield from _stage_splits(cfg, shapes)
     for times in (2, 4, 8):
@@ -126,27 +132,28 @@ def _offloads(cfg: Config) -> Iterator[Change]:
     yield _megatron(cfg, optimizer_offload=True, grad_offload=True, param_offload=True)
 
 
-def _budgets(cfg: Config) -> Iterator[Change]:
+def _smaller_micro_batches(cfg: Config) -> Iterator[Change]:
     """Smaller micro-batches, down to one sample of the greatest length."""
     if isinstance(cfg, SFTConfig):
-        key, now, least = "data.max_token_len_per_gpu", cfg.data.max_token_len_per_gpu, cfg.data.max_length
+        key, now = "data.max_tokens_per_micro_batch", cfg.data.max_tokens_per_micro_batch
+        least = tokens_needed(cfg.data.max_length, cfg.megatron)
     else:
-        key, now = f"{ACTOR}.ppo_max_token_len_per_gpu", cfg.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        key, now = f"{ACTOR}.max_tokens_per_micro_batch", cfg.actor_rollout_ref.actor.max_tokens_per_micro_batch
         least = tokens_needed(longest_sample(cfg), cfg.actor_rollout_ref.actor.megatron)
     while now > least:
         now = max(now // 2, least)
-        yield f"{key}={now}", _budget(now)
+        yield f"{key}={now}", _at_most(now)
 
 
-def _budget(tokens: int) -> Callable[[Config], None]:
+def _at_most(max_tokens_per_micro_batch: int) -> Callable[[Config], None]:
     def change(config: Config) -> None:
         if isinstance(config, SFTConfig):
-            config.data.max_token_len_per_gpu = tokens
+            config.data.max_tokens_per_micro_batch = max_tokens_per_micro_batch
             return
-        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = tokens
-        config.critic.ppo_max_token_len_per_gpu = min(config.critic.ppo_max_token_len_per_gpu, tokens)
-        ref = config.actor_rollout_ref.ref
-        ref.log_prob_max_token_len_per_gpu = min(ref.log_prob_max_token_len_per_gpu, tokens)
+        policy = config.actor_rollout_ref
+        policy.actor.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        for section in (config.critic, policy.ref):
+            section.max_tokens_per_micro_batch = min(section.max_tokens_per_micro_batch, max_tokens_per_micro_batch)
 
     return change
 

@@ -313,12 +313,12 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
     first = Planner(
         PackingRules.of(
             layout,
-            max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(actor.ppo_max_token_len_per_gpu),
+            max_tokens_per_micro_batch=actor.max_tokens_per_micro_batch,
             sequence_parallel=actor.megatron.sequence_parallel,
         ),
         actor.ppo_mini_batch_size * n,
         flops_shape(inputs.shapes["actor"]),
-        SizeKeys(f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n"),
+        SizeKeys(f"{ACTOR}.max_tokens_per_micro_batch", f"{ACTOR}.ppo_mini_batch_size x {ROLLOUT}.n"),
     )
     by_role = {"actor": first}
     for role in model_roles(cfg):
@@ -333,7 +333,7 @@ def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
             ),
             per_update,
             flops_shape(inputs.shapes[role.name]),
-            SizeKeys(role.max_tokens_key, f"{size_key} x {ROLLOUT}.n"),
+            SizeKeys(f"{role.section}.max_tokens_per_micro_batch", f"{size_key} x {ROLLOUT}.n"),
         )
         by_role[role.name] = first if not role.has_own_pool and own.can_share_plan(first) else own
     return by_role

@@ -15,14 +15,10 @@ from scalerl.metrics import FlopsShape
 
 @dataclass(frozen=True)
 class PackingRules:
-    """The arguments of `balance.plan_step` that follow from a parallel layout.
-
-    A micro-batch fills all devices that share it.
-    """
+    """The arguments of `balance.plan_step` that follow from a parallel layout and `max_tokens_per_micro_batch`."""
 
     dp_size: int
     max_tokens_per_micro_batch: int
-    devices_per_sequence: int
     micro_batch_multiple: int
     alignment: Alignment
 
@@ -32,7 +28,6 @@ class PackingRules:
         return cls(
             dp_size=layout.dp_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            devices_per_sequence=layout.cp_size,
             micro_batch_multiple=layout.micro_batch_multiple,
             alignment=Alignment.of_layout(
                 tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=sequence_parallel

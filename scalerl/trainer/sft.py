@@ -105,7 +105,7 @@ def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch
         mini_batches=[range(len(picked))],
         workload_S=run.mfu_basis.flops.forward_each(num_tokens_S),
         sample_names=[f"row {row}" for row in rows],
-        keys=SizeKeys("data.max_token_len_per_gpu", "data.train_batch_size"),
+        keys=SizeKeys("data.max_tokens_per_micro_batch", "data.train_batch_size"),
         **vars(run.packing),
     )
     samples = {
@@ -198,7 +198,7 @@ def sft_run(
             mfu_basis=MfuBasis(flops_shape(inputs.shape), peak, layout.world_size),
             packing=PackingRules.of(
                 layout,
-                max_tokens_per_micro_batch=layout.max_tokens_per_micro_batch(cfg.data.max_token_len_per_gpu),
+                max_tokens_per_micro_batch=cfg.data.max_tokens_per_micro_batch,
                 sequence_parallel=cfg.megatron.sequence_parallel,
             ),
             total_steps=num_steps,

@@ -81,7 +81,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         LENGTHS,
         dp_size=layout.dp_size,
         mini_batches=[options.get("order", range(len(LENGTHS)))],
-        max_tokens_per_micro_batch=options.get("budget", 40),
+        max_tokens_per_micro_batch=options.get("max_tokens_per_micro_batch", 40),
         micro_batch_multiple=layout.pp_size if layout.vpp_size > 1 else 1,
     )
     mine = plan.rows(groups.at.dp_rank)
@@ -179,10 +179,10 @@ def test_training_moves_the_weights(one_process: Callable[[str], Outcome], famil
     "options",
     [
         {"order": [5, 2, 7, 0, 3, 6, 1, 4]},
-        {"budget": 31},
-        {"budget": 200},
+        {"max_tokens_per_micro_batch": 31},
+        {"max_tokens_per_micro_batch": 200},
     ],
-    ids=["shuffled", "small budget", "one micro-batch"],
+    ids=["shuffled", "small micro-batches", "one micro-batch"],
 )
 def test_packing(
     models: Callable[[str], Path], one_process: Callable[[str], Outcome], family: str, options: dict[str, Any]
@@ -195,7 +195,7 @@ def test_as_many_micro_batches_as_stages(
     models: Callable[[str], Path], one_process: Callable[[str], Outcome], layout: str
 ) -> None:
     """No steady state: the first stage is done with its forwards when the last begins."""
-    assert_same(run(models("qwen3"), LAYOUTS[layout], budget=200), one_process("qwen3"))
+    assert_same(run(models("qwen3"), LAYOUTS[layout], max_tokens_per_micro_batch=200), one_process("qwen3"))
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +207,8 @@ def qwen3(models: Callable[[str], Path]) -> Path:
 def test_loss_aggregation(qwen3: Path, mode: str) -> None:
     """Other micro-batches, dp and cp; token-mean is what the other tests use."""
     expected = run(qwen3, ONE, loss_agg_mode=mode)
-    assert_same(run(qwen3, LAYOUTS["dp2"], loss_agg_mode=mode, budget=31), expected)
-    assert_same(run(qwen3, LAYOUTS["cp2"], loss_agg_mode=mode, budget=48), expected)
+    assert_same(run(qwen3, LAYOUTS["dp2"], loss_agg_mode=mode, max_tokens_per_micro_batch=31), expected)
+    assert_same(run(qwen3, LAYOUTS["cp2"], loss_agg_mode=mode, max_tokens_per_micro_batch=48), expected)
 
 
 @pytest.mark.parametrize("option", ["sequence_parallel", "use_distributed_optimizer"])

@@ -73,7 +73,7 @@ def measured_and_planned(model: str, layout: tuple[int, int, int], megatron: dic
     cfg = SFTConfig(
         data=SFTDataConfig(
             train_files="none",
-            max_token_len_per_gpu=each * LENGTH,
+            max_tokens_per_micro_batch=each * LENGTH,
             max_length=LENGTH,
             train_batch_size=len(trainee.micro_batches) * dp_size,
         ),

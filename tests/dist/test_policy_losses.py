@@ -30,7 +30,7 @@ CHAIN = (
 SELECTING = ("kl_cov", "clip_cov")
 
 
-def train(model_path: str, sizes: dict[str, int], budget: int, own_counts: bool) -> Any:
+def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: int, own_counts: bool) -> Any:
     """On every rank: the chain on one batch; metrics of each update, tokens that were selected, weights at the end.
 
     own_counts: each rank believes that its tokens are all there are.
@@ -57,7 +57,7 @@ def train(model_path: str, sizes: dict[str, int], budget: int, own_counts: bool)
         LENGTHS,
         dp_size=layout.dp_size,
         mini_batches=[range(len(LENGTHS))],
-        max_tokens_per_micro_batch=budget,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         micro_batch_multiple=1,
     )
     mine = plan.rows(groups.at.dp_rank)
@@ -101,8 +101,8 @@ def train(model_path: str, sizes: dict[str, int], budget: int, own_counts: bool)
     return updates, selected, weights
 
 
-def run(model_path: Path, sizes: dict[str, int], *, budget: int = 40, own_counts: bool = False):
-    ranks = run_ranks(sizes["world_size"], train, str(model_path), sizes, budget, own_counts)
+def run(model_path: Path, sizes: dict[str, int], *, max_tokens_per_micro_batch: int = 40, own_counts: bool = False):
+    ranks = run_ranks(sizes["world_size"], train, str(model_path), sizes, max_tokens_per_micro_batch, own_counts)
     selected = {name: {row: on for rank in ranks for row, on in rank[1][name].items()} for name in SELECTING}
     return ranks[0][0], selected, ranks[0][2]
 
@@ -127,13 +127,13 @@ def assert_same(found, expected) -> None:
         assert relative(found[2][name], weight) < RELATIVE, name
 
 
-@pytest.mark.parametrize(("layout", "budget"), [("dp2", 31), ("cp2", 48), ("cp2_dp2", 40)])
-def test_layout(model: Path, expected, layout: str, budget: int) -> None:
-    assert_same(run(model, LAYOUTS[layout], budget=budget), expected)
+@pytest.mark.parametrize(("layout", "max_tokens_per_micro_batch"), [("dp2", 31), ("cp2", 48), ("cp2_dp2", 40)])
+def test_layout(model: Path, expected, layout: str, max_tokens_per_micro_batch: int) -> None:
+    assert_same(run(model, LAYOUTS[layout], max_tokens_per_micro_batch=max_tokens_per_micro_batch), expected)
 
 
 def test_one_micro_batch(model: Path, expected) -> None:
-    assert_same(run(model, ONE, budget=200), expected)
+    assert_same(run(model, ONE, max_tokens_per_micro_batch=200), expected)
 
 
 def test_the_comparison_sees_counts_of_one_rank(model: Path, expected) -> None:

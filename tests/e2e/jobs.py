@@ -238,7 +238,7 @@ class Inputs:
             f"{policy}.model.path={self.model}",
             f"{policy}.actor.optim.lr=1e-3",
             f"{policy}.actor.ppo_mini_batch_size={PROMPTS // 2}",
-            f"{policy}.actor.ppo_max_token_len_per_gpu=64",
+            f"{policy}.actor.max_tokens_per_micro_batch=64",
             f"{policy}.rollout.name=embedded",
             f"{policy}.rollout.n={SAMPLES}",
             f"custom_reward_function.path={REWARD}",

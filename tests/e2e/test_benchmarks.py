@@ -57,7 +57,7 @@ def train_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_benchmark(
         "train_step.py", tmp_path_factory.mktemp("train_step") / "result.json",
         *("--world", "2", "--tp", "2", "--hidden", "128", "--layers", "1", "--seqs", "5", "--mean-len", "21"),
-        *("--budget", "64", "--repeats", "2", "--warmup", "1", "--ceiling-s", "0.1"),
+        *("--max-tokens-per-micro-batch", "64", "--repeats", "2", "--warmup", "1", "--ceiling-s", "0.1"),
     )  # fmt: skip
 
 
@@ -87,8 +87,8 @@ def test_train_step_counts_the_padding(train_step: dict[str, Any]) -> None:
 def actor_update(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_benchmark(
         "actor_update.py", tmp_path_factory.mktemp("actor_update") / "result.json",
-        *("--lengths", "long", "--budget", "128", "--seqs", "8", "--hidden", "128", "--layers", "1"),
-        *("--rounds", "1", "--repeats", "2", "--warmup", "1", "--ceiling-s", "0.1"),
+        *("--lengths", "long", "--max-tokens-per-micro-batch", "128", "--seqs", "8"),
+        *("--hidden", "128", "--layers", "1", "--rounds", "1", "--repeats", "2", "--warmup", "1", "--ceiling-s", "0.1"),
     )["long"]  # fmt: skip
 
 

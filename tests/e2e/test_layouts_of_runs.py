@@ -65,7 +65,7 @@ def run(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) ->
                 Inputs(models[family], inputs.train, inputs.val).overrides(
                     run_dir,
                     "data.max_prompt_length=64",
-                    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160",
+                    "actor_rollout_ref.actor.max_tokens_per_micro_batch=160",
                     f"trainer.n_gpus_per_node={num_ranks}",
                     f"trainer.total_training_steps={STEPS}",
                     "trainer.val_before_train=false",

@@ -22,14 +22,14 @@ from tests.lanes import mostly_full
 STEPS = 3
 GAE = ["algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.9", "critic.optim.lr=1e-3"]
 COLOCATED = "reference and critic beside the actor, dp 2"
-# Other sizes, mini-batches packed to another budget: every column crosses to other ranks and back.
+# Other sizes, micro-batches of another size: every column crosses to other ranks and back.
 OWN_POOLS = {
     "critic tp 2, reference dp 2, actor alone": [
         "trainer.n_gpus_per_node=1",
         "critic.resource_pool.nnodes=1",
         "critic.resource_pool.n_gpus_per_node=2",
         "critic.megatron.tensor_model_parallel_size=2",
-        "critic.ppo_max_token_len_per_gpu=48",
+        "critic.max_tokens_per_micro_batch=48",
         "actor_rollout_ref.ref.resource_pool.nnodes=1",
         "actor_rollout_ref.ref.resource_pool.n_gpus_per_node=2",
     ],

@@ -104,7 +104,7 @@ def test_samples_that_are_interrupted_go_on_under_the_next_policy(inputs: Inputs
         # One group at a time: a batch takes longer than a step of the trainer.
         f"{policy}.rollout.max_num_seqs={SAMPLES}",
         f"{policy}.rollout.ignore_eos=true",
-        f"{policy}.actor.ppo_max_token_len_per_gpu=512",
+        f"{policy}.actor.max_tokens_per_micro_batch=512",
         f"data.max_response_length={length}",
         "data.val_max_samples=4",
         "trainer.max_staleness=2",

@@ -30,7 +30,7 @@ def overrides(inputs: Inputs, directory: Path, *more: str) -> list[str]:
         f"data.val_files={write_rows(directory / 'val.parquet', 4)}",
         "data.max_length=32",
         "data.train_batch_size=8",
-        "data.max_token_len_per_gpu=64",
+        "data.max_tokens_per_micro_batch=64",
         f"model.path={inputs.model}",
         "megatron.dtype=float32",
         "trainer.device=cpu",

@@ -37,7 +37,7 @@ def overrides(model: Path, data: Path, run_dir: Path, device: str) -> list[str]:
         "data.train_batch_size=8",
         f"actor_rollout_ref.model.path={model}",
         f"{ACTOR}.ppo_mini_batch_size=4",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=1024",
+        f"{ACTOR}.max_tokens_per_micro_batch=1024",
         f"{ACTOR}.optim.lr=1e-4",
         f"{ACTOR}.megatron.dtype=bfloat16",
         f"{ROLLOUT}.dtype=bfloat16",

@@ -61,7 +61,7 @@ def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *
     return small.overrides(
         run_dir,
         "data.max_prompt_length=64",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160",
+        "actor_rollout_ref.actor.max_tokens_per_micro_batch=160",
         # One on each device.
         "actor_rollout_ref.rollout.num_replicas=null",
         f"trainer.nnodes={nnodes}",

@@ -34,7 +34,7 @@ from scalerl.rewards import (
 from scalerl.tracking import register_backend, unregister_backend
 from scalerl.user_code import UserCodeError, absolute, import_file, import_files, imported_files
 
-REWARDS = RewardModelConfig(timeout_s=60.0, forward_max_token_len_per_gpu=1, megatron=None, resource_pool=None)
+REWARDS = RewardModelConfig(timeout_s=60.0, max_tokens_per_micro_batch=1, megatron=None, resource_pool=None)
 ESTIMATOR = """
 from scalerl.algorithms import register_adv_est
 @register_adv_est("own")

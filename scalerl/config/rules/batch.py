@@ -43,13 +43,13 @@ def _mini_batch_feeds_ranks(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-@rule(*LONGEST_SAMPLE_KEYS, f"{ACTOR}.ppo_max_token_len_per_gpu", *alignment_keys(f"{ACTOR}.megatron"))
+@rule(*LONGEST_SAMPLE_KEYS, f"{ACTOR}.max_tokens_per_micro_batch", *alignment_keys(f"{ACTOR}.megatron"))
 def _longest_sample_fits(cfg: PPOConfig) -> Iterator[str]:
     actor, longest = cfg.actor_rollout_ref.actor, longest_sample(cfg)
-    key, needed = f"{ACTOR}.ppo_max_token_len_per_gpu", tokens_needed(longest, actor.megatron)
-    if actor.ppo_max_token_len_per_gpu < needed:
+    key, needed = f"{ACTOR}.max_tokens_per_micro_batch", tokens_needed(longest, actor.megatron)
+    if actor.max_tokens_per_micro_batch < needed:
         yield (
-            f"{key} = {actor.ppo_max_token_len_per_gpu}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; "
+            f"{key} = {actor.max_tokens_per_micro_batch}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; "
             f"set {key}={needed} or more"
         )
 
@@ -70,12 +70,12 @@ def _batch_feeds_ranks(cfg: SFTConfig) -> Iterator[str]:
         )
 
 
-@rule("data.max_length", "data.max_token_len_per_gpu", *alignment_keys("megatron"))
+@rule("data.max_length", "data.max_tokens_per_micro_batch", *alignment_keys("megatron"))
 def _longest_conversation_fits(cfg: SFTConfig) -> Iterator[str]:
-    key, needed = "data.max_token_len_per_gpu", tokens_needed(cfg.data.max_length, cfg.megatron)
-    if cfg.data.max_token_len_per_gpu < needed:
+    key, needed = "data.max_tokens_per_micro_batch", tokens_needed(cfg.data.max_length, cfg.megatron)
+    if cfg.data.max_tokens_per_micro_batch < needed:
         yield (
-            f"{key} = {cfg.data.max_token_len_per_gpu}: must hold the longest conversation, data.max_length = "
+            f"{key} = {cfg.data.max_tokens_per_micro_batch}: must hold the longest conversation, data.max_length = "
             f"{cfg.data.max_length}; set {key}={needed} or more"
         )
 

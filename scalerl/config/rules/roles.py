@@ -33,9 +33,10 @@ def _may_have_critic(cfg: PPOConfig, name: RoleName) -> bool:
     return name == "critic" and cfg.algorithm.adv_estimator not in ESTIMATORS
 
 
-def role_rules(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
+def role_rules(name: RoleName, section: str) -> list[Rule]:
     """Makes the rules of one role; each rule holds only where the run has this role."""
     megatron, pool = f"{section}.megatron", f"{section}.resource_pool"
+    key = f"{section}.max_tokens_per_micro_batch"
     sizes = [f"{prefix}.{size}" for prefix in (megatron, f"{ACTOR}.megatron") for size in LAYOUT_FIELDS]
     nodes = (f"{pool}.nnodes", f"{pool}.n_gpus_per_node")
 
@@ -71,17 +72,17 @@ def role_rules(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
                 f"{nearest_multiples(role.pool.n_gpus_per_node, unit)}"
             )
 
-    @rule(*LONGEST_SAMPLE_KEYS, max_tokens_key, *alignment_keys(megatron), *alignment_keys(f"{ACTOR}.megatron"))
+    @rule(*LONGEST_SAMPLE_KEYS, key, *alignment_keys(megatron), *alignment_keys(f"{ACTOR}.megatron"))
     def longest_sample_fits(cfg: PPOConfig) -> Iterator[str]:
         role, longest = _role(cfg, name), longest_sample(cfg)
-        max_tokens = role.max_tokens_per_device
         needed, actor = tokens_needed(longest, role.megatron), cfg.actor_rollout_ref.actor
         # The actor's number on the actor's layout is checked by the actor's own rule.
-        is_the_actors = max_tokens == actor.ppo_max_token_len_per_gpu and not different_sizes(role, actor.megatron)
-        if role.active and max_tokens < needed and not is_the_actors:
+        same = role.max_tokens_per_micro_batch == actor.max_tokens_per_micro_batch
+        is_the_actors = same and not different_sizes(role, actor.megatron)
+        if role.active and role.max_tokens_per_micro_batch < needed and not is_the_actors:
             yield (
-                f"{max_tokens_key} = {max_tokens}: must hold the longest sample, {LONGEST_SAMPLE} = {longest}; set "
-                f"{max_tokens_key}={needed} or more"
+                f"{key} = {role.max_tokens_per_micro_batch}: must hold the longest sample, {LONGEST_SAMPLE} = "
+                f"{longest}; set {key}={needed} or more"
             )
 
     return [layout_of_the_actor, pool_of_its_own, longest_sample_fits]
@@ -170,22 +171,22 @@ def _reward_model_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def _all_rules_of(name: RoleName, section: str, max_tokens_key: str) -> list[Rule]:
+def _all_rules_of(name: RoleName, section: str) -> list[Rule]:
     return [
-        *role_rules(name, section, max_tokens_key),
+        *role_rules(name, section),
         *megatron_rules(f"{section}.megatron", unless=f"{ACTOR}.megatron"),
     ]
 
 
 ROLE_RULES = [
     _reference_used,
-    *_all_rules_of("ref", "actor_rollout_ref.ref", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
-    *_all_rules_of("critic", "critic", "critic.ppo_max_token_len_per_gpu"),
+    *_all_rules_of("ref", "actor_rollout_ref.ref"),
+    *_all_rules_of("critic", "critic"),
     *optimizer_rules("critic.optim"),
     _critic_mini_batches,
     _critic_feeds_ranks,
     _critic_warmup,
     _kept_together,
-    *_all_rules_of("reward_model", "reward_model", "reward_model.forward_max_token_len_per_gpu"),
+    *_all_rules_of("reward_model", "reward_model"),
     _reward_model_given,
 ]

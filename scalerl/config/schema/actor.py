@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scalerl.config.schema.devices import ResourcePoolConfig
-from scalerl.config.schema.fields import key, same_as
-from scalerl.config.schema.model import MegatronConfig, ModelCodeConfig, OptimConfig, as_actor
+from scalerl.config.schema.fields import key, same_as, times
+from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, ModelCodeConfig, OptimConfig, as_actor
 from scalerl.config.value_checks import FINITE, FRACTION, KL_KIND, TEXT, above, at_least, one_of, or_null
 
 LOSS_AGG_MODES = (
@@ -46,8 +46,8 @@ class PPOModelConfig:
 
     # Prompts per optimizer update (times rollout.n = samples).
     ppo_mini_batch_size: int = key(256, at_least(1))
-    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
-    ppo_max_token_len_per_gpu: int = key(16384, at_least(1))
+    # Tokens of a packed micro-batch, over all devices that share its samples.
+    max_tokens_per_micro_batch: int = key(times(16384, f"{_ACTOR}.megatron.context_parallel_size"), at_least(1))
     # Passes over a step's samples.
     ppo_epochs: int = key(1, at_least(1))
     # How the losses of tokens become one number (docs/algorithms.md).
@@ -94,12 +94,11 @@ class CriticModelConfig(ModelCodeConfig):
 
 
 @dataclass
-class CriticConfig(PPOModelConfig):
+class CriticConfig(MicroBatchConfig, PPOModelConfig):
     """The value model of algorithm.adv_estimator=gae, and of estimators of your own that need values."""
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: int = same_as(f"{_ACTOR}.ppo_mini_batch_size")
-    ppo_max_token_len_per_gpu: int = same_as(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     ppo_epochs: int = same_as(f"{_ACTOR}.ppo_epochs")
     loss_agg_mode: str = same_as(f"{_ACTOR}.loss_agg_mode")
     loss_scale_factor: float = same_as(f"{_ACTOR}.loss_scale_factor")
@@ -111,12 +110,10 @@ class CriticConfig(PPOModelConfig):
 
 
 @dataclass
-class RefConfig:
+class RefConfig(MicroBatchConfig):
     """The frozen reference model that the KL compares the policy with."""
 
     # Directory of the reference model; null: the actor's starting weights.
     model_path: str | None = key(None, or_null(TEXT))
-    # Tokens of a packed micro-batch on one device.
-    log_prob_max_token_len_per_gpu: int = key(same_as(f"{_ACTOR}.ppo_max_token_len_per_gpu"), at_least(1))
     megatron: MegatronConfig = field(default_factory=as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from scalerl.config.schema.fields import key, same_as
+from scalerl.config.schema.fields import key, same_as, times
 from scalerl.config.value_checks import FILES, PARQUET, TEXT, all_or_at_least, at_least, one_of, or_null
 
 
@@ -100,8 +100,8 @@ class SFTDataConfig(TrainingDataConfig):
     max_length: int = key(1024, at_least(1))
     # What to do with a conversation over max_length: refuse it, or cut off its left or right.
     truncation: str = key(TrainingDataConfig.truncation, one_of("error", "left", "right"))
-    # Tokens of a packed micro-batch on one device; with context parallelism a micro-batch has as many times that.
-    max_token_len_per_gpu: int = key(16384, at_least(1))
+    # Tokens of a packed micro-batch, over all devices that share its conversations.
+    max_tokens_per_micro_batch: int = key(times(16384, "megatron.context_parallel_size"), at_least(1))
 
 
 @dataclass

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from scalerl.config.value_checks import Domain, show
 
 _DOMAIN = "domain"
+_TIMES = "times"
 
 
 def key(default: Any, domain: Domain) -> Any:
@@ -25,6 +29,21 @@ def key(default: Any, domain: Domain) -> Any:
 def same_as(source: str) -> Any:
     """Makes a default that is the value of another key."""
     return f"${{{source}}}"
+
+
+def times(number: int, source: str) -> Any:
+    """Makes a default that is a number times the value of another key."""
+    return f"${{{_TIMES}:{number},${{{source}}}}}"
+
+
+def times_text(default: Any) -> str | None:
+    """The text of a default that `times` made, as a user reads it; None for any other default."""
+    match = re.fullmatch(rf"\$\{{{_TIMES}:(\d+),\$\{{([\w.]+)\}}\}}", str(default))
+    return None if match is None else f"{match[1]} x {match[2]}"
+
+
+# A key that is out of its domain has a message of its own, without one about what follows from it.
+OmegaConf.register_new_resolver(_TIMES, lambda number, other: number * max(1, other), replace=True)
 
 
 @functools.cache

@@ -141,6 +141,14 @@ class MegatronConfig:
     override_ddp_config: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class MicroBatchConfig:
+    """The key of every model beside the actor: the size of its micro-batches, which is the actor's by default."""
+
+    # Tokens of a packed micro-batch, over all devices that share its samples.
+    max_tokens_per_micro_batch: int = key(same_as("actor_rollout_ref.actor.max_tokens_per_micro_batch"), at_least(1))
+
+
 def as_actor() -> MegatronConfig:
     """A section whose keys all default to the actor's.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from scalerl.config.schema.devices import JudgePoolConfig, ResourcePoolConfig
 from scalerl.config.schema.fields import key, same_as
-from scalerl.config.schema.model import MegatronConfig, OptionalModelConfig, as_actor
+from scalerl.config.schema.model import MegatronConfig, MicroBatchConfig, OptionalModelConfig, as_actor
 from scalerl.config.schema.rollout import ServerConfig
 from scalerl.config.value_checks import FINITE, NOT_ZERO, PATTERN, TEXT, above, at_least, one_of, or_null
 
@@ -101,15 +101,13 @@ class RewardManagerConfig:
 
 
 @dataclass
-class RewardModelConfig(RewardManagerConfig):
+class RewardModelConfig(MicroBatchConfig, RewardManagerConfig):
     """`reward_model` of `scalerl train`."""
 
     # Score the samples of prompts whose reward_model.style is "model" with reward_model.model; the others keep the
     # reward function's score.
     enable: bool = False
     model: ScoringModelConfig = field(default_factory=ScoringModelConfig)
-    # Tokens of a packed micro-batch on one device.
-    forward_max_token_len_per_gpu: int = key(same_as("actor_rollout_ref.actor.ppo_max_token_len_per_gpu"), at_least(1))
     megatron: MegatronConfig = field(default_factory=as_actor)
     resource_pool: ResourcePoolConfig = field(default_factory=ResourcePoolConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -15,29 +15,44 @@ _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "ac
 
 def update_micro_batch(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """Converts an update's samples per micro-batch to tokens: as many as so many of the longest samples have."""
-    return _tokens(f"{match[1]}.ppo_max_token_len_per_gpu", match[1], value, context)
+    return _tokens(match[1], f"{match[1]}.ppo_max_token_len_per_gpu", value, context)
 
 
 def pass_micro_batch(_: re.Match[str], value: Any, context: Context) -> Outcome:
     """Converts the samples per micro-batch of the reference's pass to tokens, as `update_micro_batch` does."""
-    return _tokens(f"{_REF}.log_prob_max_token_len_per_gpu", _REF, value, context)
+    return _tokens(_REF, f"{_REF}.log_prob_max_token_len_per_gpu", value, context)
 
 
-def _tokens(key: str, section: str, value: Any, context: Context) -> Outcome:
+def _tokens(section: str, of_verl: str, value: Any, context: Context) -> Outcome:
+    key = f"{section}.max_tokens_per_micro_batch"
     sizes = [context.value(f"data.{name}") for name in ("max_prompt_length", "max_response_length")]
-    if value is None or context.is_set(key) or not all(type(size) is int and size > 0 for size in (value, *sizes)):
+    is_said = context.is_set(key) or context.foreign(of_verl) is not None
+    if value is None or is_said or not all(type(size) is int and size > 0 for size in (value, *sizes)):
         return AlreadySo(f"{key} says how many tokens a micro-batch has")
     megatron = MegatronConfig(
-        tensor_model_parallel_size=_size(context, section, "tensor_model_parallel_size"),
-        context_parallel_size=_size(context, section, "context_parallel_size"),
+        tensor_model_parallel_size=_size(context, f"{section}.megatron.tensor_model_parallel_size"),
+        context_parallel_size=_size(context, f"{section}.megatron.context_parallel_size"),
     )
     layout = LayoutSizes.of(megatron)
-    tokens = value * layout.tokens_per_device(sum(sizes), sequence_parallel=megatron.sequence_parallel)
+    tokens = value * layout.padded_tokens(sum(sizes), sequence_parallel=megatron.sequence_parallel)
     return Becomes({key: tokens}, f"{value} of the longest samples; no number depends on it")
 
 
-def _size(context: Context, section: str, name: str) -> int:
-    value = context.value(f"{section}.megatron.{name}")
+def tokens_of_a_device(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Converts the tokens of a micro-batch on one device to those on all devices that share it."""
+    section = match[match.lastindex or 1].replace("engine", "data")
+    key = f"{section}.max_tokens_per_micro_batch"
+    if isinstance(value, str) and f"{_ACTOR}.ppo_max_token_len_per_gpu" in value:
+        return Becomes({key: f"${{{_ACTOR}.max_tokens_per_micro_batch}}"})
+    if type(value) is not int:
+        return Refused(f"is a number of tokens; set {key} to one")
+    megatron = "megatron" if section == "data" else f"{section}.megatron"
+    cp_size = _size(context, f"{megatron}.context_parallel_size")
+    return Becomes({key: value * cp_size}, f"times context_parallel_size {cp_size}" if cp_size > 1 else "")
+
+
+def _size(context: Context, key: str) -> int:
+    value = context.value(key)
     return value if type(value) is int and value > 0 else 1
 
 

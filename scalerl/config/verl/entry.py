@@ -65,12 +65,14 @@ class Entry:
     pattern: dotted key; `*` is one part, `**` the rest, `(a|b)` either.
     said: what becomes of the keys, for the documentation.
     read: (match, value, context) -> outcome; None: the value is not verl's, and is read like any other.
+    asks_others: the outcome follows from other keys, which may be verl's too and are translated first.
     """
 
     pattern: str
     said: str
     why: str
     read: Read = field(compare=False)
+    asks_others: bool = False
 
     @property
     def regex(self) -> re.Pattern[str]:
@@ -149,9 +151,9 @@ def goes_with(pattern: str, switch: str) -> Entry:
     return Entry(pattern, "already so", why, lambda _, __, ___: AlreadySo(why))
 
 
-def computed(pattern: str, said: str, why: str, read: Read) -> Entry:
+def computed(pattern: str, said: str, why: str, read: Read, *, asks_others: bool = False) -> Entry:
     """An entry of keys whose outcome `read` computes, for example from other keys."""
-    return Entry(pattern, said, why, read)
+    return Entry(pattern, said, why, read, asks_others)
 
 
 def _listed(values: tuple[Any, ...]) -> str:

@@ -68,7 +68,8 @@ class Translator:
         context = _DraftContext(draft, self)
         # Key of scalerl -> the key of verl that has set it.
         said: dict[str, str] = {}
-        for key, (value, origin) in self._written.items():
+        for key in sorted(self._written, key=lambda key: _asks_others(self.kind, key)):
+            value, origin = self._written[key]
             outcome = _read(self.kind, key, draft.resolved(value), context)
             if isinstance(outcome, AlreadySo):
                 yield Translation(key, value, "already so", why=outcome.why, origin=origin), {}
@@ -119,6 +120,10 @@ def entry_of(kind: str, key: str) -> Iterator[tuple[Entry, re.Match[str]]]:
     for entry in ENTRIES.get(kind, ()):
         if match := entry.regex.fullmatch(key):
             yield entry, match
+
+
+def _asks_others(kind: str, key: str) -> bool:
+    return any(entry.asks_others for entry, _ in entry_of(kind, key))
 
 
 def _read(kind: str, key: str, value: Any, context: Context) -> AlreadySo | Becomes | Refused | None:

@@ -15,6 +15,7 @@ from scalerl.config.verl.batch_units import (
     lr_warmup_ratio,
     pass_micro_batch,
     response_limit,
+    tokens_of_a_device,
     update_micro_batch,
 )
 from scalerl.config.verl.entry import (
@@ -40,7 +41,9 @@ _TRAINED = f"({_ACTOR}|critic)"
 _ANY = f"({_ACTOR}|{_REF}|critic|reward_model|reward.reward_model)"
 _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
 _PACKED = "sequences are always packed, padding is never computed"
-_BUDGET = "micro-batches are packed up to a number of tokens; no number depends on it"
+_PACKING = "micro-batches are packed up to a number of tokens; no number depends on it"
+_MAX_TOKENS = "max_tokens_per_micro_batch"
+_ALL_DEVICES = "tokens of a micro-batch over all devices that share it, not of one of them"
 _MEGATRON = "every model is trained by Megatron"
 _OFF = (None, False)
 _NONE = (None, "null", "none", "", False, 0)
@@ -244,36 +247,46 @@ _MODEL_KEYS = [
 _BATCHES = [
     same(
         f"{_ANY}.(use_dynamic_bsz|log_prob_use_dynamic_bsz|forward_use_dynamic_bsz)|{_ROLLOUT}.log_prob_use_dynamic_bsz",
-        why=_BUDGET,
+        why=_PACKING,
+    ),
+    computed(
+        f"{_TRAINED}.ppo_max_token_len_per_gpu|({_REF}).log_prob_max_token_len_per_gpu|"
+        "(reward_model).forward_max_token_len_per_gpu",
+        f"`....{_MAX_TOKENS}`, times `context_parallel_size`",
+        _ALL_DEVICES,
+        tokens_of_a_device,
+        asks_others=True,
     ),
     computed(
         f"{_TRAINED}.ppo_micro_batch_size_per_gpu",
-        "`....ppo_max_token_len_per_gpu`, unless that is set: so many of the longest samples",
-        _BUDGET,
+        "`....max_tokens_per_micro_batch`, unless that is set: so many of the longest samples",
+        _PACKING,
         update_micro_batch,
+        asks_others=True,
     ),
     computed(
         f"{_REF}.log_prob_micro_batch_size_per_gpu",
-        f"`{_REF}.log_prob_max_token_len_per_gpu`, unless that is set: so many of the longest samples",
-        _BUDGET,
+        f"`{_REF}.max_tokens_per_micro_batch`, unless that is set: so many of the longest samples",
+        _PACKING,
         pass_micro_batch,
+        asks_others=True,
     ),
-    same(f"{_TRAINED}.ppo_micro_batch_size", why=f"counts over all devices; {_BUDGET}"),
-    same(f"{_REF}.log_prob_micro_batch_size", why=f"counts over all devices; {_BUDGET}"),
+    same(f"{_TRAINED}.ppo_micro_batch_size", why=f"counts over all devices; {_PACKING}"),
+    same(f"{_REF}.log_prob_micro_batch_size", why=f"counts over all devices; {_PACKING}"),
     same(
         f"{_ROLLOUT}.log_prob_(micro_batch_size|micro_batch_size_per_gpu|max_token_len_per_gpu)",
-        why=f"this pass has the micro-batches of {_ACTOR}.ppo_max_token_len_per_gpu; no number depends on it",
+        why=f"this pass has the micro-batches of {_ACTOR}.max_tokens_per_micro_batch; no number depends on it",
     ),
     same(
         f"{_ACTOR}.ppo_infer_(micro_batch_size_per_gpu|max_token_len_per_gpu)",
-        why=f"this pass has the micro-batches of {_ACTOR}.ppo_max_token_len_per_gpu; no number depends on it",
+        why=f"this pass has the micro-batches of {_ACTOR}.max_tokens_per_micro_batch; no number depends on it",
     ),
     same(
         "critic.(forward_micro_batch_size|forward_micro_batch_size_per_gpu|forward_max_token_len_per_gpu|"
         "ppo_infer_micro_batch_size_per_gpu|ppo_infer_max_token_len_per_gpu)",
-        why="this pass has the micro-batches of critic.ppo_max_token_len_per_gpu; no number depends on it",
+        why="this pass has the micro-batches of critic.max_tokens_per_micro_batch; no number depends on it",
     ),
-    same("reward_model.(micro_batch_size|micro_batch_size_per_gpu|max_length)", why=_BUDGET),
+    same("reward_model.(micro_batch_size|micro_batch_size_per_gpu|max_length)", why=_PACKING),
     same(f"{_TRAINED}.shuffle", False, why="mini-batches are the step's samples in the order of their prompts"),
     same(f"{_TRAINED}.data_loader_seed", why="mini-batches are not shuffled"),
     same("critic.rollout_n", why=f"{_ROLLOUT}.n says it"),
@@ -351,6 +364,7 @@ _OPTIMIZER = [
         "0: already so; else `....optim.lr_warmup_steps`, where trainer.total_training_steps is set",
         "a number of optimizer updates",
         lr_warmup_ratio,
+        asks_others=True,
     ),
     same(f"{_TRAINED}.optim.total_training_steps", why="lr_decay_steps says where the learning rate ends"),
     computed(f"{_TRAINED}.optim.(warmup_style|lr_scheduler_type)", "`....optim.lr_decay_style`", "", _warmup_style),
@@ -733,7 +747,14 @@ _TRAINER = [
 ]
 # verl's SFT trainers.
 _SFT = [
-    same("data.(micro_batch_size|micro_batch_size_per_gpu|use_dynamic_bsz)", why=_BUDGET),
+    computed(
+        "(data|engine).max_token_len_per_gpu",
+        f"`data.{_MAX_TOKENS}`, times `megatron.context_parallel_size`",
+        _ALL_DEVICES,
+        tokens_of_a_device,
+        asks_others=True,
+    ),
+    same("data.(micro_batch_size|micro_batch_size_per_gpu|use_dynamic_bsz)", why=_PACKING),
     renamed("(model|trainer).partial_pretrain", "model.path"),
     same("data.(chat_template|multiturn.enable)", None, False, True, why="a row has its messages"),
     renamed("data.multiturn.messages_key", "data.messages_key"),

@@ -194,9 +194,9 @@ def test_refuses_what_equal_counts_cannot_hold():
 @pytest.mark.parametrize(
     ("num_tokens", "dp_size", "message"),
     [
-        ([4, CAP + 1], 1, f"set a.budget to at least {CAP + 1}, or"),
+        ([4, CAP + 1], 1, f"set a.max_tokens to at least {CAP + 1}, or"),
         ([4], 2, "make a.batch x n at least 2, or"),
-        ([60] * 5, 2, "raise a.budget, or make a.batch x n a multiple of 2"),
+        ([60] * 5, 2, "raise a.max_tokens, or make a.batch x n a multiple of 2"),
     ],
 )
 def test_errors_name_the_keys_of_the_role(num_tokens, dp_size, message):
@@ -206,7 +206,7 @@ def test_errors_name_the_keys_of_the_role(num_tokens, dp_size, message):
             dp_size=dp_size,
             mini_batches=[range(len(num_tokens))],
             max_tokens_per_micro_batch=CAP,
-            keys=SizeKeys("a.budget", "a.batch x n"),
+            keys=SizeKeys("a.max_tokens", "a.batch x n"),
         )
     assert "actor" not in str(caught.value)
 
@@ -279,7 +279,7 @@ def test_packing_metrics(problem, tp_size, cp_size):
     got = packing_metrics(num_tokens, plan)
     assert got["packing/padding_frac"] == pytest.approx(1 - sum(num_tokens) / sum(computed))
     assert got["packing/num_micro_batches"] * dp_size == len(micros)
-    # No plan can have fewer tokens per micro-batch than the budget, nor unequal counts.
+    # No plan can have fewer tokens per micro-batch than the given, nor unequal counts.
     step = dp_size * multiple
     fewest = [ceil(ceil(sum(num_tokens[row] for row in mini) / cap) / step) * multiple for mini in minis]
     assert all(bound >= need for bound, need in zip(plan.lower_bounds, fewest, strict=True))
@@ -299,7 +299,7 @@ def test_optimality_gap_is_against_the_fewest_equal_counts():
     assert packing_metrics(sizes, plan)["packing/optimality_gap"] == 0.5
 
 
-def test_alignment_counts_towards_the_budget():
+def test_alignment_counts_towards_the_tokens():
     # 2 x 31 tokens fit in 62, but context parallelism makes them 2 x 32.
     alignment = Alignment.of_layout(tp_size=1, cp_size=4, sequence_parallel=False)
     arguments = {"dp_size": 1, "mini_batches": [range(2)], "max_tokens_per_micro_batch": 62}

@@ -22,7 +22,7 @@ def test_one_node():
         "data.train_batch_size=64",
         f"{ROLLOUT}.n=4",
         f"{ACTOR}.ppo_mini_batch_size=32",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
+        f"{ACTOR}.max_tokens_per_micro_batch=8192",
         f"{ACTOR}.megatron.tensor_model_parallel_size=2",
         f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
         num_prompts=200,
@@ -43,7 +43,7 @@ def test_one_node():
     }
     assert rows["prompts per step"][1] == "data.train_batch_size"
     assert rows["x samples per prompt"][1] == f"{ROLLOUT}.n"
-    assert rows["tokens per micro-batch"][1] == f"{ACTOR}.ppo_max_token_len_per_gpu"
+    assert rows["tokens per micro-batch"][1] == f"{ACTOR}.max_tokens_per_micro_batch"
 
 
 def test_epochs_odd_shares_and_a_given_number_of_steps():

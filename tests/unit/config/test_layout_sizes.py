@@ -44,19 +44,18 @@ def test_micro_batches_come_in_rounds_of_an_interleaved_pipeline(megatron: dict[
         (1, 1, True, 7, 7),
         (4, 1, True, 7, 8),
         (4, 1, False, 7, 7),
-        # A sequence takes a multiple of 2 * cp: 8 of 7, 4 on each of two devices.
-        (1, 2, True, 7, 4),
+        # A sequence takes a multiple of 2 * cp.
+        (1, 2, True, 7, 8),
         # And a micro-batch one of lcm(4, 2 * 3) = 12.
-        (3, 2, True, 7, 6),
-        (3, 2, False, 7, 4),
+        (3, 2, True, 7, 12),
+        (3, 2, False, 7, 8),
     ],
 )
-def test_tokens_of_one_sequence_on_a_device(
+def test_tokens_of_a_micro_batch_of_one_sequence(
     tp: int, cp: int, sequence_parallel: bool, num_tokens: int, expected: int
 ) -> None:
     sizes = LayoutSizes(tp * cp, tp_size=tp, cp_size=cp)
-    assert sizes.tokens_per_device(num_tokens, sequence_parallel=sequence_parallel) == expected
-    assert sizes.max_tokens_per_micro_batch(100) == 100 * cp
+    assert sizes.padded_tokens(num_tokens, sequence_parallel=sequence_parallel) == expected
 
 
 @pytest.mark.parametrize(

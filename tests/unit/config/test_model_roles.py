@@ -42,9 +42,9 @@ RULES = [
         "critic.megatron.context_parallel_size = 2; set critic.resource_pool.n_gpus_per_node=2 or 4",
     ),
     (
-        [GAE, "critic.ppo_max_token_len_per_gpu=1000"],
-        "critic.ppo_max_token_len_per_gpu = 1000: must hold the longest sample, data.max_prompt_length + "
-        "data.max_response_length = 1024; set critic.ppo_max_token_len_per_gpu=1024 or more",
+        [GAE, "critic.max_tokens_per_micro_batch=1000"],
+        "critic.max_tokens_per_micro_batch = 1000: must hold the longest sample, data.max_prompt_length + "
+        "data.max_response_length = 1024; set critic.max_tokens_per_micro_batch=1024 or more",
     ),
     (
         [GAE, "critic.ppo_mini_batch_size=100"],

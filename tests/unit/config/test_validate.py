@@ -75,7 +75,6 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_prompt_length": ([0], [1]),
     "max_response_length": ([0], [1]),
     "max_length": ([0], [1]),
-    "max_token_len_per_gpu": ([0, -1], [1024]),
     "train_batch_size": ([0, -8], [256]),
     "gen_batch_size": ([0, -1], [4096]),
     "max_staleness": ([-1], [0]),
@@ -119,10 +118,8 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "loss_scale_window": ([0], [1]),
     "loss_mode": ([""], ["vanilla"]),
     "ppo_mini_batch_size": ([0], [1]),
-    "ppo_max_token_len_per_gpu": ([0], [1024]),
+    "max_tokens_per_micro_batch": ([0, -1], [1024]),
     "ppo_epochs": ([0], [1]),
-    "log_prob_max_token_len_per_gpu": ([0], [1024]),
-    "forward_max_token_len_per_gpu": ([0], [1024]),
     "ResourcePoolConfig.nnodes": ([-1], [0]),
     "RolloutPoolConfig.nnodes": ([-1], [0]),
     "weight_transport": (["nccl", ""], ["auto", "shared", "broadcast", "disk"]),
@@ -357,15 +354,19 @@ PPO_RELATIONS = {
         },
         ["1 x 4 = 4 samples", "4 data-parallel ranks x 2 stages", "ppo_mini_batch_size=2 or more"],
     ),
-    "budget of a device that shares sequences": (
-        {f"{ACTOR}.megatron.context_parallel_size": 2, f"{ACTOR}.ppo_max_token_len_per_gpu": 511},
-        ["ppo_max_token_len_per_gpu = 511", "ppo_max_token_len_per_gpu=512 or more"],
+    "micro-batch of devices that share sequences": (
+        {
+            "data.max_prompt_length": 511,
+            f"{ACTOR}.megatron.context_parallel_size": 2,
+            f"{ACTOR}.max_tokens_per_micro_batch": 1023,
+        },
+        ["max_tokens_per_micro_batch = 1023", "= 1023; set", "max_tokens_per_micro_batch=1024 or more"],
     ),
     "mini-batch below the ranks": (
         {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 1},
         ["1 x 4 = 4 samples", "8 data-parallel ranks", "ppo_mini_batch_size=2 or more"],
     ),
-    "token budget": ({f"{ACTOR}.ppo_max_token_len_per_gpu": 1023}, ["= 1023", "= 1024; set"]),
+    "longest sample": ({f"{ACTOR}.max_tokens_per_micro_batch": 1023}, ["= 1023", "= 1024; set"]),
     "decay missing": ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, ["lr_decay_steps = null", "= cosine"]),
     "decay without effect": ({f"{ACTOR}.optim.lr_decay_steps": 10}, ["lr_decay_steps = 10", "no effect"]),
     "warmup": (
@@ -441,7 +442,10 @@ PPO_RELATIONS = {
 SFT_RELATIONS = {
     "world size": ({"megatron.pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size = 3", "=6 or 9"]),
     "batch below the ranks": ({"data.train_batch_size": 7}, ["train_batch_size = 7", "train_batch_size=8 or more"]),
-    "token budget": ({"data.max_length": 20000}, ["max_token_len_per_gpu = 16384", "max_token_len_per_gpu=20000"]),
+    "longest sample": (
+        {"data.max_length": 20000},
+        ["max_tokens_per_micro_batch = 16384", "max_tokens_per_micro_batch=20000"],
+    ),
     "validation without data": ({"trainer.test_freq": 5}, ["test_freq = 5", "val_files"]),
     "decay missing": ({"optim.lr_decay_style": "linear"}, ["optim.lr_decay_steps = null"]),
     "warmup": (
@@ -550,7 +554,7 @@ def test_valid_schedules_and_clips_pass():
         "trainer.resume_from_path": "p",
         f"{ROLLOUT}.val_kwargs.n": 2,
         f"{ROLLOUT}.val_kwargs.do_sample": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": 1024,
+        f"{ACTOR}.max_tokens_per_micro_batch": 1024,
     }
     assert validate_ppo(changed(PPO, changes)) == []
 

@@ -47,12 +47,12 @@ def translations(*given: str) -> dict[str, Translation]:
 
 # Keys of each: taken over, renamed, already so, refused.
 COUNTS = {
-    "grpo8b": (34, 0, 8, 0),
-    "gspo30b": (50, 4, 11, 1),
-    "dsv3": (67, 15, 17, 0),
-    "dapo_npu": (69, 17, 14, 3),
+    "grpo8b": (32, 2, 8, 0),
+    "gspo30b": (48, 6, 11, 1),
+    "dsv3": (65, 17, 17, 0),
+    "dapo_npu": (67, 19, 14, 3),
     "further": (55, 37, 104, 4),
-    "megatron": (133, 19, 180, 0),
+    "megatron": (130, 22, 180, 0),
 }
 
 
@@ -88,20 +88,69 @@ def test_every_target_is_a_key_of_scalerl():
 def test_samples_of_a_micro_batch_become_tokens():
     lengths = ["data.max_prompt_length=100", "data.max_response_length=150"]
     key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
-    assert translations(*lengths, f"{key}=4")[key].becomes == (f"{ACTOR}.ppo_max_token_len_per_gpu=1000",)
-    # Over two ranks a sequence takes an even number of pieces.
+    assert translations(*lengths, f"{key}=4")[key].becomes == (f"{ACTOR}.max_tokens_per_micro_batch=1000",)
+    # Over two ranks a sequence takes a multiple of four tokens.
     over_ranks = translations(*lengths, f"{key}=4", f"{ACTOR}.megatron.context_parallel_size=2")
-    assert over_ranks[key].becomes == (f"{ACTOR}.ppo_max_token_len_per_gpu=504",)
-    given = translations(
-        *lengths, f"{key}=4", f"{ACTOR}.ppo_max_token_len_per_gpu=600", f"{ACTOR}.use_dynamic_bsz=True"
+    assert over_ranks[key].becomes == (f"{ACTOR}.max_tokens_per_micro_batch=1008",)
+    for said, verdict in (("max_tokens_per_micro_batch", None), ("ppo_max_token_len_per_gpu", "renamed")):
+        given = translations(*lengths, f"{key}=4", f"{ACTOR}.{said}=600", f"{ACTOR}.use_dynamic_bsz=True")
+        assert given[key].verdict == given[f"{ACTOR}.use_dynamic_bsz"].verdict == "already so"
+        assert len(given) == 2 or given[f"{ACTOR}.{said}"].verdict == verdict
+
+
+def test_tokens_of_a_device_become_those_of_all_that_share_a_micro_batch():
+    keys = [f"{ACTOR}.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"]
+    keys += ["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", "reward_model.forward_max_token_len_per_gpu"]
+    sections = [key.rpartition(".")[0] for key in keys]
+    given = [f"{key}={5000 + number}" for number, key in enumerate(keys)]
+    override = "megatron.override_transformer_config.context_parallel_size"
+    ulysses = "fsdp_config.ulysses_sequence_parallel_size"
+    for size, spelling in ((1, "megatron.context_parallel_size"), (4, ulysses), (2, override)):
+        # The size is written after the numbers that it multiplies.
+        found = translations(*given, f"{ACTOR}.{spelling}={size}")
+        becomes = [found[key].becomes[0] for key in keys]
+        assert becomes == [
+            f"{section}.max_tokens_per_micro_batch={size * (5000 + number)}" for number, section in enumerate(sections)
+        ]
+    cfg = composed(
+        "ppo",
+        [*REQUIRED, f"{ACTOR}.megatron.context_parallel_size=4", "critic.megatron.context_parallel_size=2", *given],
+    ).config
+    assert cfg.actor_rollout_ref.actor.max_tokens_per_micro_batch == 4 * 5000
+    assert cfg.critic.max_tokens_per_micro_batch == 2 * 5001
+    as_actor = translations(*given[:1], keys[2] + "=${" + keys[0] + "}")
+    assert as_actor[keys[2]].becomes == (
+        f"{sections[2]}.max_tokens_per_micro_batch=${{{ACTOR}.max_tokens_per_micro_batch}}",
     )
-    assert {found.verdict for found in given.values()} == {"already so"}
+    (text,) = violations([*REQUIRED, f"{keys[0]}=many"])
+    assert text == f"{keys[0]} = many: is a number of tokens; set {ACTOR}.max_tokens_per_micro_batch to one"
+
+
+@pytest.mark.parametrize("section", ["data", "engine"])
+def test_tokens_of_a_device_in_sft(section: str):
+    needed = ["data.train_files=a", "model.path=m", "megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    found = composed("sft", [*needed, f"{section}.max_token_len_per_gpu=3000"])
+    assert found.config.data.max_tokens_per_micro_batch == 6000
+    assert found.translations[0].becomes == ("data.max_tokens_per_micro_batch=6000",)
+
+
+def test_the_default_grows_with_the_devices_that_share_a_micro_batch():
+    for size in (1, 4):
+        cfg = composed("ppo", [*REQUIRED, f"{ACTOR}.megatron.context_parallel_size={size}"]).config
+        sections = [cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.critic, cfg.reward_model]
+        assert {section.max_tokens_per_micro_batch for section in sections} == {16384 * size}
+        sft = composed("sft", ["data.train_files=a", "model.path=m", f"megatron.context_parallel_size={size}"]).config
+        assert sft.data.max_tokens_per_micro_batch == 16384 * size
+    assert violations([*REQUIRED, f"{ACTOR}.megatron.context_parallel_size=0"]) == [
+        f"{ACTOR}.megatron.context_parallel_size = 0: must be at least 1; set for example "
+        f"{ACTOR}.megatron.context_parallel_size=1"
+    ]
 
 
 def test_the_reference_has_micro_batches_of_its_own():
     key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     found = translations(f"{key}=2")[key]
-    assert found.becomes == ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=2048",)
+    assert found.becomes == ("actor_rollout_ref.ref.max_tokens_per_micro_batch=2048",)
 
 
 def test_a_share_of_the_steps_becomes_updates():

@@ -91,9 +91,11 @@ def test_a_column_of_another_plan_is_put_together(
 ) -> None:
     """Each rank gets its own rows in its own order, from no more fragments than have them."""
 
-    def plan_on(dp_size: int, cap: int) -> StepPlan:
+    def plan_on(dp_size: int, max_tokens_per_micro_batch: int) -> StepPlan:
         rows = [range(len(lengths))]
-        return plan_step(lengths, dp_size=dp_size, mini_batches=rows, max_tokens_per_micro_batch=cap)
+        return plan_step(
+            lengths, dp_size=dp_size, mini_batches=rows, max_tokens_per_micro_batch=max_tokens_per_micro_batch
+        )
 
     source, plan = plan_on(*made), plan_on(*wanted)
     fragments = [list(source.rows(rank)) for rank in range(source.dp_size)]
@@ -116,8 +118,8 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
     rows = [range(4), range(4, 8)]
     lengths = PROMPT_LENGTHS + RESPONSE_LENGTHS
     plans = [
-        plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=cap)
-        for dp, cap in ((1, 15), (1, 200), (2, 30), (4, 15))
+        plan_step(lengths, dp_size=dp, mini_batches=rows, max_tokens_per_micro_batch=max_tokens_per_micro_batch)
+        for dp, max_tokens_per_micro_batch in ((1, 15), (1, 200), (2, 30), (4, 15))
     ]
     totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
     assert all(found == totals[0] for found in totals)

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_what_does() -> None:
     found, violations = checked_plan(cfg, shapes(), H100)
     assert found.problems() and len(violations) == 1
     advice = violations[0].split("set ")[1].replace("\n  or ", "\n").splitlines()
-    assert advice[0] == "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
+    assert advice[0] == "actor_rollout_ref.actor.max_tokens_per_micro_batch=8192"
     for line in advice:
         changed = config("data.max_response_length=2048", f"{MEGATRON}.tensor_model_parallel_size=2", *line.split(" "))
         assert checked_plan(changed, shapes(), H100)[1] == [], line

@@ -21,12 +21,12 @@ from tests.tiny_models import make_tiny_model
 @pytest.mark.parametrize(
     ("role", "keys"),
     [
-        ("actor", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
-        ("critic", "critic.ppo_max_token_len_per_gpu"),
-        ("ref", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+        ("actor", "actor_rollout_ref.actor.max_tokens_per_micro_batch"),
+        ("critic", "critic.max_tokens_per_micro_batch"),
+        ("ref", "actor_rollout_ref.ref.max_tokens_per_micro_batch"),
     ],
 )
-def test_a_sample_over_the_budget_of_a_role(tmp_path: Path, role: str, keys: str) -> None:
+def test_a_sample_over_the_micro_batch_of_a_role(tmp_path: Path, role: str, keys: str) -> None:
     planner = planners_of(tmp_path)[role]
     columns = {"uid": [0, 1], "prompt_uid": [0, 1], "prompt_length": [8, 2], "response_length": [32, 2]}
     samples = BatchRef(0, {name: np.array(values) for name, values in columns.items()})
@@ -34,15 +34,15 @@ def test_a_sample_over_the_budget_of_a_role(tmp_path: Path, role: str, keys: str
         planner.plan(samples)
 
 
-def test_a_micro_batch_fills_the_devices_that_share_it(tmp_path: Path) -> None:
+def test_each_role_has_its_own_micro_batches_and_layout(tmp_path: Path) -> None:
     cp2 = ["actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"]
     own = ["critic.resource_pool.nnodes=1", "critic.megatron.context_parallel_size=1"]
     rules = {role: planner.rules for role, planner in planners_of(tmp_path, *cp2, *own).items()}
     assert {role: rule.max_tokens_per_micro_batch for role, rule in rules.items()} == {
-        "actor": 64, "ref": 62, "critic": 30,
+        "actor": 32, "ref": 31, "critic": 30,
     }  # fmt: skip
-    assert {role: (rule.dp_size, rule.devices_per_sequence, rule.alignment) for role, rule in rules.items()} == {
-        "actor": (1, 2, Alignment(4, 4)), "ref": (1, 2, Alignment(4, 4)), "critic": (2, 1, Alignment(1, 1)),
+    assert {role: (rule.dp_size, rule.alignment) for role, rule in rules.items()} == {
+        "actor": (1, Alignment(4, 4)), "ref": (1, Alignment(4, 4)), "critic": (2, Alignment(1, 1)),
     }  # fmt: skip
 
 
@@ -69,10 +69,10 @@ def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:
             "data.max_response_length=8",
             "actor_rollout_ref.model.path=m",
             "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+            "actor_rollout_ref.actor.max_tokens_per_micro_batch=32",
             "actor_rollout_ref.actor.use_kl_loss=true",
-            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=31",
-            "critic.ppo_max_token_len_per_gpu=30",
+            "actor_rollout_ref.ref.max_tokens_per_micro_batch=31",
+            "critic.max_tokens_per_micro_batch=30",
             "algorithm.adv_estimator=gae",
             "trainer.n_gpus_per_node=1",
             *overrides,
