@@ -19,8 +19,8 @@ _WORDS = BLOCK_BYTES // 8
 _KEYS = np.concatenate(
     [np.frombuffer(hashlib.sha256(b"scalerl %d" % i).digest(), "<u8") for i in range(_WORDS // 4)]
 ) | np.uint64(1)
-# Bytes of a file that are read at a time: they fit a processor's cache.
-_READ_BYTES = 2**20
+# Bytes that are read or written and hashed at a time: they stay in a processor's cache meanwhile.
+CACHED_BYTES = 2 * 2**20
 Data = bytes | bytearray | memoryview | np.ndarray
 
 
@@ -71,7 +71,7 @@ def digest_of_blocks(hashes: Iterable[np.ndarray], num_bytes: int) -> str:
 
 def digest_of_file(path: Path) -> str:
     """The digest of a file's bytes, 32 hex digits."""
-    digest, buffer = Digest(), bytearray(_READ_BYTES)
+    digest, buffer = Digest(), bytearray(CACHED_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             digest.update(memoryview(buffer)[:size])

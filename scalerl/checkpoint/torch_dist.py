@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from scalerl.checkpoint.digest import ALGORITHM, Digest
+from scalerl.checkpoint.digest import ALGORITHM, CACHED_BYTES, Digest
 from scalerl.errors import UserError
 
 METADATA_NAME = ".metadata"
@@ -173,65 +173,52 @@ class DistCheckpoint:
                 return f"{key}: file {piece.file} is cut short at {file.stat().st_size} bytes"
         return None
 
-    def read(self, key: str, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, key: str) -> torch.Tensor:
         """The whole tensor, on the CPU, in the stored dtype; as `read_box`."""
         stored = self.tensors[key]
         out = fresh_bytes(stored.num_bytes).view(stored.dtype).view(stored.shape)
-        self.read_box(key, ((0,) * out.dim(), stored.shape), out, scratch)
+        self.read_box(key, ((0,) * out.dim(), stored.shape), out)
         return out
 
-    def read_box(self, key: str, box: Box, out: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+    def read_box(self, key: str, box: Box, out: torch.Tensor) -> None:
         """Reads a box of a tensor into `out`, of its sizes and any dtype, on any device. Every piece read is checked.
 
-        scratch: as `read_piece`. Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
+        Raises DamagedCheckpointError, also where the pieces leave a part of the box out.
         """
         offsets, sizes = box
         missing = prod(sizes)
         for piece in self.pieces(key):
-            shared = _intersection(box, (piece.offsets, piece.sizes))
+            shared = intersection(box, (piece.offsets, piece.sizes))
             if shared is None:
                 continue
             missing -= prod(shared[1])
-            target = _part(out, shared, offsets)
+            target = box_view(out, shared, offsets)
             if shared[1] == piece.sizes and _is_plain(target, piece):
                 self._read_into(piece, target)
             else:
-                target.copy_(_part(self.read_piece(piece, scratch), shared, piece.offsets))
+                target.copy_(box_view(self.read_piece(piece), shared, piece.offsets))
         if missing:
             raise DamagedCheckpointError(
                 f"{self.dir}: {key}: {missing} of {prod(sizes)} elements at {offsets} were not saved"
             )
 
-    def read_piece(self, piece: StoredPiece, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Reads one piece as a tensor of its sizes. scratch: bytes that the result may take, if they are enough.
-
-        Raises DamagedCheckpointError.
-        """
+    def read_piece(self, piece: StoredPiece) -> torch.Tensor:
+        """Reads one piece as a tensor of its sizes.  Raises DamagedCheckpointError."""
         if piece.payload is None:
             return self._unpickle(piece)
-        if scratch is not None and len(scratch) >= piece.payload_bytes:
-            tensor = scratch[: piece.payload_bytes].view(piece.dtype).view(piece.sizes)
-        else:
-            tensor = torch.empty(piece.sizes, dtype=piece.dtype)
+        tensor = torch.empty(piece.sizes, dtype=piece.dtype)
         self._read_into(piece, tensor)
         return tensor
 
     def _read_into(self, piece: StoredPiece, target: torch.Tensor) -> None:
         """Reads a piece into `target`, which is contiguous, of its sizes and dtype, on the CPU."""
-        assert piece.payload is not None
-        head = bytearray(piece.payload)
-        tail = bytearray(piece.num_bytes - piece.payload - piece.payload_bytes)
-        parts = [memoryview(part) for part in (head, as_bytes(target), tail)]
-        self._read_parts(piece, parts)
-        digest = Digest()
-        for part in parts:
-            digest.update(part)
-        if piece.digest is not None and digest.hexdigest() != piece.digest:
-            raise self._damaged(piece, "its bytes are not those that were saved")
+        reader = PieceReader(self, piece)
+        reader.read_into(target)
+        reader.finish()
 
     def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
         data = bytearray(piece.num_bytes)
-        self._read_parts(piece, [memoryview(data)])
+        self._fill(piece, memoryview(data), piece.start)
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -240,17 +227,15 @@ class DistCheckpoint:
             raise self._damaged(piece, "is something else than its metadata says")
         return tensor.reshape(piece.sizes)
 
-    def _read_parts(self, piece: StoredPiece, parts: Sequence[memoryview]) -> None:
-        """Fills the buffers, one after the other, with the bytes from the piece's start on."""
-        position = piece.start
+    def _fill(self, piece: StoredPiece, out: memoryview, position: int) -> None:
+        """Fills `out` with the bytes of the piece's file from `position` on."""
         try:
             file = self._file(piece.file)
-            for part in parts:
-                while part:
-                    size = os.preadv(file, [part], position)
-                    if not size:
-                        raise self._damaged(piece, f"the file is cut short at {position} bytes")
-                    part, position = part[size:], position + size
+            while out:
+                size = os.preadv(file, [out], position)
+                if not size:
+                    raise self._damaged(piece, f"the file is cut short at {position} bytes")
+                out, position = out[size:], position + size
         except OSError as error:
             raise self._damaged(piece, f"cannot be read: {error}") from None
 
@@ -275,6 +260,48 @@ class DistCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class PieceReader:
+    """Reads the numbers of one stored piece in their order, a part at a time; `finish` compares the piece's digest."""
+
+    def __init__(self, checkpoint: DistCheckpoint, piece: StoredPiece) -> None:
+        """Raises DamagedCheckpointError, as all methods."""
+        self._checkpoint, self._piece = checkpoint, piece
+        self._digest = Digest()
+        # Where there is no index only the whole piece can be read.
+        self._whole = checkpoint._unpickle(piece).view(-1) if piece.payload is None else None
+        self._skip(piece.payload or 0)
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Reads the next numbers, as many as `target` has, into it.  target: of any dtype, strides and device."""
+        if self._whole is not None:
+            numbers, self._whole = self._whole[: target.numel()], self._whole[target.numel() :]
+            target.copy_(numbers.view(target.shape))
+        elif _is_plain(target, self._piece):
+            self._read(as_bytes(target))
+        else:
+            numbers = torch.empty(target.shape, dtype=self._piece.dtype)
+            self._read(as_bytes(numbers))
+            target.copy_(numbers)
+
+    def finish(self) -> None:
+        """Reads what is left of the piece; raises DamagedCheckpointError if its bytes are not those that were saved."""
+        if self._whole is not None:
+            return
+        self._skip(self._piece.num_bytes - self._digest.num_bytes)
+        if self._piece.digest is not None and self._digest.hexdigest() != self._piece.digest:
+            raise self._checkpoint._damaged(self._piece, "its bytes are not those that were saved")
+
+    def _skip(self, num_bytes: int) -> None:
+        self._read(memoryview(bytearray(num_bytes)))
+
+    def _read(self, out: memoryview) -> None:
+        # A part is hashed while the processor's cache still has it.
+        for start in range(0, len(out), CACHED_BYTES):
+            part = out[start : start + CACHED_BYTES]
+            self._checkpoint._fill(self._piece, part, self._piece.start + self._digest.num_bytes)
+            self._digest.update(part)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -305,7 +332,7 @@ def _is_plain(target: torch.Tensor, piece: StoredPiece) -> bool:
     )
 
 
-def _intersection(one: Box, other: Box) -> Box | None:
+def intersection(one: Box, other: Box) -> Box | None:
     """The box that both boxes share; None if they share nothing."""
     starts = tuple(map(max, one[0], other[0]))
     stops = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
@@ -313,7 +340,7 @@ def _intersection(one: Box, other: Box) -> Box | None:
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 
 
-def _part(tensor: torch.Tensor, box: Box, origin: Sequence[int]) -> torch.Tensor:
+def box_view(tensor: torch.Tensor, box: Box, origin: Sequence[int]) -> torch.Tensor:
     """View of the box in a tensor that begins at `origin`."""
     for dim, (start, size, first) in enumerate(zip(*box, origin, strict=True)):
         tensor = tensor.narrow(dim, start - first, size)

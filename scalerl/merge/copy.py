@@ -1,8 +1,8 @@
-"""Copying of a checkpoint's numbers into Hugging Face files, by several threads, one stored piece at a time.
+"""Copying of a checkpoint's numbers into Hugging Face files, by several threads, a few rows at a time.
 
-Each Hugging Face tensor consists of rows of one stored tensor (`Param.rows_of`), so a piece goes from its file straight
-to its places: read into a buffer, checked, converted if another dtype is asked for, written. The only tensors that are
-ever whole in memory are those that are split over their columns, which are put together first.
+Each Hugging Face tensor consists of rows of one stored tensor (`Param.rows_of`). Rows are read from the pieces that
+hold them, checked, put together where columns are split, converted if another dtype is asked for, and written, all
+while a processor's cache has them: memory is passed once, and no tensor is ever whole in it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from math import prod
 
 import torch
 
-from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
-from scalerl.checkpoint.torch_dist import DistCheckpoint, StoredPiece, fresh_bytes
+from scalerl.checkpoint.digest import CACHED_BYTES
+from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, box_view, intersection
 from scalerl.families import ModelShape, Param, RowRange
 from scalerl.merge.writer import SafetensorsFile
 
 MAX_WORKERS = 8
-# Bytes of a tensor that are converted at a time.
-_CHUNK_BYTES = 4 * 2**20
-# Bytes that all threads may take together beside the largest tensor.
+# Bytes of pieces that all threads may have in memory beside the largest tensor.
 _MORE_BYTES = 128 * 2**20
-# Pieces of more rows than these that have not all columns are put together in memory.
-_FEW_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -58,18 +54,19 @@ def copies(
 def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: int | None = None) -> None:
     """Makes all copies, by several threads; raises the exception of a copy that failed.
 
-    Memory: at most that of the largest tensor twice, and of a few pieces.
+    Memory: a few megabytes for each thread. Pieces without an index, which are whole in memory, take up to three times
+    the largest tensor and _MORE_BYTES.
     """
     num_workers = num_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     largest = max(checkpoint.tensors[copy.key].num_bytes for copy in wanted)
-    sizes = (piece.payload_bytes for copy in wanted for piece in checkpoint.pieces(copy.key))
-    memory = _Memory(largest + _MORE_BYTES, max((size for size in sizes if size <= MAX_PIECE_BYTES), default=0))
-    with ThreadPoolExecutor(num_workers, thread_name_prefix="merge") as pool:
-        # The largest first, so that no thread waits for one of them in the end.
-        order = sorted(wanted, key=lambda copy: -checkpoint.tensors[copy.key].num_bytes)
-        waiting = [
-            pool.submit(_copy, checkpoint, copy, job, memory) for copy in order for job in _jobs(checkpoint, copy)
-        ]
+    memory = _Memory(largest + _MORE_BYTES)
+    # The largest first, so that no thread waits for one of them in the end.
+    jobs = sorted(
+        (job for copy in wanted for job in _jobs(checkpoint, copy)),
+        key=lambda job: -sum(piece.payload_bytes for piece in job.pieces),
+    )
+    with _pool(num_workers) as pool:
+        waiting = [pool.submit(_run, checkpoint, job, memory) for job in jobs]
         done, others = wait(waiting, return_when=FIRST_EXCEPTION)
         for future in others:
             future.cancel()
@@ -77,15 +74,23 @@ def copy_all(checkpoint: DistCheckpoint, wanted: Sequence[Copy], num_workers: in
         future.result()
 
 
-class _Memory:
-    """The memory that all threads share, with buffers that they reuse: fresh memory costs as much as reading."""
+@contextmanager
+def _pool(num_workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that share the cores: torch would start as many for each of them to copy a megabyte."""
+    torch_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_workers, "merge", torch.set_num_threads, (1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(torch_threads)
 
-    def __init__(self, limit: int, buffer_bytes: int) -> None:
-        """buffer_bytes: of the largest piece that has a buffer."""
+
+class _Memory:
+    """The memory that all threads share for pieces that are whole in memory."""
+
+    def __init__(self, limit: int) -> None:
         self._limit = self._free = limit
-        self._buffer_bytes = buffer_bytes
         self._changed = threading.Condition()
-        self._buffers: list[torch.Tensor] = []
 
     @contextmanager
     def take(self, size: int) -> Iterator[None]:
@@ -101,68 +106,56 @@ class _Memory:
                 self._free += size
                 self._changed.notify_all()
 
-    @contextmanager
-    def buffer(self, num_bytes: int) -> Iterator[torch.Tensor | None]:
-        """A buffer for a piece of that size; None for a piece that is larger than those that scalerl writes."""
-        if num_bytes > MAX_PIECE_BYTES:
-            yield None
-            return
-        with self._changed:
-            kept = self._buffers.pop() if self._buffers else None
-        if kept is None:
-            kept = fresh_bytes(self._buffer_bytes)
-        yield kept
-        with self._changed:
-            self._buffers.append(kept)
+
+@dataclass(frozen=True)
+class _Job:
+    """The rows [first, last) of a stored tensor, and the pieces that hold these rows and no others."""
+
+    copy: Copy
+    pieces: Sequence[StoredPiece]
+    first: int
+    last: int
 
 
-def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> list[StoredPiece | None]:
-    """The pieces to copy, each by itself; or [None]: the whole tensor at once."""
-    pieces = list(checkpoint.pieces(copy.key))
-    columns = checkpoint.tensors[copy.key].shape[1:]
-    if all(piece.sizes[1:] == columns or (len(columns) == 1 and piece.sizes[0] <= _FEW_ROWS) for piece in pieces):
-        return list(pieces)
-    return [None]
+def _jobs(checkpoint: DistCheckpoint, copy: Copy) -> Iterator[_Job]:
+    """Splits a tensor into as many jobs as its pieces allow."""
+    members: list[StoredPiece] = []
+    first = last = 0
+    for piece in sorted(checkpoint.pieces(copy.key), key=lambda piece: piece.offsets):
+        if members and piece.offsets[0] >= last:
+            yield _Job(copy, members, first, last)
+            members, first = [], last
+        members.append(piece)
+        last = max(last, piece.offsets[0] + piece.sizes[0])
+    yield _Job(copy, members, first, last)
 
 
-def _copy(checkpoint: DistCheckpoint, copy: Copy, piece: StoredPiece | None, memory: _Memory) -> None:
-    stored = checkpoint.tensors[copy.key]
-    if piece is None:
-        with memory.take(stored.num_bytes), memory.buffer(0) as buffer:
-            _scatter(copy, stored.shape, (0,) * len(stored.shape), checkpoint.read(copy.key, buffer))
-        return
-    with memory.take(piece.payload_bytes), memory.buffer(piece.payload_bytes) as buffer:
-        _scatter(copy, stored.shape, piece.offsets, checkpoint.read_piece(piece, buffer))
+def _run(checkpoint: DistCheckpoint, job: _Job, memory: _Memory) -> None:
+    """Copies the rows of a job in their order, a few at a time, and compares the digests of its pieces."""
+    stored = checkpoint.tensors[job.copy.key]
+    columns = stored.shape[1:]
+    row_bytes = prod(columns) * max(stored.dtype.itemsize, job.copy.dtype.itemsize)
+    step = max(1, CACHED_BYTES // row_bytes)
+    buffer = torch.empty((min(step, job.last - job.first), *columns), dtype=job.copy.dtype)
+    with memory.take(sum(piece.payload_bytes for piece in job.pieces if piece.payload is None)):
+        readers = [(piece, PieceReader(checkpoint, piece)) for piece in job.pieces]
+        for start in range(job.first, job.last, step):
+            rows = buffer[: min(step, job.last - start)]
+            origin = (start, *(0 for _ in columns))
+            for piece, reader in readers:
+                shared = intersection((origin, tuple(rows.shape)), (piece.offsets, piece.sizes))
+                if shared is not None:
+                    reader.read_into(box_view(rows, shared, origin))
+            _write(job.copy, start, rows)
+        for _, reader in readers:
+            reader.finish()
 
 
-def _scatter(copy: Copy, shape: tuple[int, ...], offsets: tuple[int, ...], box: torch.Tensor) -> None:
-    """Writes the numbers of a box to their places.  box: what is at `offsets` of the stored tensor."""
-    width, first_row = prod(shape[1:]), offsets[0]
-    is_wide = tuple(box.shape[1:]) == shape[1:]
-    # Of a box that has not all columns: where each of its rows begins in the tensor's row, and how long it is.
-    column = 0
-    for offset, size in zip(offsets[1:], shape[1:], strict=True):
-        column = column * size + offset
+def _write(copy: Copy, first: int, box: torch.Tensor) -> None:
+    """Writes whole rows of the stored tensor, from row `first` on, to their places."""
+    width = prod(box.shape[1:])
     for rows in copy.rows:
-        start, stop = max(first_row, rows.start), min(first_row + box.shape[0], rows.start + rows.count)
-        if start >= stop:
-            continue
-        hf_start = (rows.hf_start + start - rows.start) * width
-        part = box[start - first_row : stop - first_row]
-        if is_wide:
-            for chunk_start, chunk in _chunks(part.reshape(-1), copy.dtype):
-                copy.files[rows.name].write(rows.name, hf_start + chunk_start, chunk)
-        else:
-            for number, row in enumerate(part):
-                copy.files[rows.name].write(
-                    rows.name, hf_start + number * width + column, row.to(copy.dtype).contiguous()
-                )
-
-
-def _chunks(flat: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """The numbers converted to the dtype, in chunks: (first number, numbers)."""
-    if flat.dtype == dtype:
-        yield 0, flat
-        return
-    for number, chunk in enumerate(flat.split(_CHUNK_BYTES // dtype.itemsize)):
-        yield number * (_CHUNK_BYTES // dtype.itemsize), chunk.to(dtype)
+        start, stop = max(first, rows.start), min(first + box.shape[0], rows.start + rows.count)
+        if start < stop:
+            hf_start = (rows.hf_start + start - rows.start) * width
+            copy.files[rows.name].write(rows.name, hf_start, box[start - first : stop - first])

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 
 from scalerl.checkpoint.torch_dist import as_bytes
+from scalerl.checkpoint.writeback import Writeback, reserve
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX_NAME = "model.safetensors.index.json"
@@ -40,6 +41,7 @@ class SafetensorsFile:
         self._remaining = {name: prod(spec.shape) for name, spec in specs.items()}
         self._counting = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self._writeback = Writeback(self._file)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         offset = 0
@@ -51,6 +53,7 @@ class SafetensorsFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._data_start = 8 + len(text)
+        reserve(self._file, self._data_start + offset)
         self._put(len(text).to_bytes(8, "little") + text, 0)
 
     def write(self, name: str, start: int, numbers: torch.Tensor) -> None:
@@ -60,6 +63,7 @@ class SafetensorsFile:
         self._put(as_bytes(numbers), self._data_start + self._starts[name] + start * spec.dtype.itemsize)
         with self._counting:
             self._remaining[name] -= numbers.numel()
+        self._writeback.written(numbers.nbytes)
 
     def _put(self, data: memoryview | bytes, position: int) -> None:
         while data:

@@ -388,7 +388,7 @@ BIG = dict(
     num_key_value_heads=2,
     vocab_size=8192,
     intermediate_size=6144,
-    num_hidden_layers=12,
+    num_hidden_layers=5,
     tie_word_embeddings=True,
     torch_dtype="bfloat16",
 )
@@ -408,7 +408,7 @@ sys.exit(code)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset the peak")
 @pytest.mark.parametrize("dtype", ["bfloat16", full("float32")])
-def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
+def test_memory_is_that_of_a_few_rows(tmp_path, dtype):
     """Of everything resident, mapped files included; the model is several times as large."""
     hf_dir = tmp_path / "hf"
     hf_dir.mkdir()
@@ -419,7 +419,6 @@ def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
         for p in family_of(shape).params(shape)
     }
     model_bytes = sum(tensor.nbytes for tensor in stored.values())
-    largest = max(tensor.nbytes for tensor in stored.values())
     actor = write_pieces(tmp_path / "run", hf_dir, stored)
     arguments = ["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
     done = subprocess.run(
@@ -431,8 +430,8 @@ def test_memory_is_that_of_a_few_pieces(tmp_path, dtype):
     )
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split("peak ")[1])
-    bound = 2 * largest + 160 * 2**20
-    assert model_bytes > 1.5 * bound, "too small to tell"
+    bound = 64 * 2**20
+    assert model_bytes > 3 * bound, "too small to tell"
     assert peak <= bound
 
 
