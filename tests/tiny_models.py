@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
@@ -131,6 +133,38 @@ def make_tiny_model(
     model.to(dtype).save_pretrained(path)
     tiny_tokenizer(vocab_size).save_pretrained(path)
     return path
+
+
+def store_as_fp8(model: Path, block: int = 128) -> dict[str, torch.Tensor]:
+    """Rewrites a model's projections as DeepSeek-V3 stores them: float8_e4m3fn and a scale for each block.
+
+    Returns all tensors of the model that is then stored, with the projections multiplied out in float32.
+    """
+    stored, meant = load_file(model / "model.safetensors"), {}
+    for name, tensor in list(stored.items()):
+        meant[name] = tensor
+        if not name.endswith("_proj.weight") and "kv_a_proj" not in name:
+            continue
+        rows, columns = tensor.shape
+        scales = torch.zeros(-(-rows // block), -(-columns // block))
+        numbers, meant[name] = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+                scales[i, j] = tensor[here].float().abs().max() / torch.finfo(torch.float8_e4m3fn).max
+                numbers[here] = (tensor[here].float() / scales[i, j]).to(torch.float8_e4m3fn)
+                meant[name][here] = numbers[here].float() * scales[i, j]
+        stored |= {name: numbers, f"{name}_scale_inv": scales}
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+    }
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return meant
 
 
 def _of_family(family: str, hidden_size: int, num_experts: int) -> dict[str, Any]:

@@ -55,6 +55,16 @@ TWO_SIZES = Domain(
     "two whole numbers, each at least 2",
     "[2,2]",
 )
+STEPS = Domain(lambda v: _are_distinct(v, low=1), "a list of different steps, the first being 1", "[]")
+RANKS = Domain(lambda v: _are_distinct(v, low=0) and len(v) > 0, "a list of at least one rank, each once", "[0]")
+
+
+def _are_distinct(value: Any, *, low: int) -> bool:
+    return (
+        isinstance(value, list)
+        and all(type(number) is int and number >= low for number in value)
+        and len(set(value)) == len(value)
+    )
 
 
 def _is_number(value: Any) -> bool:

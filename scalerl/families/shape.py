@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from scalerl.families.block_scales import weight_block
 from scalerl.families.registry import family_of
 from scalerl.families.table import Family
 
@@ -44,7 +45,7 @@ class ModelShape:
     original_max_position_embeddings}, or {"rope_type": "yarn", factor, original_max_position_embeddings, beta_fast,
     beta_slow, truncate}, with latent attention mscale and mscale_all_dim in the place of truncate.
     max_position_embeddings: with yarn those that it extends the model to.
-    dtype: data type of the stored weights: float32, bfloat16 or float16.
+    dtype: data type of the stored weights, or that they had before quantization: float32, bfloat16 or float16.
     eos_token_ids: from config.json and generation_config.json, ascending.
     num_experts, num_experts_per_token, moe_ffn_hidden_size: routed experts of a mixture layer (0: dense model).
     shared_expert_ffn_hidden_size: width of all shared experts together (0: none).
@@ -272,9 +273,10 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     labels = config.get("num_labels") or len(config.get("id2label") or ("LABEL_0", "LABEL_1"))
     if _is_value_model(config) and labels != 1:
         problems.append(f"a value model with {labels} labels is not supported (id2label must name one)")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown method")
-        problems.append(f"quantization_config ({method}): quantized weights are not supported; use the original model")
+    try:
+        weight_block(config)
+    except ValueError as error:
+        problems.append(str(error))
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act {config['hidden_act']!r} is not supported (only silu)")
     return problems

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +14,22 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from scalerl.families.shape import ModelShape
+from scalerl.families.block_scales import (
+    SCALE_SUFFIX,
+    STORED_DTYPE,
+    BlockScaledTensor,
+    scales_shape,
+    weight_block,
+    without_quantization,
+)
+from scalerl.families.shape import ModelShape, read_config
 from scalerl.families.table import Family, LazyTensor
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
 # Suffixes of a model directory's other files: configuration, tokenizer, chat template, code.
 _BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
@@ -29,12 +40,22 @@ def files_beside_weights(model_dir: str | Path) -> list[Path]:
     return [file for file in files if file.suffix in _BESIDE_WEIGHTS and not file.name.endswith(".index.json")]
 
 
+def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:
+    """Copies `files_beside_weights`; the config.json of the copy asks for weights that are not quantized."""
+    for file in files_beside_weights(model_dir):
+        copy = shutil.copy2(file, Path(target_dir) / file.name)
+        if file.name == CONFIG_NAME and weight_block(config := read_config(model_dir)) is not None:
+            Path(copy).write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
+
+
 class HFWeights:
     """The tensors of a model directory: model.safetensors, or the shards that model.safetensors.index.json names.
 
     Files are memory-mapped, and pages that were read stay resident until they are unmapped. So the files are unmapped
     before the tensors read from them exceed the size of the largest tensor: no more than that stays resident, unless
     the caller keeps the tensors.
+
+    Tensors in 8-bit floating point are read as float32, multiplied with the scales that are stored beside them.
 
     Raises ValueError from the constructor when the directory has no readable safetensors. Use as a context manager,
     or call close().
@@ -99,7 +120,18 @@ class HFWeights:
             source = self._slice(name)
         # The whole tensor counts, because a rank's columns lie on all of its pages.
         self._resident_bytes += num_bytes
-        return source
+        if source.get_dtype() != STORED_DTYPE:
+            return source
+        if self.block is None:
+            raise ValueError(
+                f"{self.dir}: {name} is stored as {STORED_DTYPE}, and config.json has no quantization_config"
+            )
+        return BlockScaledTensor(source, self._slice(name + SCALE_SUFFIX), self.block)
+
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None: the model is not quantized.  Raises ValueError as weight_block."""
+        return weight_block(read_config(self.dir)) if (self.dir / CONFIG_NAME).is_file() else None
 
     @cached_property
     def largest_bytes(self) -> int:
@@ -123,7 +155,11 @@ class HFWeights:
         extra = [
             n
             for n in self.names()
-            if n not in expected and n not in tied_head and not HARMLESS.search(n) and not n.startswith(unused)
+            if n not in expected
+            and n not in tied_head
+            and not HARMLESS.search(n)
+            and not n.startswith(unused)
+            and not (self.block is not None and n.removesuffix(SCALE_SUFFIX) in expected)
         ]
         problems = [f"missing {n}" for n in expected if n not in self._file_of]
         problems += [f"unexpected {n}" for n in extra]
@@ -132,11 +168,24 @@ class HFWeights:
                 stored_size = tuple(self._slice(name).get_shape())
                 if stored_size != size:
                     problems.append(f"{name} has shape {stored_size}, config.json says {size}")
+                problems += self._scale_problems(name)
         if problems:
             raise ValueError(
                 f"{self.dir} does not hold the {family.model_type} model of its config.json "
                 f"({len(problems)} problems):\n  " + "\n  ".join(problems)
             )
+
+    def _scale_problems(self, name: str) -> Iterator[str]:
+        source, scales = self._slice(name), name + SCALE_SUFFIX
+        if source.get_dtype() != STORED_DTYPE:
+            return
+        if self.block is None:
+            yield f"{name} is stored as {STORED_DTYPE}, and config.json has no quantization_config"
+        elif scales not in self._file_of:
+            yield f"missing {scales}, the scales of a tensor that is stored as {STORED_DTYPE}"
+        elif self._slice(scales).get_shape() != (wanted := scales_shape(source.get_shape(), self.block)):
+            size = self._slice(scales).get_shape()
+            yield f"{scales} has shape {tuple(size)}, blocks of {self.block} make {tuple(wanted)}"
 
     def close(self) -> None:
         """Unmaps the files; tensors already read stay valid."""

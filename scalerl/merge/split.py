@@ -7,7 +7,6 @@ does not have.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,8 +20,8 @@ from scalerl.families import (
     HFWeights,
     ModelShape,
     Param,
+    copy_beside_weights,
     family_of,
-    files_beside_weights,
     padded_vocab_size,
 )
 from scalerl.merge.whole_directory import whole_directory
@@ -74,8 +73,7 @@ def split(hf_dir: str | Path, target_dir: str | Path, sizes: SplitSizes) -> int:
             ]
         write_index(data, files, {"num_updates": 0, "layout": _layout(sizes)})
         (tmp / "huggingface").mkdir()
-        for file in files_beside_weights(source):
-            shutil.copyfile(file, tmp / "huggingface" / file.name)
+        copy_beside_weights(source, tmp / "huggingface")
     return sizes.world_size
 
 
@@ -105,6 +103,8 @@ def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: SplitSizes, ran
             shard = param.shard(weights.read, shape, 0, 1)
         else:
             shard = param.shard(weights.read, shape, shard_rank, size)
+        if weights.block is not None and not param.keeps_float32:
+            shard = shard.to(getattr(torch, shape.dtype))
         yield from _pieces(param, shard, shape, shard_rank, size, copy, num_copies)
 
 

@@ -99,6 +99,7 @@ class ServerSet:
                 max_model_len=clients.max_model_len,
                 trust_remote_code=model.trust_remote_code,
                 releases_memory=releases_memory,
+                synced=synced,
             )
             settings = ServerSettings(launch, clients.purpose, single_node)
             num_devices = config.tensor_model_parallel_size if owns_devices else 0

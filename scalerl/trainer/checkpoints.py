@@ -24,7 +24,7 @@ from scalerl.checkpoint.store import (
 )
 from scalerl.config.schema import RunConfig
 from scalerl.controller.training.background_save import Writing
-from scalerl.families import Head, ModelShape, files_beside_weights, value_model_config
+from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_config
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
@@ -146,8 +146,7 @@ def complete(
 def _describe(model: SavedModel, huggingface: Path) -> None:
     """Writes a Hugging Face model directory without the weights, which merge copies into the merged model."""
     huggingface.mkdir()
-    for file in files_beside_weights(model.model_path):
-        shutil.copy2(file, huggingface / file.name)
+    copy_beside_weights(model.model_path, huggingface)
     if model.head == "value":
         config = huggingface / "config.json"
         config.write_text(json.dumps(value_model_config(json.loads(config.read_text())), indent=2) + "\n")

@@ -23,6 +23,7 @@ from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rol
 from scalerl.trainer.dumps import dump_step, generations_table
 from scalerl.trainer.one_pass import is_one_pass_enough
 from scalerl.trainer.packing_rules import Planner, plan_roles
+from scalerl.trainer.profiling import profiled
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
@@ -82,7 +83,8 @@ def fit(run: Run) -> dict[str, float]:
     while run.step < run.total_steps and not run.stop.requested:
         step = run.step + 1
         epoch = run.samples.prompts.epoch
-        outcome = train_step(run, step)
+        with profiled(cfg, run.worker_groups, run.tracker, run.timers, step):
+            outcome = train_step(run, step)
         run.step = step
         tested: dict[str, float] = {}
         if checkpoints.is_due(step, cfg.test_freq, run.total_steps):

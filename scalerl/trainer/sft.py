@@ -38,6 +38,7 @@ from scalerl.trainer.build import (
 )
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
+from scalerl.trainer.profiling import profiled
 from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 
@@ -72,7 +73,7 @@ def fit(run: SFTRun) -> None:
     run.timers.pop()
     while run.step < run.total_steps and not run.stop.requested:
         step = run.step + 1
-        with run.timers("update"):
+        with profiled(cfg, [run.workers], run.tracker, run.timers, step), run.timers("update"):
             batch = place(run, run.train, run.rows.take(run.config.data.train_batch_size))
             totals = [{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
             metrics = run.workers.call(SFTWorker.update_sft, batch, totals=totals).metrics

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from tests.unit.metrics.test_documented_keys import DOC, patterns
 
@@ -26,3 +29,21 @@ def check_timing(metrics: Mapping[str, float]) -> None:
     parts = {key: value for key, value in metrics.items() if key.startswith("timing_s/") and key.count("/") == 1}
     parts_s = sum(parts.values()) - step_s - parts["timing_s/untimed"]
     assert 0 <= step_s - parts_s <= UNTIMED_FRAC * step_s, parts
+
+
+def check_profile(run_dir: Path, step: int, names: Collection[str], phases: Collection[str]) -> None:
+    """The profile of a step has these ranks and, in each trace, these phases with operations of torch in them."""
+    directory = run_dir / f"profile_step_{step}"
+    assert {file.name for file in directory.iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("trace.json.gz", "memory.txt")
+    }
+    for name in names:
+        with gzip.open(directory / f"{name}.trace.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        ranges = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
+        assert set(phases) <= ranges.keys()
+        for phase in phases:
+            start, end = ranges[phase]["ts"], ranges[phase]["ts"] + ranges[phase]["dur"]
+            inside = {event["name"] for event in events if event.get("cat") == "cpu_op" and start < event["ts"] < end}
+            assert "aten::mm" in inside, phase
+        assert "aten::mm" in (directory / f"{name}.memory.txt").read_text()

@@ -23,6 +23,7 @@ from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, Inputs, Pause, Record, main_ppo, numbered, only, refused, scalerl
 from tests.e2e.kept import Finished, Kept
+from tests.e2e.step_checks import check_profile
 
 STEPS = 4
 LAYOUTS = {
@@ -157,9 +158,10 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     tmp_path: Path,
     layout: str,
 ) -> None:
-    """What it goes on from was written while step 3 ran; the other run waited for its saves."""
+    """What it goes on from was written while step 3 ran; the other run waited for its saves, and has no profile."""
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
     arguments = [*overrides(inputs, layout, run_dir, pause), "trainer.async_save=true"]
+    arguments += ["trainer.profile_steps=[4]", "trainer.profile_ranks=null"]
     pause.in_step(4)
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
@@ -179,6 +181,12 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     assert_resumed(resumed, run_dir, resumed_from=2)
     assert_same_run(expected, run_dir, tmp_path)
     assert_one_mlflow_run(run_dir, run_id)
+    from mlflow import MlflowClient
+
+    ranks = [f"actor_rank_{rank}" for rank in range(2)]
+    check_profile(run_dir, 4, ranks, ["actor old_log_prob", "actor update_actor"])
+    profile = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}").list_artifacts(run_id, "profile_step_4")
+    assert {Path(file.path).name for file in profile} == {f.name for f in (run_dir / "profile_step_4").iterdir()}
     assert_merged_model_is_the_trained_one(inputs, start_job, run_dir, tmp_path / "model")
     killed.assert_gone()
 

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept
+from tests.e2e.step_checks import check_profile
 from tests.e2e.test_kill_and_resume import reproducible
 
 STEPS = 3
@@ -63,8 +64,8 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
 
 
 def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
-    """Memory of the phases of each step, test and checkpoint among them; no key that is not documented."""
-    more = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=2")
+    """Memory of the phases of each step, test and checkpoint among them; no key that is not documented; a profile."""
+    more = (f"trainer.total_training_steps={STEPS}", "trainer.test_freq=2", "trainer.profile_steps=[2]")
     finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={tmp_path / 'run'}"))
     assert finished.code == 0, finished.tail()
     steps = Record.read(tmp_path / "run").final
@@ -82,6 +83,9 @@ def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
             assert all(0 < gib < 64 for gib in found.values())
         assert {"train/loss", "train/grad_norm", "perf/max_memory_allocated_gb"} <= metrics.keys()
         assert ("val/loss" in metrics) is (step > 1)
+        assert ("timing_s/profile" in metrics) is (step == 2)
+    check_profile(tmp_path / "run", 2, ["actor_rank_0"], ["actor update_actor"])
+    assert [path.name for path in (tmp_path / "run").glob("profile_*")] == ["profile_step_2"]
     # Without a word about checkpoints the last step has one, and the command that is printed makes a model of it.
     assert f"checkpoints: of the last step ({STEPS}), in {tmp_path / 'run'};" in finished.stdout
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [f"global_step_{STEPS}"]

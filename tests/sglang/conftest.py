@@ -37,8 +37,10 @@ def rollout_config(kind: str, tp_size: int = 1) -> RolloutConfig:
     return RolloutConfig(name=kind, dtype="float32", max_num_seqs=16, tensor_model_parallel_size=tp_size)
 
 
-def make_server(kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1) -> RolloutServer:
-    launch = Launch(str(model_path), rollout_config(kind, tp_size), "cpu", MAX_MODEL_LEN, port=port)
+def make_server(
+    kind: str, model_path: Path, log_path: Path, port: int, tp_size: int = 1, synced: bool = False
+) -> RolloutServer:
+    launch = Launch(str(model_path), rollout_config(kind, tp_size), "cpu", MAX_MODEL_LEN, port=port, synced=synced)
     command, env = ENGINES[kind].command(launch)
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
 
@@ -135,9 +137,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Engine]:
     """They end with the last test of this folder."""
 
-    def start(kind: str, model_path: Path, tp_size: int = 1) -> Engine:
+    def start(kind: str, model_path: Path, tp_size: int = 1, synced: bool = False) -> Engine:
         log_path = tmp_path_factory.mktemp("log") / f"{kind}.log"
-        server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size))
+        server = start_on_free_port(lambda port: make_server(kind, model_path, log_path, port, tp_size, synced))
         _started.append(server)
         client = RolloutClient(
             server.url, kind, key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=120.0, max_concurrency=16

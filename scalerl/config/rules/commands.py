@@ -17,7 +17,7 @@ from scalerl.config.rules.optimizer import optimizer_rules
 from scalerl.config.rules.roles import ROLE_RULES
 from scalerl.config.rules.rollout import ROLLOUT_RULES, ROLLOUT_RULES_ON_CUDA
 from scalerl.config.rules.sampling import SAMPLING_RULES
-from scalerl.config.rules.trainer import TRAINER_RULES
+from scalerl.config.rules.trainer import TRAINER_RULES, TRAINER_RULES_ON_CPU
 from scalerl.config.schema import PPOConfig, SFTConfig
 from scalerl.config.sections import ACTOR
 
@@ -64,6 +64,8 @@ def device_rules(cfg: Any, device: str | None) -> list[Rule]:
     # What is installed counts on the machine that has the devices, which knows them.
     if device is not None or cfg.trainer.device == "cpu":
         rules += transformer_engine_rules(cfg, device or cfg.trainer.device)
+    if (device or cfg.trainer.device) == "cpu":
+        rules += TRAINER_RULES_ON_CPU
     if isinstance(cfg, PPOConfig) and (device or cfg.trainer.device) == "cuda":
         rules += ROLLOUT_RULES_ON_CUDA
     return rules

@@ -74,4 +74,37 @@ def _known_loggers(cfg: Any) -> Iterator[str]:
         )
 
 
-TRAINER_RULES = [_resume, _kept_checkpoints, _known_loggers]
+@rule("trainer.profile_ranks", "trainer.nnodes", "trainer.n_gpus_per_node")
+def _profiled_ranks(cfg: Any) -> Iterator[str]:
+    num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    missing = [rank for rank in cfg.trainer.profile_ranks or () if rank >= num_ranks]
+    if missing:
+        yield (
+            f"trainer.profile_ranks = {show(cfg.trainer.profile_ranks)}: the run has ranks 0 to {num_ranks - 1}, and "
+            f"no {', '.join(map(str, missing))}; set for example trainer.profile_ranks=[0]"
+        )
+
+
+@rule("trainer.profile_steps", "trainer.total_training_steps")
+def _profiled_steps(cfg: Any) -> Iterator[str]:
+    steps, total = cfg.trainer.profile_steps, cfg.trainer.total_training_steps
+    late = [step for step in steps if total is not None and step > total]
+    if late:
+        within = show([step for step in steps if step not in late])
+        yield (
+            f"trainer.profile_steps = {show(steps)}: the run ends with step trainer.total_training_steps = {total}; "
+            f"set trainer.profile_steps={within}"
+        )
+
+
+@rule("trainer.profile_tool", "trainer.device")
+def _nsys_needs_a_gpu(cfg: Any) -> Iterator[str]:
+    if cfg.trainer.profile_tool == "nsys" and cfg.trainer.profile_steps:
+        yield (
+            "trainer.profile_tool = nsys: Nsight Systems is started and stopped through CUDA, which a run on a CPU "
+            "does not have; set trainer.profile_tool=torch"
+        )
+
+
+TRAINER_RULES = [_resume, _kept_checkpoints, _known_loggers, _profiled_ranks, _profiled_steps]
+TRAINER_RULES_ON_CPU = [_nsys_needs_a_gpu]

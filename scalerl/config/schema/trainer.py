@@ -8,7 +8,9 @@ from scalerl.config.schema.devices import DevicesConfig
 from scalerl.config.schema.fields import key, same_as
 from scalerl.config.value_checks import (
     DEVICE_MEMORY,
+    RANKS,
     SAVE_FREQ,
+    STEPS,
     TEXT,
     TEXTS,
     above,
@@ -79,6 +81,12 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; 0: it
     # ends at once, with the last checkpoint as the newest.
     save_deadline_s: float = key(0.0, at_least(0))
+    # Steps that are recorded on the ranks, in profile_step_N of default_local_dir and as artifacts (docs/tracking.md).
+    profile_steps: list[int] = key([], STEPS)
+    # torch: operations and memory; nsys: starts and stops Nsight Systems and names its ranges, for a run under it.
+    profile_tool: str = key("torch", one_of("torch", "nsys"))
+    # Ranks that are recorded, of each group of ranks; null: all.
+    profile_ranks: list[int] | None = key([0], or_null(RANKS))
 
 
 @dataclass

@@ -662,7 +662,6 @@ _REWARD = [
     renamed("reward.reward_model.(*)", r"reward_model.\1"),
 ]
 
-_PROFILE = "a run writes no profile"
 _TRAINER = [
     same("(**.|)_target_", why="a key says by its name what it configures"),
     absent(f"{_ROLLOUT}.skip_rollout", *_OFF, why="a step generates its samples"),
@@ -703,12 +702,25 @@ _TRAINER = [
     same("trainer.ray_wait_register_center_timeout", why="trainer.timeout_s limits every call of a worker"),
     same("trainer.(use_legacy_worker_impl|use_v1|v1.**|sync.**)", why="there is one trainer"),
     absent("trainer.esi_redundant_time", 0, None, why="a run that is asked to stop saves first (SIGUSR1)"),
-    absent("(trainer.profile_steps|global_profiler.steps)", *_NONE, [], why=_PROFILE),
-    absent("trainer.npu_profile.options.steps", *_NONE, why=_PROFILE),
+    renamed("trainer.profile_steps", "trainer.profile_steps", only=_NONE, neutral=_NONE, convert=lambda _: []),
+    renamed("global_profiler.steps", "trainer.profile_steps", neutral=(*_NONE, [])),
+    renamed("global_profiler.tool", "trainer.profile_tool", only=("nsys",), convert=lambda tool: tool),
+    renamed("global_profiler.tool", "trainer.profile_tool", only=("torch", "torch_memory"), convert=lambda _: "torch"),
+    absent("global_profiler.tool", *_NONE, why="trainer.profile_tool is torch or nsys"),
+    renamed(f"{_ACTOR}.profiler.ranks", "trainer.profile_ranks", neutral=(None, [])),
+    renamed(f"{_ACTOR}.profiler.all_ranks", "trainer.profile_ranks", only=(True,), convert=lambda _: None),
+    same("global_profiler.save_path", why="a profile is written to trainer.default_local_dir"),
+    same(
+        "(global_profiler|trainer).profile_continuous_steps",
+        *_OFF,
+        True,
+        why="each step of trainer.profile_steps has a profile of its own",
+    ),
+    absent("trainer.npu_profile.options.steps", *_NONE, why="a run has no Ascend devices"),
     goes_with(
-        "global_profiler.**|global_profiler|trainer.(npu_profile.**|profile_continuous_steps|controller_nsight_options.**|worker_nsight_options.**)|"
+        "global_profiler.**|global_profiler|trainer.(npu_profile.**|controller_nsight_options.**|worker_nsight_options.**)|"
         f"({_POLICY}|{_ANY}|{_ROLLOUT}).profiler.**|data.profiler.**",
-        "global_profiler.steps",
+        "trainer.profile_steps",
     ),
     same("trainer.(rollout_data_freq_*|ref_*)", why="there is one trainer"),
     same("trainer.(task_runner.**|tensorboard_dir)", why="there is one driver"),

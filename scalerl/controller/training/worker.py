@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from scalerl.user_code import forget_files, import_files
 if TYPE_CHECKING:
     from scalerl.checkpoint.pieces import WrittenFile
     from scalerl.config.schema import MegatronConfig, OptimConfig
+    from scalerl.controller.training.profile import StepProfile
     from scalerl.families import Head
     from scalerl.hybrid.handover import RankMemory
     from scalerl.parallel.background_save import BackgroundSave
@@ -49,7 +51,7 @@ def phase(
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
         def measured(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            with memory_phase(name), self.present(name, role, parts):
+            with memory_phase(name), self.recorded(f"{role} {name}"), self.present(name, role, parts):
                 return method(self, *args, **kwargs)
 
         return GPUMemoryLogger(role)(measured)
@@ -78,6 +80,8 @@ class MegatronWorker(Worker):
         self.engines: dict[str, Any] = {}
         # Phase -> seconds since `memory` that parts of its model took to get to the device and to leave it.
         self.offload_s: dict[str, float] = {}
+        # While a step is recorded.
+        self.profile: StepProfile | None = None
         # With trainer.async_save, from the first save on.
         self.background_save: BackgroundSave | None = None
         # On rank 0, until it has joined: where the ranks meet.
@@ -171,6 +175,26 @@ class MegatronWorker(Worker):
         if engine.leaves:
             moved_s = arrived - began + time.perf_counter() - leaving
             self.offload_s[name] = self.offload_s.get(name, 0.0) + moved_s
+
+    def recorded(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Marks the block in a profile of the step, if there is one."""
+        return contextlib.nullcontext() if self.profile is None else self.profile.phase(name)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def start_profile(self, tool: str, ranks: Sequence[int] | None) -> None:
+        """Begins to record this rank, if it is one of `ranks` (None: all).  tool: as `StepProfile`."""
+        if ranks is None or self.rank in ranks:
+            from scalerl.controller.training.profile import StepProfile
+
+            self.profile = StepProfile(tool, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def stop_profile(self, directory: str) -> None:
+        """Writes what was recorded since `start_profile` into an existing directory, by the role and the rank."""
+        if self.profile is not None:
+            role = "actor" if "actor" in self.engines else min(self.engines)
+            self.profile.stop(Path(directory), f"{role}_rank_{self.rank}")
+            self.profile = None
 
     def update_metrics(self, updates: list[dict[str, float]], prefix: str) -> dict[str, Metric]:
         """Metrics of a step's updates, from one rank of the last stage.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl.errors import UserError
-from scalerl.families import files_beside_weights
+from scalerl.families import copy_beside_weights
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
 from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_index
 from scalerl.servers.weights import NamedTensors
@@ -104,8 +104,7 @@ class DiskTransport:
         (self.directory / (name + PARTIAL)).mkdir()
 
     def _complete(self, partial: Path, target: Path, specs: Sequence[dict[str, TensorSpec]]) -> None:
-        for file in files_beside_weights(self.model_path):
-            shutil.copyfile(file, partial / file.name)
+        copy_beside_weights(self.model_path, partial)
         if len(specs) > 1:
             files = {name: file_name(number, len(specs)) for number, bucket in enumerate(specs) for name in bucket}
             write_index(partial, files, {name: spec for bucket in specs for name, spec in bucket.items()})

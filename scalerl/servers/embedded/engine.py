@@ -16,8 +16,9 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from scalerl.families import HFWeights, weight_block
 from scalerl.servers.embedded.decode_rows import NUM_ROWS, DecodeRows, prefill
 from scalerl.servers.embedded.file_tensors import file_tensors
 from scalerl.servers.embedded.sampling import SampleSettings, sample
@@ -84,13 +85,7 @@ class EmbeddedEngine:
         self.policy_version = "0"
         self.device = torch.device(device)
         # Its class is the one that the directory names.
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            attn_implementation="sdpa",
-            local_files_only=True,
-        )
+        self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
@@ -398,6 +393,20 @@ def _known_tags(tags: Sequence[str] | None) -> set[str]:
     if unknown:
         raise RefusedError(f"unknown memory tags {sorted(unknown)}; known: {MEMORY_TAGS}")
     return set(tags or MEMORY_TAGS)
+
+
+def _model(model_path: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "attn_implementation": "sdpa", "dtype": dtype}
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    if weight_block(config.to_dict()) is None:
+        return AutoModelForCausalLM.from_pretrained(model_path, local_files_only=True, **options)
+    # transformers computes with 8-bit weights on a GPU alone.
+    delattr(config, "quantization_config")
+    model = AutoModelForCausalLM.from_config(config, **options).requires_grad_(False)
+    with HFWeights(model_path) as weights:
+        for name, tensor in file_tensors(model).items():
+            tensor.copy_(weights.read(name)[:])
+    return model
 
 
 def _tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

@@ -29,6 +29,7 @@ class Launch:
     device: cpu or cuda.  gpu_ids: GPUs of this server; None leaves CUDA_VISIBLE_DEVICES as it is.
     max_model_len: tokens of prompt and response.  seed: seed of the server's own generator, if its engine has one.
     releases_memory: the server frees its device between generations (GPU).
+    synced: it serves nothing before a trainer has given it weights.
     """
 
     model_path: str
@@ -41,6 +42,7 @@ class Launch:
     seed: int = 0
     trust_remote_code: bool = False
     releases_memory: bool = False
+    synced: bool = False
 
 
 class Engine(ABC):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.config import server_violations
 from scalerl.config.suggestions import divisors_text
+from scalerl.families import read_config, weight_block
 from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
@@ -82,6 +83,10 @@ class SGLangEngine(Engine):
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
+        if launch.synced and weight_block(read_config(launch.model_path)) is not None:
+            # Trainers send weights that are not quantized, so the server's are as they would be without.
+            arguments["json_model_override_args"] = json.dumps({"quantization_config": None})
+            arguments["load_format"] = "dummy"
         if config.kv_cache_tokens is not None:
             # Less than what gpu_memory_utilization leaves; SGLang takes the smaller of both.
             arguments["max_total_tokens"] = config.kv_cache_tokens

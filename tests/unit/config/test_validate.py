@@ -47,6 +47,13 @@ def changed(cfg: Any, values: dict[str, Any]) -> Any:
     return cfg
 
 
+def test_nsight_needs_a_gpu():
+    cfg = changed(PPO, {"trainer.profile_steps": [1], "trainer.profile_tool": "nsys"})
+    assert validate_ppo(cfg) == validate_ppo(cfg, device="cuda") == []
+    (found,) = validate_ppo(cfg, device="cpu")
+    assert found.startswith("trainer.profile_tool = nsys: ") and found.endswith("set trainer.profile_tool=torch")
+
+
 def test_the_smallest_configs_are_valid():
     assert validate_ppo(PPO) == validate_ppo(PPO, device="cuda") == validate_ppo(PPO, device="cpu") == []
     assert validate_sft(SFT) == []
@@ -195,6 +202,9 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_restarts": ([-1], [0]),
     "timeout_s": ([0.0, float("inf")], [0.1]),
     "save_timeout_s": ([0.0, float("inf")], [0.1]),
+    "profile_steps": ([[0], [1, 1], 3, [2.0]], [[], [1], [10, 3]]),
+    "profile_tool": (["perf"], ["torch", "nsys"]),
+    "profile_ranks": ([[], [-1], [0, 0]], [None, [0], [3, 1]]),
     "save_deadline_s": ([-1.0, float("inf")], [0.0, 0.1]),
     "generation_timeout_s": ([0.0, float("inf")], [0.1]),
     "engine_kwargs": (
@@ -419,6 +429,14 @@ PPO_RELATIONS = {
         {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
         | {"trainer.test_freq": 1},
         ["trainer.best_ckpt_metric = null: needed"],
+    ),
+    "late profile": (
+        {"trainer.profile_steps": [3, 9], "trainer.total_training_steps": 8},
+        ["trainer.profile_steps = [3,9]: the run ends with step", "set trainer.profile_steps=[3]"],
+    ),
+    "profile of a rank that is not there": (
+        {"trainer.profile_ranks": [7, 8]},
+        ["trainer.profile_ranks = [7,8]: the run has ranks 0 to 7, and no 8"],
     ),
     "metric of no best": ({"trainer.best_ckpt_metric": "m"}, ["best_ckpt_metric = m: has no effect"]),
     "best without validations": (

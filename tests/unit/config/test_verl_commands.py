@@ -51,7 +51,7 @@ COUNTS = {
     "gspo30b": (48, 6, 11, 1),
     "dsv3": (65, 17, 17, 0),
     "dapo_npu": (67, 19, 14, 3),
-    "further": (55, 37, 104, 4),
+    "further": (55, 40, 102, 3),
     "megatron": (130, 22, 180, 0),
 }
 
@@ -250,3 +250,14 @@ def test_a_kl_weight_of_zero_is_no_contradiction():
     assert violations([*REQUIRED, "algorithm.use_kl_in_reward=False", "algorithm.kl_ctrl.kl_coef=0.0"]) == []
     (found,) = violations([*REQUIRED, "algorithm.kl_ctrl.kl_coef=0.5"])
     assert "has no effect" in found
+
+
+def test_profiles_are_asked_for_under_verls_names():
+    cfg = composed("ppo", [*REQUIRED, "global_profiler.steps=[2,5]", f"{ACTOR}.profiler.all_ranks=True"]).config
+    assert (cfg.trainer.profile_steps, cfg.trainer.profile_ranks) == ([2, 5], None)
+    cfg = composed(
+        "ppo", [*REQUIRED, "trainer.profile_steps=null", "global_profiler.tool=nsys", f"{ACTOR}.profiler.ranks=[0]"]
+    ).config
+    assert (cfg.trainer.profile_steps, cfg.trainer.profile_tool, cfg.trainer.profile_ranks) == ([], "nsys", [0])
+    (found,) = violations([*REQUIRED, "global_profiler.tool=npu"])
+    assert "trainer.profile_tool is torch or nsys" in found

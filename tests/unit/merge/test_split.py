@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.families import ModelShape
+from scalerl.families import ModelShape, read_config
 from scalerl.merge import main, merge
 from scalerl.merge.split import SplitSizes, split
-from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
+from tests.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model, store_as_fp8
 
 DENSE = [SplitSizes(), SplitSizes(tp_size=2, pp_size=2), SplitSizes(pp_size=2, vpp_size=2, cp_size=2)]
 MIXTURE = [SplitSizes(tp_size=2, ep_size=2, etp_size=1), SplitSizes(pp_size=2, ep_size=4, etp_size=2)]
@@ -42,6 +42,28 @@ def test_merge_undoes_split(models: dict[str, Path], tmp_path: Path, family: str
         assert len(list((checkpoint / "dist_ckpt").glob("*.distcp"))) == sizes.world_size, "every rank has its share"
         merge(checkpoint, tmp_path / f"merged{number}")
         assert_same(tmp_path / f"merged{number}", models[family])
+
+
+def test_a_model_stored_as_fp8_is_merged_as_its_dtype(tmp_path: Path) -> None:
+    """And a YaRN that config.json asks for stays there."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
+    path = make_tiny_model(
+        tmp_path / "m",
+        "qwen3",
+        hidden_size=192,
+        dtype=torch.bfloat16,
+        rope_parameters=yarn,
+        max_position_embeddings=2048,
+    )
+    config = read_config(path)
+    meant = store_as_fp8(path)
+    split(path, tmp_path / "split", SplitSizes(tp_size=2))
+    assert merge(tmp_path / "split", tmp_path / "merged").dtype == "bfloat16"
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == meant.keys()
+    for name, tensor in merged.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, meant[name].bfloat16()), name
+    assert read_config(tmp_path / "merged") == config and config["rope_parameters"] == yarn
 
 
 def test_ranks_have_what_their_layout_says(models: dict[str, Path], tmp_path: Path) -> None:

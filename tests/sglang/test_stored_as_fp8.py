@@ -1,0 +1,62 @@
+"""A model with YaRN whose files are fp8: the server of a run takes the trainer's weights, and answers as transformers.
+
+At four times the original length the trainer's log-probs are transformers', too (tests/dist/test_yarn.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scalerl.families import copy_beside_weights, read_config
+from scalerl.servers.client import GenerateRequest, SamplingParams
+from scalerl.servers.weights import checksum_differences, expected_checksums
+from tests.sglang.conftest import MAX_MODEL_LEN, Engine, Model, make_model
+from tests.tiny_models import store_as_fp8
+
+ORIGINAL, FACTOR = 24, 4
+YARN = {"rope_type": "yarn", "factor": float(FACTOR), "original_max_position_embeddings": ORIGINAL}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(
+        tmp_path_factory.mktemp("stored"),
+        "qwen3",
+        seed=4,
+        head_dim=32,
+        max_position_embeddings=ORIGINAL * FACTOR,
+        rope_parameters=YARN | {"rope_theta": 10000.0},
+    )
+
+
+@pytest.fixture(scope="module")
+def meant(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """What the trainer has of it, and sends."""
+    tensors = store_as_fp8(stored)
+    path = tmp_path_factory.mktemp("meant")
+    copy_beside_weights(stored, path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return Model.load(path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sglang", "embedded"])
+def test_four_times_the_original_length(
+    start_engine: Callable[..., Engine], stored: Path, meant: Model, kind: str
+) -> None:
+    assert MAX_MODEL_LEN == ORIGINAL * FACTOR
+    engine = start_engine(kind, stored, synced=True)
+    engine.load(meant.weights(), policy_version=3)
+    expected = expected_checksums(meant.weights(), read_config(meant.path), 1, kind)
+    assert checksum_differences(expected, engine.client.checksums()) == []
+    prompt = [7 + i % 400 for i in range(ORIGINAL)]
+    sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN - ORIGINAL, temperature=1.0, ignore_eos=True)
+    (output,) = engine.generate([GenerateRequest("p", prompt, 1, sampling, [1])])
+    assert len(output.output_ids) == MAX_MODEL_LEN - ORIGINAL and output.policy_version == 3
+    ours = torch.tensor(output.logprobs)
+    torch.testing.assert_close(ours, meant.logprobs(prompt, output.output_ids, 1.0), atol=1e-4, rtol=0)
