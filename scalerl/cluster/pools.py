@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,14 +14,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from scalerl.cluster.ray_session import own_token, session_directory, sigterm_kept
 from scalerl.cluster.worker_logs import logs_are_kept_in
@@ -60,6 +61,8 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
             stack.enter_context(own_token())
             # "local": a cluster that someone else started on this machine is not ours to use.
             common |= {"address": "local", "object_store_memory": _object_store_bytes()}
+            # No actor asks for memory by number. Without one Ray takes what is free, and refuses where that is little.
+            common["_memory"] = _machine_bytes()
             # On CPU a rank is a process, so the machine has as many places as the configuration asks for.
             common["num_cpus"] = max(os.cpu_count() or 1, num_workers) if device == "cpu" else None
         # Before the start, which may be interrupted.
@@ -69,11 +72,14 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
         yield
 
 
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _object_store_bytes() -> int:
     """A quarter of the machine's memory and at most half of /dev/shm (Ray spills to disk beyond)."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     shm = os.statvfs("/dev/shm")
-    return max(100 * 2**20, min(memory // 4, shm.f_bavail * shm.f_frsize // 2, 32 * 2**30))
+    return max(100 * 2**20, min(_machine_bytes() // 4, shm.f_bavail * shm.f_frsize // 2, 32 * 2**30))
 
 
 class Reusable:
@@ -115,6 +121,7 @@ class PooledActor:
 # Idle actors without a device that are kept per class and node: nothing else bounds their number.
 MAX_IDLE = 4
 ANSWER_TIMEOUT_S = 10.0
+POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,26 @@ class ResourcePool:
         """Ray's ids of the nodes that the pool is on."""
         return set(placement_group_table(self.group)["bundles_to_node_id"].values())
 
+    def is_whole(self, timeout_s: float) -> bool:
+        """Whether every node of the pool answers; Ray has timeout_s to put another in the place of a lost one."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            entry = placement_group_table(self.group)
+            nodes = set(entry["bundles_to_node_id"].values())
+            if entry["state"] == "CREATED" and nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+                break
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        # A node that has just gone may still be called alive.
+        asked = [_beginning_on(node) for node in nodes - {ray.get_runtime_context().get_node_id()}]
+        answered, silent = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        try:
+            ray.get(answered)
+        except RayError:
+            return False
+        return not silent
+
     def first(self, devices_per_node: int) -> ResourcePool:
         """The same pool, limited to this many devices of each node."""
         return replace(self, devices_per_node=devices_per_node)
@@ -211,6 +238,15 @@ class ResourcePool:
 def are_here(*pools: ResourcePool) -> bool:
     """Whether all the pools are on the node of this process and nowhere else."""
     return set[str]().union(*(pool.node_ids() for pool in pools)) == {ray.get_runtime_context().get_node_id()}
+
+
+def _beginning_on(node: str) -> ray.ObjectRef:
+    """Begins a task that does nothing on a node; its result shows that the node answers."""
+    remote: Any = ray.remote(num_cpus=0)(_nothing)
+    return remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+
+
+def _nothing() -> None: ...
 
 
 def _answers(actor: ActorHandle) -> bool:

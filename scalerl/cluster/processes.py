@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,16 @@ class Part(Protocol):
         ...
 
 
+class Ranks(Part, Protocol):
+    """A part of a run whose processes wait for each other."""
+
+    def kill(self) -> None:
+        """Ends the processes whatever they do, and waits until they are gone."""
+        ...
+
+
 P = TypeVar("P", bound=Part)
+R = TypeVar("R", bound=Ranks)
 
 
 class Processes:
@@ -102,17 +111,25 @@ def leased(
         yield stack.enter_context(Lease(processes))
 
 
+Survives = Callable[[BaseException, Sequence[ResourcePool]], bool]
+
+
 class Lease:
     """The pools and processes that one run uses; at its end they wait for the next run, or end.
 
-    They wait only if the run came to its end: what an error left behind in a process is not known.
+    They wait only if the run came to its end: what an error left behind in a process is not known. After an error that
+    the run survives, those wait that had no part in it.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes, *, survives: Survives = lambda error, pools: False) -> None:
+        """survives: whether the run is built again after this error.  pools: those of this lease."""
+        self._processes, self._survives = processes, survives
         # Whole, as taken: the run may see fewer devices of each.
         self._pools: list[ResourcePool] = []
         self._parts: list[Part] = []
+        # Of these parts: those that end with any error, and those that do not if the run survives it.
+        self._ranks: list[Ranks] = []
+        self._waiting: list[Part] = []
 
     def pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
@@ -124,10 +141,20 @@ class Lease:
         self._pools.append(whole)
         return whole.first(devices_per_node)
 
-    def add(self, part: P) -> P:
-        """Adds a part, which leaves, or is stopped, before the parts that were added earlier."""
+    def add(self, part: P, *, waits_for_restart: bool = True) -> P:
+        """Adds a part, which leaves, or is stopped, before the parts that were added earlier.
+
+        waits_for_restart: False: it is stopped after an error that the run survives.
+        """
         self._parts.append(part)
+        if waits_for_restart:
+            self._waiting.append(part)
         return part
+
+    def add_ranks(self, ranks: R) -> R:
+        """Adds a part as `add` does; it is killed after an error that the run survives."""
+        self._ranks.append(ranks)
+        return self.add(ranks, waits_for_restart=False)
 
     def __enter__(self) -> Lease:
         return self
@@ -135,6 +162,9 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._survives(error, self._pools):
+            self._end_ranks()
+            return
         if error is None and self._processes.keep:
             while self._parts and _left(self._parts[-1]):
                 self._parts.pop()
@@ -148,6 +178,16 @@ class Lease:
                 ending.callback(pool.release)
             for part in self._parts:
                 ending.callback(part.stop)
+
+    def _end_ranks(self) -> None:
+        """Kills the ranks, and stops what does not leave; all else waits for the restart of the run."""
+        for ranks in self._ranks:
+            ranks.kill()
+        for part in reversed(self._parts):
+            if not (part in self._waiting and _left(part)):
+                part.stop()
+        for pool in self._pools:
+            self._processes.take_back(pool)
 
 
 def _left(part: Part) -> bool:

@@ -27,9 +27,10 @@ from scalerl.cluster.dispatch import (
     registration_of,
 )
 from scalerl.cluster.hang_report import report_of
+from scalerl.cluster.kill import kill_processes
 from scalerl.cluster.pools import ActorSpec, ResourcePool
 from scalerl.cluster.rank import Answer, RankProcess, Worker
-from scalerl.cluster.worker_logs import last_words
+from scalerl.cluster.worker_logs import is_dead, last_words
 from scalerl.errors import RunError, UserError
 from scalerl.metrics import merge_metrics
 from scalerl.parallel.layout import Coordinates, Layout
@@ -39,6 +40,9 @@ from scalerl.user_code import called, is_users_own, place_of
 LEAVE_TIMEOUT_S = 60.0
 # How long the driver waits for ranks before it looks whether one has failed; twice as long each time.
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.5
+# What gloo and NCCL say to a rank when the process of another has ended; Ray hears of that end a little later.
+LOST_CONNECTION = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exit")
+DEATH_NEWS_S = 5.0
 
 
 class WorkerError(RunError):
@@ -106,6 +110,11 @@ class WorkerGroup:
     def stop(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)
+
+    def kill(self) -> None:
+        """Ends the ranks; no process of theirs is left when this returns, however stuck it was."""
+        kill_processes(self.ranks)
+        self.stop()
 
     def call(self, method: WorkerMethod[..., Any, P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a method on the ranks as its @register says: `workers.call(RLWorker.compute_values, shards)`.
@@ -281,10 +290,25 @@ class WorkerGroup:
                 return UserError(failed)
             if isinstance(error.cause, RunError):
                 return WorkerError(failed)
+            if (lost := self._lost_by(error)) is not None:
+                died = f"{name}: the process of rank {lost} ({self.layout.coordinates(lost)}) died; rank {rank} lost it"
+                return WorkerError(f"{died}: {error.cause}\n{last_words(self.ranks[lost])}")
             remote_trace = str(error).split("\n", 1)[-1]
             return WorkerError(f"{failed}\n{remote_trace}\n{last_words(self.ranks[rank])}")
         died = f"{name}: the process of rank {rank} ({place}) died: {str(error).splitlines()[0]}"
         return WorkerError(f"{died}\n{last_words(self.ranks[rank])}")
+
+    def _lost_by(self, error: RayTaskError) -> int | None:
+        """The rank whose process has died, where another rank failed because it lost its connection to one."""
+        if not any(text in str(error.cause) for text in LOST_CONNECTION):
+            return None
+        deadline = time.monotonic() + DEATH_NEWS_S
+        while time.monotonic() < deadline:
+            for rank, actor in enumerate(self.ranks):
+                if is_dead(actor):
+                    return rank
+            time.sleep(FIRST_LOOK_S)
+        return None
 
 
 def _short(place: Coordinates) -> str:

@@ -44,6 +44,12 @@ def place_of_actor(actor: Any) -> ActorPlace:
     return ActorPlace(entry["Address"]["NodeID"], entry["Address"]["IPAddress"], entry["Pid"])
 
 
+def is_dead(actor: Any) -> bool:
+    """Whether Ray knows that the process of an actor has ended.  actor: its handle."""
+    private: Any = ray._private
+    return private.state.actors(actor._actor_id.hex())["State"] == "DEAD"
+
+
 def session_logs() -> Path:
     """The log directory of Ray's session, which has the same path on every node of a cluster."""
     private: Any = ray._private

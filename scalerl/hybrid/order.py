@@ -44,6 +44,11 @@ class SyncOrder:
         return self._serving
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all of the server is on its device and no update is half done."""
+        return self._kv and self._weights and self._session in ("none", "ended")
+
+    @property
     def allowed(self) -> tuple[Step, ...]:
         """The steps that may come next."""
         if self._serving:

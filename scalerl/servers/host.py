@@ -104,11 +104,12 @@ class ReplicaHost(Reusable):
         name = f"rollout-{self.index}.restart-{self.num_starts}.log" if self.num_starts else f"rollout-{self.index}.log"
         self.num_starts += 1
         if self.server is not None and self.server.alive():
-            # The server continues to write to its first log.
-            log = Path(self.log_dir, name)
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.unlink(missing_ok=True)
-            log.symlink_to(self.server.log_path.resolve())
+            # The server continues to write to its first log, which is in this directory if the run began with it.
+            log, written = Path(self.log_dir, name), self.server.log_path.resolve()
+            if written.parent != log.parent.resolve():
+                log.parent.mkdir(parents=True, exist_ok=True)
+                log.unlink(missing_ok=True)
+                log.symlink_to(written)
             return self.server.url, self.server.key
         import ray
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Literal
 from scalerl.algorithms import KLController
 from scalerl.balance import SizeKeys
 from scalerl.cluster.pools import ResourcePool, are_here
-from scalerl.cluster.processes import Lease, Processes, leased
+from scalerl.cluster.processes import Lease
 from scalerl.cluster.worker_group import Limit, WorkerGroup, join
 from scalerl.config import (
     PPOConfig,
@@ -36,9 +35,7 @@ from scalerl.data import PromptCursor
 from scalerl.families.flops import flops_shape
 from scalerl.metrics import Timers
 from scalerl.parallel.layout import Layout
-from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.garbage import collect_garbage
-from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases
@@ -46,6 +43,7 @@ from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs
 from scalerl.trainer.run_description import describe
+from scalerl.trainer.run_host import RunHost, is_val_only, log_directory
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
@@ -58,35 +56,22 @@ _SAVES = (
     MegatronWorker.written_checkpoint,
     MegatronWorker.load_checkpoint,
 )
-# Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
-VAL_ONLY = "val_only"
-# Directory in trainer.default_local_dir for the logs of servers, and for Ray's logs when a run fails.
-LOGS = "logs"
-# Set by a launcher: the directory for the logs of this attempt.
-ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
 
 
 @contextmanager
-def ppo_run(
-    cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None = None, phases: StartPhases | None = None
-) -> Iterator[Run]:
+def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
     """Builds an RL run that is ready for its next step.
 
-    Processes and servers that the run started end with the block, or are returned to `processes`.
+    Processes and servers that the run started end with the block, or are returned to the host.
     """
     trainer, actor_config, rollout_config = cfg.trainer, cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
-    resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
+    resumed = inputs.resumed
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
-        # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
-        stack.enter_context(stop.listening())
-        run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
-        phases = start_phases(phases, tracker)
-        log_dir = log_directory(run_dir)
-        lease = stack.enter_context(
-            leased(processes, num_workers=num_devices(cfg), device=inputs.device, log_dir=log_dir)
-        )
+        tracker = stack.enter_context(open_tracker(cfg, inputs.device, host, resumed, num_steps))
+        phases = start_phases(host.phases, tracker)
+        log_dir = log_directory(host.run_dir)
+        lease = stack.enter_context(host.lease(num_workers=num_devices(cfg), device=inputs.device))
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         groups = start_groups(lease, cfg, pool, inputs.device)
         workers = groups["actor"]
@@ -101,7 +86,8 @@ def ppo_run(
             single_node=are_here(pool, servers_pool),
             first_step=resumed.step,
         )
-        lease.add(servers)
+        # New ranks need the memory of a GPU that they share while they build their models.
+        lease.add(servers, waits_for_restart=not shares_gpus(cfg, inputs.device))
         rollout = HybridRollout(cfg, servers, {"train": inputs.train, "val": inputs.val}, inputs.tokenizer, judge=judge)
         lease.add(rollout)
         starts = {"servers": servers.start, "models": lambda: build_models(cfg, groups, phases)}
@@ -127,7 +113,7 @@ def ppo_run(
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
-            stop=stop,
+            stop=host.stop,
             saves=Saves(trainer),
             start=phases,
         )
@@ -140,6 +126,7 @@ def ppo_run(
         collect_garbage()
         if resumed.directory is not None:
             tracker.message(f"resumed from {resumed.directory}")
+        host.restarts.ready(run)
         with run.saves.finished():
             yield run
 
@@ -151,8 +138,12 @@ def start_order(cfg: PPOConfig, device: str) -> tuple[Literal["models", "servers
     then, and a server sizes its KV cache by the memory that is free. Elsewhere the servers start first, and the models
     are built while they start.
     """
-    shares_gpus = device == "cuda" and cfg.actor_rollout_ref.hybrid_engine
-    return ("models", "servers") if shares_gpus else ("servers", "models")
+    return ("models", "servers") if shares_gpus(cfg, device) else ("servers", "models")
+
+
+def shares_gpus(cfg: PPOConfig, device: str) -> bool:
+    """Whether trainer ranks and the policy's servers are on the same GPUs."""
+    return device == "cuda" and cfg.actor_rollout_ref.hybrid_engine
 
 
 def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPhases) -> None:
@@ -184,42 +175,20 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
         )
 
 
-def log_directory(run_dir: Path) -> Path:
-    """The directory for logs of servers and Ray, and for reports: the launcher's for this attempt, else the run's."""
-    return Path(os.environ.get(ATTEMPT_DIR_ENV) or run_dir / LOGS)
-
-
-def start_phases(phases: StartPhases | None, tracker: Tracking) -> StartPhases:
-    """Sends the lines of `phases` (None: new ones) to the tracker from now on, and begins the phase "processes"."""
+def start_phases(phases: StartPhases, tracker: Tracking) -> StartPhases:
+    """Sends the lines of `phases` to the tracker from now on, and begins the phase "processes"."""
     tracker.phase("start")
-    phases = StartPhases() if phases is None else phases
     phases.say = tracker.message
     phases.begin("processes")
     return phases
 
 
-def take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
-    """The run's directory, locked against other runs until the stack ends.
-
-    trainer.default_local_dir, or its subdirectory val_only with trainer.val_only.
-    """
-    run_dir = Path(cfg.trainer.default_local_dir)
-    if _is_val_only(cfg):
-        # The training run's own files stay as they are; that run may still be writing them.
-        run_dir = run_dir / VAL_ONLY
-    stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
-    return run_dir
-
-
-def _is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
-    return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
-
-
 def open_tracker(
-    cfg: PPOConfig | SFTConfig, device: str, run_dir: Path, resumed: checkpoints.Resumed, total_steps: int
+    cfg: PPOConfig | SFTConfig, device: str, host: RunHost, resumed: checkpoints.Resumed, total_steps: int
 ) -> Tracking:
     """Opens the trackers; saves the resolved configuration in the run's directory, and logs it."""
-    trainer, description = cfg.trainer, describe(cfg, device)
+    trainer, description, run_dir = cfg.trainer, describe(cfg, device), host.run_dir
+    run_id = host.restarts.mlflow_run_id or (None if is_val_only(cfg) else resumed.state.get("mlflow_run_id"))
     save_resolved(cfg, run_dir / RESOLVED_CONFIG)
     tracker = Tracking(
         trainer.project_name,
@@ -228,7 +197,7 @@ def open_tracker(
         dataclasses.asdict(cfg),
         run_dir=run_dir,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
-        run_id=None if _is_val_only(cfg) else resumed.state.get("mlflow_run_id"),
+        run_id=run_id,
         total_steps=total_steps,
         resumed_from=resumed.step,
         description=description.text,
@@ -378,4 +347,4 @@ def start_workers(
         seed=seed,
         user_files=absolute(user_files),
     )
-    return lease.add(workers)
+    return lease.add_ranks(workers)

@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer import checkpoints
     from scalerl.trainer.build import ppo_run
     from scalerl.trainer.custom_fit import call_fit
-    from scalerl.trainer.ppo import fit
-    from scalerl.trainer.preflight import check_ppo
+    from scalerl.trainer.ppo import Run, fit
+    from scalerl.trainer.preflight import PPOInputs, check_ppo
+    from scalerl.trainer.run_host import run_host
 
     phases.begin("data")
     inputs = check_ppo(cfg, digests=not dry_run)
@@ -66,11 +67,17 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if dry_run:
         print(checkpoints.dry_run_text(inputs.resumed))
         return 0
-    try:
-        with ppo_run(cfg, inputs, processes, phases) as run:
+
+    def trained(inputs: PPOInputs) -> Run:
+        with ppo_run(cfg, inputs, host) as run:
             validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
             for line in validation_lines(validation, run.tested_at, run.step):
                 run.tracker.message(line)
+        return run
+
+    try:
+        with run_host(cfg, inputs, processes, phases) as host:
+            run = host.train(inputs, trained)
     except KeyboardInterrupt:
         print(interrupted_text(cfg.trainer.default_local_dir, "train", arguments), file=sys.stderr, flush=True)
         raise

@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
 
     from scalerl.memory_plan.report import summary
     from scalerl.trainer import checkpoints
-    from scalerl.trainer.preflight import check_sft
-    from scalerl.trainer.sft import fit, sft_run
+    from scalerl.trainer.preflight import SFTInputs, check_sft
+    from scalerl.trainer.run_host import run_host
+    from scalerl.trainer.sft import SFTRun, fit, sft_run
 
     phases.begin("data")
     inputs = check_sft(cfg, digests=not dry_run)
@@ -58,9 +59,15 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if dry_run:
         print(checkpoints.dry_run_text(inputs.resumed))
         return 0
-    try:
-        with sft_run(cfg, inputs, processes, phases) as run:
+
+    def trained(inputs: SFTInputs) -> SFTRun:
+        with sft_run(cfg, inputs, host) as run:
             fit(run)
+        return run
+
+    try:
+        with run_host(cfg, inputs, processes, phases) as host:
+            run = host.train(inputs, trained)
     except KeyboardInterrupt:
         print(interrupted_text(cfg.trainer.default_local_dir, "sft", arguments), file=sys.stderr, flush=True)
         raise

@@ -42,6 +42,8 @@ class Saves:
         self._tested: tuple[int, float] | None = None
         # The newest checkpoint: the one that the run resumed from, until the run saves its own.
         self.latest: Path | None = None
+        # Step -> when its state was saved, by time.monotonic.
+        self.saved_at: dict[int, float] = {}
         self._running: _Running | None = None
         self._news: dict[str, float] = {}
         self._failures: list[CheckpointWriteError] = []
@@ -53,6 +55,7 @@ class Saves:
         CheckpointWriteError. Else `latest` becomes the checkpoint later.
         """
         self._collect(wait=True)
+        self.saved_at[step] = time.monotonic()
         if self._metric is not None and self._tested is not None and self._tested[0] == step:
             state = state | {METRICS: {self._metric: self._tested[1]}}
         if wait or not self._in_background:

@@ -13,7 +13,6 @@ import ray
 
 from scalerl.balance import SizeKeys, packing_metrics, plan_step
 from scalerl.cluster.batch import ShardedBatch
-from scalerl.cluster.processes import Processes, leased
 from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.config import SFTConfig, total_steps, world_size
 from scalerl.controller.training.background_save import begin_save
@@ -26,19 +25,11 @@ from scalerl.parallel.layout import Layout
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import StartPhases
-from scalerl.trainer.build import (
-    log_directory,
-    open_tracker,
-    say_how_to_open,
-    start_phases,
-    start_pool,
-    start_workers,
-    take_directory,
-)
+from scalerl.trainer.build import open_tracker, say_how_to_open, start_phases, start_pool, start_workers
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
 from scalerl.trainer.profiling import profiled
+from scalerl.trainer.run_host import RunHost
 from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 
@@ -151,25 +142,17 @@ def save(run: SFTRun) -> None:
 
 
 @contextmanager
-def sft_run(
-    cfg: SFTConfig, inputs: SFTInputs, processes: Processes | None = None, phases: StartPhases | None = None
-) -> Iterator[SFTRun]:
+def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun]:
     """Builds a fine-tuning run that is ready for its next step.
 
-    Processes that the run started end with the block, or are returned to `processes`.
+    Processes that the run started end with the block, or are returned to the host.
     """
-    trainer = cfg.trainer
-    resumed, stop = inputs.resumed, StopRequest(trainer.save_deadline_s)
+    trainer, resumed = cfg.trainer, inputs.resumed
     num_steps = total_steps(trainer, len(inputs.train), cfg.data.train_batch_size)
     with ExitStack() as stack:
-        # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
-        stack.enter_context(stop.listening())
-        run_dir = take_directory(stack, cfg)
-        tracker = stack.enter_context(open_tracker(cfg, inputs.device, run_dir, resumed, num_steps))
-        phases = start_phases(phases, tracker)
-        lease = stack.enter_context(
-            leased(processes, num_workers=world_size(cfg), device=inputs.device, log_dir=log_directory(run_dir))
-        )
+        tracker = stack.enter_context(open_tracker(cfg, inputs.device, host, resumed, num_steps))
+        phases = start_phases(host.phases, tracker)
+        lease = stack.enter_context(host.lease(num_workers=world_size(cfg), device=inputs.device))
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(lease, pool, SFTWorker, layout, trainer, inputs.device, cfg.megatron.seed)
@@ -203,7 +186,7 @@ def sft_run(
                 sequence_parallel=cfg.megatron.sequence_parallel,
             ),
             total_steps=num_steps,
-            stop=stop,
+            stop=host.stop,
             saves=Saves(trainer),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
@@ -214,5 +197,6 @@ def sft_run(
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step, run.saves.latest = resumed.step, resumed.directory
             tracker.message(f"resumed from {resumed.directory}")
+        host.restarts.ready(run)
         with run.saves.finished():
             yield run

@@ -268,8 +268,9 @@ def trainer_run(source: Source, cfg: PPOConfig, inputs: PPOInputs, processes: Pr
     from scalerl.metrics import Timers
     from scalerl.runtime.stop import StopRequest
     from scalerl.trainer.beginning import StartPhases
-    from scalerl.trainer.build import LOGS, build_models, planners, start_groups, start_pool, unique
+    from scalerl.trainer.build import build_models, planners, start_groups, start_pool, unique
     from scalerl.trainer.ppo import Run
+    from scalerl.trainer.run_host import LOGS
     from scalerl.trainer.saves import Saves
 
     samples = cast("Any", DumpedSamples(source.dump))

@@ -125,11 +125,12 @@ def train(keys: Sequence[str], processes: Processes | None, *, stop_after: int |
     from scalerl.trainer.custom_fit import call_fit
     from scalerl.trainer.ppo import fit
     from scalerl.trainer.preflight import check_ppo
+    from scalerl.trainer.run_host import run_host
 
     forget_files()
     cfg = compose("ppo", keys, rules=False)
     inputs = check_ppo(cfg)
-    with ppo_run(cfg, inputs, processes) as run:
+    with run_host(cfg, inputs, processes) as host, ppo_run(cfg, inputs, host) as run:
         run.total_steps = stop_after or run.total_steps
         if inputs.fit is None:
             fit(run)

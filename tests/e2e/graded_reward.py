@@ -53,8 +53,14 @@ def _pause(directory: Path, called: int) -> None:
 
 def _strike(strikes: list[dict], called: int) -> None:
     for strike in strikes:
-        if strike["at"] == called:
+        if strike["at"] != called:
+            continue
+        if "log" in strike:
             os.killpg(server_of(strike["log"]), strike["signum"])
+        elif not Path(strike["done"]).exists():
+            # Samples are counted anew after a restart.
+            Path(strike["done"]).touch()
+            os.kill(int(Path(strike["pid_file"]).read_text()), strike["signum"])
 
 
 def server_of(log: str) -> int:

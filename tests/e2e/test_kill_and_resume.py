@@ -42,10 +42,10 @@ LAYOUTS = {
         "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
     ],
 }
-# Clocks and memory, which no two runs share.
+# Clocks, memory and what a restart cost, which no two runs share.
 MEASURED = re.compile(
     r"timing_s/|timing_per_token_ms/|train/mfu|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
-    r"|perf/update_weights_gb_per_s|checkpoint/background_s"
+    r"|perf/update_weights_gb_per_s|checkpoint/background_s|training/(num_rank_restarts|redone_steps|restart_lost_s)"
 )
 
 

@@ -50,6 +50,11 @@ def test_workers_on_a_cpu_see_no_gpu(cluster: Processes) -> None:
     assert ray.get(visible_devices.remote(), timeout=120) == ""
 
 
+def test_ray_does_not_measure_free_memory(cluster: Processes) -> None:
+    """It would refuse to start where little is free, though no actor asks for any."""
+    assert ray.cluster_resources()["memory"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 @ray.remote(num_cpus=0)
 class Dying:
     def die(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,34 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
         assert found == {"driver.log", "node-n1.log", "node-n2.log"} | servers
     merged = launch("logs", str(run_dir), "--all", "--lines", "3").stdout.splitlines()
     assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}
+
+
+@pytest.mark.full
+def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(STEPS)
+    more = (f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}", "trainer.save_freq=1")
+    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 2, *more)))
+    out = run_dir / f"logs/slurm-{job_id}.out"
+    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
+    assert pause.reached(), out.read_text()
+    rank = next(pid for pid, args in slurm.processes("n2") if args.startswith("ray::RankProcess"))
+    driver = next(pid for pid, args in slurm.processes("n1") if " train +recipe=" in args and "python" in args)
+    environment = slurm.run("cat", f"/proc/{driver}/environ", host="n1").stdout.split("\0")
+    (end,) = [text.partition("=")[2] for text in environment if text.startswith("SCALERL_JOB_END_TIME=")]
+    assert datetime.fromtimestamp(int(end)).isoformat() == slurm.job(job_id)["EndTime"]
+    slurm.run("kill", "-KILL", str(rank), host="n2")
+    pause.over()
+    job = slurm.wait(job_id, timeout_s=300)
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), text
+    assert f"The ranks are started again, from {run_dir / 'global_step_1'} (restart 1 of at most 1" in text
+    assert "device_memory: the process of rank" in text and "0 finished steps are done again" in text
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(4), tmp_path)
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full

@@ -87,6 +87,9 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     profile_tool: str = key("torch", one_of("torch", "nsys"))
     # Ranks that are recorded, of each group of ranks; null: all.
     profile_ranks: list[int] | None = key([0], or_null(RANKS))
+    # Times that a run which lost a rank (it died, failed or hung) goes on in the same process, with new ranks, from the
+    # newest checkpoint. 0: it ends at once, with code 70.
+    max_rank_restarts: int = key(1, at_least(0))
 
 
 @dataclass

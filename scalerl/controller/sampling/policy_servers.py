@@ -82,6 +82,8 @@ class PolicyServers:
         self.single_node, self.first_step = single_node, first_step
         # From `start` on.
         self._server_set: ServerSet | None = None
+        # Index -> where that server is in the order of its steps; from `wait_ready` on.
+        self.orders: dict[int, SyncOrder] = {}
 
     def start(self) -> None:
         clients = ClientSettings(
@@ -147,8 +149,9 @@ class PolicyServers:
 
     def leave(self) -> None:
         """Leaves the servers to the next run if its weights can reach them in the same way; else ends them."""
-        if transport_of(self.config) == "broadcast":
-            # The servers are in process groups with this run's ranks.
+        is_settled = all(order.is_settled for order in self.orders.values())
+        # By broadcast the servers are in process groups with this run's ranks.
+        if transport_of(self.config) == "broadcast" or not is_settled:
             self.server_set.stop()
         else:
             self.server_set.leave()

@@ -41,10 +41,12 @@ enter_venv() {
 }
 
 start_ray() { # start_ray OPTION ...
-  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus code extra=()
+  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code extra=()
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
+  # Without a number Ray takes what is free, and refuses where that is little; no actor asks for memory.
+  memory=$(($(awk '/^MemTotal:/ {print $2}' /proc/meminfo) * 1024))
   [[ -r $RAY_AUTH_TOKEN_PATH ]] || fail "cannot read $RAY_AUTH_TOKEN_PATH: set SCALERL_LOG_DIR to a folder that all nodes share"
   read -ra extra <<<"${SCALERL_RAY_ARGS:-}"
   enter_venv
@@ -57,7 +59,7 @@ start_ray() { # start_ray OPTION ...
   trap 'clean; exit 0' USR2
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
-    --num-gpus="$num_gpus" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"} &
+    --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"} &
   wait $!
   code=$?
   echo "$(date +%s%N) $name $code" >"$SCALERL_ATTEMPT_DIR/.ended-$name"

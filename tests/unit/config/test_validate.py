@@ -200,6 +200,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "start_timeout_s": ([0.0], [0.1]),
     "request_timeout_s": ([0.0], [0.1]),
     "max_restarts": ([-1], [0]),
+    "max_rank_restarts": ([-1], [0, 5]),
     "timeout_s": ([0.0, float("inf")], [0.1]),
     "save_timeout_s": ([0.0, float("inf")], [0.1]),
     "profile_steps": ([[0], [1, 1], 3, [2.0]], [[], [1], [10, 3]]),

@@ -1,0 +1,114 @@
+"""`RunHost`: what a run has from its first start to its end, however often its ranks start in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from scalerl.cluster.processes import Lease, Processes
+from scalerl.cluster.worker_group import WorkerError
+from scalerl.config import PPOConfig, SFTConfig
+from scalerl.runtime.directory_lock import directory_lock
+from scalerl.runtime.stop import StopRequest
+from scalerl.trainer.beginning import StartPhases
+from scalerl.trainer.preflight import PPOInputs, SFTInputs
+from scalerl.trainer.rank_restarts import RankRestarts
+
+# Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
+VAL_ONLY = "val_only"
+# Directory in trainer.default_local_dir for the logs of servers, and for Ray's logs when a run fails.
+LOGS = "logs"
+# Set by a launcher: the directory for the logs of this attempt.
+ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
+
+Inputs = TypeVar("Inputs", PPOInputs, SFTInputs)
+Result = TypeVar("Result")
+
+
+class RunHost:
+    """Signals, directory and Ray cluster of a run; `run_host` makes one.
+
+    stop: the request to stop that signals make.  run_dir: locked against other runs.  phases: of the start.
+    """
+
+    def __init__(
+        self,
+        stop: StopRequest,
+        run_dir: Path,
+        phases: StartPhases,
+        restarts: RankRestarts,
+        processes: Processes | None,
+        stack: ExitStack,
+    ) -> None:
+        """processes: None: the first lease starts its own.  stack: ends them, and then what is below them."""
+        self.stop, self.run_dir, self.phases, self.restarts = stop, run_dir, phases, restarts
+        self._processes, self._stack = processes, stack
+
+    def lease(self, *, num_workers: int, device: str) -> Lease:
+        """The pools and processes of one start.  num_workers, device: as `Processes.start`."""
+        if self._processes is None:
+            log_dir = log_directory(self.run_dir)
+            own = Processes.start(num_workers=num_workers, device=device, log_dir=log_dir)
+            self._processes = self._stack.enter_context(own)
+        return Lease(self._processes, survives=self.restarts.survives)
+
+    def train(self, inputs: Inputs, start: Callable[[Inputs], Result]) -> Result:
+        """Returns start(inputs); where a rank is lost, `start` is called again as often as trainer.max_rank_restarts.
+
+        It then gets inputs that resume from the newest checkpoint of the run. Raises what it raised last.
+        """
+        while True:
+            self.restarts.begin()
+            try:
+                return start(inputs)
+            except WorkerError as error:
+                if not self.restarts.goes_on(error):
+                    raise self.restarts.explained(error) from None
+            inputs = replace(inputs, resumed=self.restarts.resumed)
+
+
+@contextmanager
+def run_host(
+    cfg: PPOConfig | SFTConfig,
+    inputs: PPOInputs | SFTInputs,
+    processes: Processes | None = None,
+    phases: StartPhases | None = None,
+) -> Iterator[RunHost]:
+    """Takes the run's directory and listens to signals for the block.
+
+    processes: processes that the run uses and leaves running at its end; None: the run starts its own, which end with
+    the block.
+    """
+    stop = StopRequest(cfg.trainer.save_deadline_s)
+    with ExitStack() as stack:
+        # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
+        stack.enter_context(stop.listening())
+        run_dir = _take_directory(stack, cfg)
+        restarts = RankRestarts(cfg.trainer, stop, inputs.resumed)
+        yield RunHost(stop, run_dir, phases or StartPhases(), restarts, processes, stack)
+
+
+def log_directory(run_dir: Path) -> Path:
+    """The directory for logs of servers and Ray, and for reports: the launcher's for this attempt, else the run's."""
+    return Path(os.environ.get(ATTEMPT_DIR_ENV) or run_dir / LOGS)
+
+
+def is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
+    return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
+
+
+def _take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
+    """The run's directory, locked against other runs until the stack ends.
+
+    trainer.default_local_dir, or its subdirectory val_only with trainer.val_only.
+    """
+    run_dir = Path(cfg.trainer.default_local_dir)
+    if is_val_only(cfg):
+        # The training run's own files stay as they are; that run may still be writing them.
+        run_dir = run_dir / VAL_ONLY
+    stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
+    return run_dir

@@ -1,0 +1,172 @@
+"""A run that loses a rank goes on in its own process to the numbers that it would have had, once or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scalerl.errors import EXIT_FAILED
+from tests.e2e.conftest import StartJob
+from tests.e2e.jobs import Inputs, Record, main_ppo
+from tests.e2e.kept import Finished, Kept
+from tests.e2e.rank_strikes import RankStrikes, killed_when, rank_in
+from tests.e2e.test_kill_and_resume import (
+    STEPS,
+    assert_one_mlflow_run,
+    assert_same_run,
+    mlflow_run_id,
+    overrides,
+    reproducible,
+)
+from tests.e2e.test_sft import overrides as sft_overrides
+from tests.lanes import full
+
+RESTARTS = ("training/num_rank_restarts", "training/redone_steps", "training/restart_lost_s")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    run_dir = directory / "run"
+    strikes = RankStrikes(directory / "strikes", run_dir).in_update(1, times=0)
+    finished = kept.train([*overrides(inputs, "tp2", run_dir), *strikes])
+    assert finished.code == 0, finished.tail()
+    assert not any(key in data for data in Record.read(run_dir).final.values() for key in RESTARTS)
+    return run_dir
+
+
+def losses(run_dir: Path) -> dict[int, tuple[float, ...]]:
+    """Step that the run went on from -> the metrics of its restart there, the last one of several."""
+    logged = {step: data for step, data in Record.read(run_dir).lines if RESTARTS[0] in data}
+    return {step: tuple(data[key] for key in RESTARTS) for step, data in logged.items()}
+
+
+def assert_restarted(ended: Finished, said: str, run_dir: Path, *, at: int, redone: int, died: str) -> None:
+    """said: in its log.  at: the step that it went on from.  died: the call in which the rank was missed."""
+    assert ended.code == 0, ended.tail()
+    assert re.search(rf"{died}: the process of rank 1 \(.*\) died", said), said
+    goes_on = f"from {run_dir / f'global_step_{at}'}" if at else "from the beginning"
+    assert f"The ranks are started again, {goes_on} (restart 1 of at most 1" in said
+    assert f"restarted after step {at}: {redone} finished steps are done again" in ended.stdout
+    ((step, (number, steps, lost_s)),) = losses(run_dir).items()
+    assert (step, number, steps) == (at, 1.0, float(redone)) and lost_s > 0
+
+
+@pytest.mark.parametrize("place", ["update", full("generation"), full("save"), full("first step")])
+def test_a_rank_is_killed(
+    inputs: Inputs, kept: Kept, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    """The server goes on, and serves what the new ranks send."""
+    run_dir = tmp_path / "run"
+    strikes = RankStrikes(tmp_path / "strikes", run_dir)
+    step = 1 if place == "first step" else STEPS
+    struck = strikes.in_generation(step) if place == "generation" else strikes.in_update(step, times=place != "save")
+    saves = lambda: place == "save" and any(run_dir.glob(f"global_step_{STEPS}.tmp-*"))  # noqa: E731
+    with killed_when(saves, lambda: strikes.pid(1)):
+        ended = kept.train([*overrides(inputs, "tp2", run_dir), *struck])
+    # Step 3 is finished and not saved; the last step, too, where its save is interrupted.
+    at, redone = (0, 0) if step == 1 else (2, 2 if place == "save" else 1)
+    died = {"generation": "device_memory", "save": "save_checkpoint"}.get(place, "update_actor")
+    assert_restarted(ended, caplog.text, run_dir, at=at, redone=redone, died=died)
+    assert_same_run(undisturbed, run_dir, tmp_path)
+    assert_one_mlflow_run(run_dir, mlflow_run_id(run_dir, 2))
+    assert not any(run_dir.glob("*.tmp-*"))
+    (log,) = (run_dir / "logs").glob("rollout-*.log")
+    assert log.is_file() and log.stat().st_size
+
+
+@pytest.mark.full
+def test_a_rank_is_stopped_and_nobody_comes_to_the_collective(
+    inputs: Inputs, kept: Kept, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The report of the hang is made; then the stopped process, too, is gone."""
+    run_dir = tmp_path / "run"
+    strikes = RankStrikes(tmp_path / "strikes", run_dir)
+    struck = strikes.in_update(STEPS, signum=signal.SIGSTOP)
+    ended = kept.train([*overrides(inputs, "tp2", run_dir), *struck, "trainer.timeout_s=30"])
+    assert ended.code == 0, ended.tail()
+    assert "did not answer within trainer.timeout_s=30 s; missing in gloo:" in caplog.text
+    assert losses(run_dir)[2][:2] == (1.0, 1.0)
+    ((stopped,),) = [[int(mark.name.partition("-")[2]) for mark in strikes.directory.glob("struck-*")]]
+    assert not psutil.pid_exists(stopped)
+    assert any((run_dir / "logs").glob("hang-update_actor-*.txt"))
+    assert_same_run(undisturbed, run_dir, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_rank_that_is_lost_every_time_ends_the_run_with_70(
+    inputs: Inputs, start_job: StartJob, undisturbed: Path, tmp_path: Path, restarts: int
+) -> None:
+    run_dir = tmp_path / "run"
+    strikes = RankStrikes(tmp_path / "strikes", run_dir)
+    struck = strikes.in_update(STEPS, times=100)
+    job = start_job(
+        main_ppo([*overrides(inputs, "tp2", run_dir), *struck, f"trainer.max_rank_restarts={restarts}"]), run_dir
+    )
+    assert job.finish() == EXIT_FAILED, job.tail()
+    job.assert_gone()
+    assert len(list(strikes.directory.glob("struck-*"))) == restarts + 1
+    error = job.stderr.rpartition("\nerror: ")[2] or job.stderr
+    why = f"Not restarted: the ranks were restarted {restarts} times, trainer.max_rank_restarts={restarts}"
+    assert error.startswith("update_actor") and (why in error) is (restarts > 0)
+    assert "Traceback (most recent call last)" not in error
+    wanted = {step: reproducible(data) for step, data in Record.read(undisturbed).final.items() if step < STEPS}
+    assert {step: reproducible(data) for step, data in Record.read(run_dir).final.items()} == {
+        step: data for step, data in wanted.items() if step <= 3
+    }
+
+
+@pytest.mark.full
+def test_a_rank_is_killed_beside_sglang(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    """Its server is not started again; its samples are others from the step on that is done again."""
+    run_dir = tmp_path / "run"
+    struck = RankStrikes(tmp_path / "strikes", run_dir).in_update(3)
+    more = ["actor_rollout_ref.rollout.name=sglang", "trainer.total_training_steps=3", "trainer.save_freq=2"]
+    job = start_job(main_ppo(inputs.overrides(run_dir, *struck, *more, "trainer.val_before_train=false")), run_dir)
+    assert job.finish() == 0, job.tail()
+    job.assert_gone()
+    record = Record.read(run_dir).final
+    assert sorted(record) == [1, 2, 3] and losses(run_dir)[2][:2] == (1.0, 0.0)
+    for step, data in record.items():
+        assert data["training/rollout_probs_diff_max"] < 1e-4 and data["actor/grad_norm"] > 0, step
+    log = (run_dir / "logs" / "rollout-0.log").read_text(errors="replace")
+    assert log.count("The server is fired up") <= 1 and len(list((run_dir / "logs").glob("rollout-0*"))) == 1
+
+
+def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    steps, saved = 6, 4
+    more = [f"trainer.total_training_steps={steps}", f"trainer.save_freq={saved}", "trainer.test_freq=2"]
+
+    def train(name: str) -> Finished:
+        run_dir = tmp_path / name
+        return kept.sft([*sft_overrides(inputs, tmp_path, *more), f"trainer.default_local_dir={run_dir}"])
+
+    seen: list[int] = []
+
+    def is_struck() -> bool:
+        if (pid := rank_in("update_sft", 1)) is not None:
+            seen.append(pid)
+        return bool(seen) and saved + 1 in Record.read(tmp_path / "struck").final
+
+    assert train("whole").code == 0
+    with killed_when(is_struck, lambda: seen[-1]):
+        ended = train("struck")
+    assert ended.code == 0, ended.tail()
+    ((step, (number, redone, lost_s)),) = losses(tmp_path / "struck").items()
+    # The last step may be over, but for its save, when the process is gone.
+    assert (step, number) == (saved, 1.0) and redone in (1.0, 2.0) and lost_s > 0
+    found, wanted = (
+        {s: reproducible(d) for s, d in Record.read(tmp_path / n).final.items()} for n in ("struck", "whole")
+    )
+    assert found == wanted and sorted(found) == list(range(1, steps + 1)) and found[steps]["train/grad_norm"] > 0
+    digests = [
+        json.loads((tmp_path / name / f"global_step_{steps}/COMPLETE").read_text()) for name in ("struck", "whole")
+    ]
+    models = [{k: v for k, v in d["digests"].items() if k.endswith(".distcp")} for d in digests]
+    assert models[0] and models[0] == models[1]
