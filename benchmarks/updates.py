@@ -204,8 +204,8 @@ def measure_engine(job: Job) -> dict[str, Any]:
     # Before and after the updates: another process in the way can only make it smaller.
     ceiling = matmul_flops_of_rank(job.device, job.megatron.dtype, dist.barrier, job.ceiling_s)
     engine = MegatronEngine(job.model_path, job.megatron, groups, optim=OptimConfig())
-    shard, objective = make_shard(job, job.plan.rows(groups.at.dp_rank), ActorConfig())
-    (micro_batches,) = job.plan.local_micro_batches(groups.at.dp_rank)
+    shard, objective = make_shard(job, job.plan.rows(groups.coordinates.dp_rank), ActorConfig())
+    (micro_batches,) = job.plan.local_micro_batches(groups.coordinates.dp_rank)
 
     def update() -> dict[str, float]:
         return engine.update(shard, micro_batches, objective, temperature=1.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import scalerl
 from scalerl.config import help_text
-from scalerl.config.help import Kind
+from scalerl.config.schema import Kind
 from scalerl.errors import EXIT_USER_ERROR, run_main
 
 USAGE = """\

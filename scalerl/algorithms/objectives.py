@@ -28,6 +28,7 @@ from scalerl.algorithms.losses import (
 )
 from scalerl.algorithms.registry import check_result
 from scalerl.config.schema import ActorConfig
+from scalerl.config.schema.actor import PPOModelConfig
 from scalerl.user_code import UserCodeError, called, place_of
 
 
@@ -92,14 +93,7 @@ class PolicyObjective:
         require_columns(columns, (*self.token_columns, "cu_seqlens"))
         if self.needs_entropy and entropy_T is None:
             raise ValueError(f"actor.entropy_coeff={config.entropy_coeff} needs the entropy of every token: got none")
-        weights_T = loss_weights(
-            columns[self._mask],
-            columns["cu_seqlens"],
-            config.loss_agg_mode,
-            self.num_loss_tokens,
-            self.num_sequences,
-            config.loss_scale_factor,
-        )
+        weights_T = aggregation_weights(columns, self._mask, config, self.num_loss_tokens, self.num_sequences)
         # Weights keep NaN at masked tokens out of the sum; only a cut before the loss also keeps the gradient clean.
         keep_T = weights_T != 0
         logprobs_T, old_logprobs_T, advantages_T = (
@@ -195,6 +189,17 @@ class SFTObjective:
         )
         loss = weighted_sum(-logprobs_T, weights_T)
         return loss, {"train/loss": snapshot(loss)}
+
+
+def aggregation_weights(
+    columns: dict[str, Tensor], mask: str, config: PPOModelConfig, num_loss_tokens: int, num_sequences: int
+) -> Tensor:
+    """Computes the weight [T] of each token in a loss that is aggregated by config.loss_agg_mode.
+
+    mask: the column of loss tokens.  num_loss_tokens, num_sequences: of the mini-batch over all ranks.
+    """
+    mode, scale = config.loss_agg_mode, config.loss_scale_factor
+    return loss_weights(columns[mask], columns["cu_seqlens"], mode, num_loss_tokens, num_sequences, scale)
 
 
 def snapshot(value: Tensor) -> Tensor:

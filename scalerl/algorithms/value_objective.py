@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scalerl.algorithms.losses import check_loss_counts, loss_weights, weighted_sum
-from scalerl.algorithms.objectives import require_columns, snapshot, token_means
+from scalerl.algorithms.losses import check_loss_counts, weighted_sum
+from scalerl.algorithms.objectives import aggregation_weights, require_columns, snapshot, token_means
 from scalerl.config.schema import CriticConfig
 
 
@@ -61,14 +61,7 @@ class ValueObjective:
         """
         require_columns(columns, (*self.token_columns, "cu_seqlens"))
         config = self.critic_config
-        weights_T = loss_weights(
-            columns["response_mask"],
-            columns["cu_seqlens"],
-            config.loss_agg_mode,
-            self.num_loss_tokens,
-            self.num_sequences,
-            config.loss_scale_factor,
-        )
+        weights_T = aggregation_weights(columns, "response_mask", config, self.num_loss_tokens, self.num_sequences)
         # The square's gradient is its input: a zero weight alone would leave 0 * NaN in it.
         keep_T = weights_T != 0
         values_T, old_values_T, returns_T = (

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, Data, Digest, digest_of_blocks
-from scalerl.checkpoint.store import fsync
 from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
+from scalerl.whole_file import fsync
 
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"

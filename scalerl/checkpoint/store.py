@@ -23,6 +23,7 @@ from typing import Any
 
 from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
 from scalerl.errors import RunError
+from scalerl.whole_file import fsync, whole_file
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
@@ -288,15 +289,6 @@ def _metric_values(root: Path, steps: Iterable[int], metric: str) -> dict[int, f
     return values
 
 
-def fsync(path: Path) -> None:
-    """Forces what was written to a file or directory onto the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_trainer_state(directory: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Writes trainer_state.json, whole or not at all. Raises TypeError for a value that JSON has no form for."""
     _write_atomic(Path(directory) / TRAINER_STATE_NAME, json.dumps(dict(state), indent=1))
@@ -372,10 +364,5 @@ def _is_dead(tmp: re.Match[str], tracked: int | None) -> bool:
 
 
 def _write_atomic(path: Path, text: str) -> None:
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}")
-    with tmp.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    tmp.replace(path)
-    fsync(path.parent)
+    with whole_file(path) as file:
+        file.write(text.encode())

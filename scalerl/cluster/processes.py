@@ -44,7 +44,7 @@ class Processes:
     """Pools of devices on one Ray cluster, with the actors that wait there for a run."""
 
     def __init__(self, *, keep: bool) -> None:
-        """keep: the processes of a run that came to its end wait for the next run; else no process outlives its run."""
+        """Holds no process yet.  keep: those of a run that ended wait for the next one; else none outlives its run."""
         self.keep = keep
         self._free: list[ResourcePool] = []
 

@@ -57,7 +57,7 @@ class RankProcess(Reusable):
     """The actor process of one rank, which may serve several runs with workers of different classes."""
 
     def __init__(self, cls: type[Worker], rank: int, layout: Layout, **init: Any) -> None:
-        """cls, **init: the worker's class, and what its constructor takes beside rank and layout."""
+        """Makes the worker.  cls, **init: its class, and what its constructor takes beside rank and layout."""
         heartbeat().rank = rank
         with heartbeat().phase("start"):
             self.worker = cls(rank, layout, **init)

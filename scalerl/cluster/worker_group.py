@@ -72,8 +72,9 @@ class WorkerGroup:
         log_dir: Path | None = None,
         **init: Any,
     ) -> None:
-        """timeout_s: limit of a call (trainer.timeout_s).  limits: method name -> its limit, where that is another.
+        """Starts the ranks, which have not joined yet.
 
+        timeout_s: limit of a call (trainer.timeout_s).  limits: method name -> its limit, where that is another.
         log_dir: gets the stacks of all ranks when some do not answer.
         """
         self.cls, self.layout, self.pool = cls, layout, pool

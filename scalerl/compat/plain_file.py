@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from scalerl.whole_file import whole_file
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 # Key under which a packed value that is not plain says its kind.
@@ -21,18 +21,9 @@ def write(content: dict[str, Any], path: str | Path) -> None:
 
     Raises ValueError, naming its place in the dict, for a value that is no tensor, array or plain value.
     """
-    path = Path(path)
     packed = _packed(content, "")
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(packed, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        torch.save(packed, file)
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from yaml import YAMLError
 from scalerl.config.errors import ConfigError
 from scalerl.config.partial_config import Draft
 from scalerl.config.schema import (
+    SCHEMAS,
     EvalConfig,
     GenerationConfig,
+    Kind,
     LaunchConfig,
     PPOConfig,
     SFTConfig,
@@ -44,13 +46,6 @@ from scalerl.config.validate import (
 from scalerl.config.verl import Translation
 
 CONFIGS_PACKAGE = "scalerl.configs"
-SCHEMAS: dict[str, type] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "generation": GenerationConfig,
-    "eval": EvalConfig,
-    "launch": LaunchConfig,
-}
 VALIDATORS = {
     "ppo": validate_ppo,
     "sft": validate_sft,
@@ -81,7 +76,7 @@ def compose(kind: Literal["eval"], overrides: Sequence[str]) -> EvalConfig: ...
 @overload
 def compose(kind: Literal["launch"], overrides: Sequence[str]) -> LaunchConfig: ...
 def compose(
-    kind: Literal["ppo", "sft", "generation", "eval", "launch"], overrides: Sequence[str], *, rules: bool = True
+    kind: Kind, overrides: Sequence[str], *, rules: bool = True
 ) -> PPOConfig | SFTConfig | GenerationConfig | EvalConfig | LaunchConfig:
     """Composes and checks a configuration. Interpolations are resolved; relative paths stay as they are.
 

@@ -7,24 +7,15 @@ import inspect
 import io
 import tokenize
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import MISSING
 
 from scalerl.config.keys import Leaf, inherited_keys, leaves
 from scalerl.config.machine import DEVICES_HERE
-from scalerl.config.schema import EvalConfig, GenerationConfig, LaunchConfig, PPOConfig, SFTConfig, domains_of
+from scalerl.config.schema import SCHEMAS, Kind, domains_of
 from scalerl.config.schema.fields import times_text
 from scalerl.config.value_checks import show
-
-SCHEMAS: dict[str, type] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "generation": GenerationConfig,
-    "eval": EvalConfig,
-    "launch": LaunchConfig,
-}
-Kind = Literal["ppo", "sft", "generation", "eval", "launch"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Draft:
     """The values of a configuration that is being filled in, and a violation for each that did not fit its schema."""
 
     def __init__(self, schema: type, kind: str = "ppo") -> None:
-        """kind: the kind of configuration whose vocabulary of verl is understood."""
+        """Starts from the defaults of `schema`.  kind: of a configuration, whose vocabulary of verl is understood."""
         self.table = KeyTable(schema)
         self.violations: list[str] = []
         # What became of verl's keys; complete after `finish`.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from scalerl.whole_file import whole_file
 
 # The file in a run's directory that has every key with the value that the run was started with.
 RESOLVED_CONFIG = "config.yaml"
@@ -23,19 +23,8 @@ def save_resolved(cfg: Any, path: str | Path) -> None:
 
     Raises: OSError where the directory cannot be written. Missing parent directories are made.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))).encode())
 
 
 def saved_value(path: str | Path, key: str) -> str | None:

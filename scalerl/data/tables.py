@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from scalerl.data.files import CHUNK_ROWS, SUFFIXES, DataFile, add_bad_column, json_records, python_rows
 from scalerl.data.problems import DataError, FileProblems
+from scalerl.whole_file import whole_file
 
 
 @dataclass(frozen=True)
@@ -102,28 +102,8 @@ def with_columns(table: pa.Table, columns: Mapping[str, pa.Array | pa.ChunkedArr
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Writes a table as parquet; it is on the disk when this returns, an existing file is replaced.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(unfinished, 0o644)
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Syncs a directory to the disk: otherwise a power failure may lose the new name."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with whole_file(path) as file:
+        pq.write_table(table, file)
 
 
 def output_problems(key: str, path: str, inputs: Sequence[DataFile]) -> list[str]:

@@ -37,8 +37,9 @@ class Delivery:
         bucket_bytes: int,
         verify: bool,
     ) -> None:
-        """clients: URL -> client.  verify: the same on every rank.
+        """Prepares the sync of one policy version.
 
+        clients: URL -> client.  verify: the same on every rank.
         expected: index of a replica that this rank leads -> its server's checksums; empty where they are not compared.
         """
         self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify

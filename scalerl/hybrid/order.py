@@ -33,7 +33,7 @@ class SyncOrder:
     """
 
     def __init__(self, owner: str, *, serving: bool = True) -> None:
-        """owner: for messages, such as a server's address. serving: whether it may have requests running."""
+        """Begins with weights in place.  owner: for messages.  serving: whether requests may be running."""
         self.owner = owner
         self._serving = serving
         self._kv = self._weights = self._defined = True

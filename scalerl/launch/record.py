@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scalerl.errors import UserError
+from scalerl.whole_file import whole_file
 
 RECORD = Path("launch/job.json")
 
@@ -24,10 +24,8 @@ class Record:
 
     def write(self, run_dir: Path) -> None:
         """Writes the record into a run's directory, whole or not at all."""
-        path = run_dir / RECORD
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        with whole_file(run_dir / RECORD) as file:
+            file.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
 def read_record(run_dir: Path) -> Record | None:

@@ -89,6 +89,7 @@ class _Memory:
     """The memory that all threads share for pieces that are whole in memory."""
 
     def __init__(self, limit: int) -> None:
+        """Has all of the memory free.  limit: its bytes."""
         self._limit = self._free = limit
         self._changed = threading.Condition()
 

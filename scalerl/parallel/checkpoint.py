@@ -22,12 +22,13 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from safetensors.torch import load_file, save_file
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
-from scalerl.checkpoint.store import CheckpointWriteError, fsync
+from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
 from scalerl.parallel.host_copy import HostCopy
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
+from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine

@@ -162,7 +162,7 @@ class MegatronEngine:
         alignment = Alignment.of_layout(
             tp_size=layout.tp_size, cp_size=layout.cp_size, sequence_parallel=self.config.sequence_parallel
         )
-        cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.at.cp_rank}
+        cp_part = {"cp_size": layout.cp_size, "cp_rank": self.groups.coordinates.cp_rank}
         packed = [pack(shard, rows, device=self.device, alignment=alignment, **cp_part) for rows in micro_batches]
         if self.shape.num_experts:
             add_routing(packed, self.groups, record=record_routing, with_losses=torch.is_grad_enabled())
@@ -352,21 +352,24 @@ class MegatronEngine:
         return partial(self._read_logprobs, temperature)
 
     def _read_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
-        """values: [1, P / cp, 1] of a ValueHead."""
+        """Reads the value after each token of whole sequences.  values: [1, P / cp, 1] of a ValueHead."""
         return (batch.about_token(gather_replicated(values.flatten(), self.groups.cp)),)
 
     def _read_own_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
         return (batch.of_token(gather_replicated(values.flatten(), self.groups.cp)),)
 
     def _read_logprobs(self, temperature: float, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden: [1, P / cp, H], its tokens split over tp ranks with sequence parallelism."""
+        """Computes log-prob and entropy of each token of whole sequences.
+
+        hidden: [1, P / cp, H], its tokens split over tp ranks with sequence parallelism.
+        """
         logprobs, entropy = linear_logprobs(
             whole_hidden(hidden[0], sequence_parallel=self.config.sequence_parallel),
             output_weight(self.chunks[-1]),
             batch.labels,
             vocab_size=self.shape.vocab_size,
             temperature=temperature,
-            tp_rank=self.groups.at.tp_rank,
+            tp_rank=self.groups.coordinates.tp_rank,
             tp_group=self.groups.tp,
         )
         # Whole sequences on every cp rank: an objective never sees how they were split.

@@ -117,7 +117,7 @@ class BucketWriter:
         Ranks that hold the same parts divide the parameters among them, so that each part is written once.
         """
         held = _held(self._chunks, self._family, self._shape, self._groups)
-        layout, at = self._groups.layout, self._groups.at
+        layout, at = self._groups.layout, self._groups.coordinates
         for param in self._buckets[bucket]:
             if not self._is_mine(param):
                 continue
@@ -125,7 +125,7 @@ class BucketWriter:
             param.write(held[param.name], out, self._shape, rank, size)
 
     def _is_mine(self, param: Param) -> bool:
-        layout, at = self._groups.layout, self._groups.at
+        layout, at = self._groups.layout, self._groups.coordinates
         if at.pp_rank != _owner_stage(param, self._shape, self._groups):
             return False
         copy, num_copies = at.dp_rank * layout.cp_size + at.cp_rank, layout.dp_size * layout.cp_size
@@ -174,11 +174,13 @@ class _Joining:
         device: torch.device,
         gather_bytes: int,
     ) -> None:
-        """places: in a stage, of the ranks that need the bucket.
+        """Starts the exchange of a bucket.
 
-        gather_bytes: of joined tensors that one gather may hold beside the bucket; a larger tensor goes alone."""
+        places: in a stage, of the ranks that need the bucket.
+        gather_bytes: of joined tensors that one gather may hold beside the bucket; a larger tensor goes alone.
+        """
         self._held, self._shape, self._groups, self._gather_bytes = held, shape, groups, gather_bytes
-        layout, at = groups.layout, groups.at
+        layout, at = groups.layout, groups.coordinates
         owners = {param.name: _Owner.of(param, shape, groups) for param in bucket}
         mine = [param for param in bucket if owners[param.name].is_here(groups)]
         # Name -> the whole tensor: of those that travel a view of `flat`.
@@ -283,7 +285,7 @@ class _Owner:
         return self.ep_rank >= 0
 
     def is_here(self, groups: Groups) -> bool:
-        at = groups.at
+        at = groups.coordinates
         return at.pp_rank == self.stage and (not self.has_expert or at.ep_rank == self.ep_rank)
 
     def sends(self, groups: Groups) -> bool:

@@ -111,7 +111,7 @@ class Groups:
     """
 
     layout: Layout
-    at: Coordinates
+    coordinates: Coordinates
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
@@ -124,11 +124,11 @@ class Groups:
 
     @property
     def is_first_stage(self) -> bool:
-        return self.at.pp_rank == 0
+        return self.coordinates.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.at.pp_rank == self.layout.pp_size - 1
+        return self.coordinates.pp_rank == self.layout.pp_size - 1
 
 
 def initialize(

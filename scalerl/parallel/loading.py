@@ -14,9 +14,9 @@ from scalerl.parallel.marks import mark
 
 def local_params(family: Family, shape: ModelShape, groups: Groups) -> Iterator[tuple[Param, int, str]]:
     """The table's parameters that live on this rank, each with its model chunk and its name inside that chunk."""
-    chunks = groups.layout.layers(shape.num_layers, groups.at.pp_rank)
+    chunks = groups.layout.layers(shape.num_layers, groups.coordinates.pp_rank)
     last = len(chunks) - 1
-    experts = groups.layout.experts(shape.num_experts, groups.at.ep_rank)
+    experts = groups.layout.experts(shape.num_experts, groups.coordinates.ep_rank)
     for param in family.params(shape):
         if param.layer is not None:
             for chunk, layers in enumerate(chunks):
@@ -61,11 +61,11 @@ def _fill(
     names: Collection[str],
     groups: Groups,
 ) -> None:
-    """names: of the tensors that the directory has."""
+    """Copies this rank's part of the weights into the model.  names: of the tensors that the directory has."""
     tensors = {
         (index, name): tensor for index, model in enumerate(chunks) for name, tensor in named_tensors(model).items()
     }
-    at, layout = groups.at, groups.layout
+    at, layout = groups.coordinates, groups.layout
     for param, chunk, name in local_params(family, shape, groups):
         target = tensors.pop((chunk, name))
         if param.hf[0] not in names:

@@ -143,7 +143,7 @@ def build_model(shape: ModelShape, config: TransformerConfig, groups: Groups) ->
     layers_of_model = [
         mixture_layer if shape.moe_layers and shape.moe_layers[index] else layer for index in range(shape.num_layers)
     ]
-    chunks = groups.layout.layers(shape.num_layers, groups.at.pp_rank)
+    chunks = groups.layout.layers(shape.num_layers, groups.coordinates.pp_rank)
     models = [
         GPTModel(
             config,

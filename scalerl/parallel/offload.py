@@ -35,7 +35,10 @@ class Offload:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], ddp_chunks: Sequence[Any], optimizer: Any | None) -> None:
-        """chunks: this stage's models; ddp_chunks: the same wrapped by megatron's DDP, empty for a frozen model."""
+        """Finds everything on the device.
+
+        chunks: this stage's models; ddp_chunks: the same wrapped by megatron's DDP, empty for a frozen model.
+        """
         self._chunks, self._ddp_chunks, self._optimizer = list(chunks), list(ddp_chunks), optimizer
         self._flat: dict[str, list[_FlatTensors]] = {}
         self.away: frozenset[str] = frozenset()

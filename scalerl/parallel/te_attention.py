@@ -76,7 +76,7 @@ class TransformerEngineAttention(torch.nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
-        """options: what megatron gives to a core attention."""
+        """Makes Transformer Engine's attention.  options: what megatron gives to a core attention."""
         super().__init__()
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 

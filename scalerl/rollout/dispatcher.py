@@ -72,8 +72,9 @@ class Dispatcher:
         continue_aborted: bool = False,
         recovery: Recovery | None = None,
     ) -> None:
-        """on_output: gets each output as soon as it arrives.
+        """Has no request yet.
 
+        on_output: gets each output as soon as it arrives.
         stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers'
             running requests (those of other callers too) come back with what they have and finish reason `abort`, as
             do, without tokens, those that had not begun.

@@ -105,7 +105,7 @@ class GenerationRecovery:
     """`rollout.dispatcher.Recovery` of one generation on some of the servers."""
 
     def __init__(self, replacements: Replacements, indices: Sequence[int] | None = None) -> None:
-        """indices[i]: the replica behind the generation's i-th client; None: all, in order."""
+        """Serves one generation.  indices[i]: the replica behind its i-th client; None: all, in order."""
         self.replacements, self.indices = replacements, indices
         # Samples that were asked again because their server was lost.
         self.num_samples = 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scalerl.config import Examined, examined
-from scalerl.config.help import SCHEMAS
 from scalerl.config.keys import KeyTable
+from scalerl.config.schema import SCHEMAS
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
 FATES: tuple[Fate, ...] = ("taken over", "renamed", "already so", "verl's default", "dropped")

@@ -25,8 +25,9 @@ _OPTIMIZER = "optimizer."
 
 @dataclass(frozen=True)
 class Finding:
-    """what: that was compared, so much of it.  difference: the first one; None where all is the same.
+    """The result of one comparison.
 
+    what: that was compared.  compared: so much of it.  difference: the first one; None where all is the same.
     is_compared: False where there was nothing to compare; `compared` says why.
     """
 
@@ -103,7 +104,7 @@ def compare_random_states(one: Path, other: Path) -> Finding:
 
 
 def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id",)) -> Finding:
-    """trainer_state.json: cursor, ledger, weight of the KL."""
+    """Compares the states of the driver, trainer_state.json: cursor, ledger, weight of the KL."""
     states = [json.loads((at / TRAINER_STATE_NAME).read_text(encoding="utf-8")) for at in (one, other)]
     states = [{key: value for key, value in state.items() if key not in leave_out} for state in states]
     return finding("state of the run", ", ".join(sorted(states[0])), _values(states[0], states[1]))

@@ -79,7 +79,7 @@ class Source:
 
 
 def main(argv: Sequence[str], processes: Processes | None = None) -> int:
-    """0: it agrees; 1: it does not. processes: as `main_ppo.main`."""
+    """Runs `scalerl replay`; returns 0 where the step agrees, 1 where it does not.  processes: as `main_ppo.main`."""
     parser = argparse.ArgumentParser(
         prog="scalerl replay",
         description="Computes a step of a run again from its dump (trainer.rollout_data_dir) and the checkpoint before "

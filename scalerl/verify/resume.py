@@ -70,7 +70,7 @@ class Pair:
 
 
 def main(argv: Sequence[str], processes: Processes | None = None) -> int:
-    """0: the same; 1: a difference. processes: as `main_ppo.main`."""
+    """Runs `scalerl verify-resume`; returns 0 where all is the same, 1 where not.  processes: as `main_ppo.main`."""
     parser = argparse.ArgumentParser(prog="scalerl verify-resume", usage=USAGE, add_help=False)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--at", type=int, default=None)
@@ -139,7 +139,7 @@ def train(keys: Sequence[str], processes: Processes | None, *, stop_after: int |
 
 
 def compare(pair: Pair, *, is_exact: bool) -> list[Finding]:
-    """is_exact: the sampler draws the same again."""
+    """Compares the straight run with the resumed one.  is_exact: the sampler draws the same again."""
     steps = range(1, pair.num_steps + 1)
     metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
     dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]

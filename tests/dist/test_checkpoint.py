@@ -88,7 +88,7 @@ class Trainer:
 
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
-        mine = [row for row in range(len(rows)) if row % self.layout.dp_size == self.groups.at.dp_rank]
+        mine = [row for row in range(len(rows)) if row % self.layout.dp_size == self.groups.coordinates.dp_rank]
         shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
         half = len(mine) // 2
         micro_batches = [range(half), range(half, len(mine))]

@@ -80,7 +80,7 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
     from scalerl.protocol import DataProto, Jagged
 
     groups = initialize(Layout(**layout), backend="gloo", timeout_s=60, seed=1)
-    dp_size, dp_rank = groups.layout.dp_size, groups.at.dp_rank
+    dp_size, dp_rank = groups.layout.dp_size, groups.coordinates.dp_rank
     mine = [row for row in range(len(LENGTHS)) if row % dp_size == dp_rank]
     micro_batches = [[mine.index(row) for row in rows if row in mine] for rows in (MICRO_BATCHES, HALVES)[dp_size - 1]]
     # So large that it never clips: gradients stay what backward made them.
@@ -295,7 +295,7 @@ def poisoned(
         for value in entry.values()
     ]
     before = [tensor.detach().clone() for tensor in state]
-    if groups.at.dp_rank == groups.layout.dp_size - 1:
+    if groups.coordinates.dp_rank == groups.layout.dp_size - 1:
         factor = torch.tensor(poison)
     with pytest.raises(FloatingPointError) as error:
         engine.update(shard, [(0, 1)], objective, temperature=1.0)

@@ -64,7 +64,7 @@ class Rank:
         dp_size = groups.layout.dp_size
         config = MegatronConfig(dtype="float32", **megatron)
         self.engine = MegatronEngine(model, config, groups, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
-        self.mine = [row for row in range(len(LENGTHS)) if row % dp_size == groups.at.dp_rank]
+        self.mine = [row for row in range(len(LENGTHS)) if row % dp_size == groups.coordinates.dp_rank]
         self.micro_batches = [
             [self.mine.index(row) for row in rows if row in self.mine]
             for rows in (HALVES if dp_size == 2 or groups.layout.vpp_size > 1 else MICRO_BATCHES)

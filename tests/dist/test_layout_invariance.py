@@ -84,7 +84,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         max_tokens_per_micro_batch=options.get("max_tokens_per_micro_batch", 40),
         micro_batch_multiple=layout.pp_size if layout.vpp_size > 1 else 1,
     )
-    mine = plan.rows(groups.at.dp_rank)
+    mine = plan.rows(groups.coordinates.dp_rank)
     shard = DataProto(
         {
             "input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64),
@@ -92,7 +92,7 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
             "advantages": Jagged.from_list([advantages[row] for row in mine], torch.float32),
         }
     )
-    micro_batches = plan.local_micro_batches(groups.at.dp_rank)[0]
+    micro_batches = plan.local_micro_batches(groups.coordinates.dp_rank)[0]
     outputs = engine.logprobs(shard, micro_batches, temperature=TEMPERATURE)
     old = outputs.get("logprobs", shard.tokens["advantages"])
     shard = shard.union(DataProto({"old_logprobs": old, "ref_logprobs": Jagged(old.values * 0.9, old.cu_seqlens)}))

@@ -87,7 +87,7 @@ def measured_and_planned(model: str, layout: tuple[int, int, int], megatron: dic
         trainer=SFTTrainerConfig(n_gpus_per_node=layout[2]),
     )
     plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
-    device = plan.devices[trainee.groups.at.pp_rank]
+    device = plan.devices[trainee.groups.coordinates.pp_rank]
     parts = next(phase for phase in device.phases if phase.name == "actor update").parts
     state = {"params": "actor weights", "grads": "actor gradients", "optimizer": "actor optimizer"}
     return {

@@ -60,8 +60,8 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
         max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         micro_batch_multiple=1,
     )
-    mine = plan.rows(groups.at.dp_rank)
-    micro_batches = plan.local_micro_batches(groups.at.dp_rank)[0]
+    mine = plan.rows(groups.coordinates.dp_rank)
+    micro_batches = plan.local_micro_batches(groups.coordinates.dp_rank)[0]
     shard = DataProto(
         {
             "input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64),

@@ -200,7 +200,7 @@ def poison(layer: int, rank: int, value: float) -> Callable[[Trainee], Any]:
     """Makes one value of that global layer's fc2 gradient not finite, on that rank alone, until the hook is removed."""
 
     def attach(trainee: Trainee) -> Any:
-        layers = trainee.groups.layout.layers(NUM_LAYERS, trainee.groups.at.pp_rank)[0]
+        layers = trainee.groups.layout.layers(NUM_LAYERS, trainee.groups.coordinates.pp_rank)[0]
         if torch.distributed.get_rank() != rank:
             return None
         weight = trainee.engine.chunks[0].decoder.layers[layer - layers.start].mlp.linear_fc2.weight

@@ -48,7 +48,7 @@ def built(name: str, config: dict[str, Any]) -> list[tuple[int, int, int]]:
             assert tensors.pop((chunk, key)).shape == param.mcore_shape(shape, size), param.name
         assert not tensors, f"no entry of the table loads {sorted(tensors)}"
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        found.append((len(parameters), sum(p.numel() for p in parameters), stages[groups.at.pp_rank].trained))
+        found.append((len(parameters), sum(p.numel() for p in parameters), stages[groups.coordinates.pp_rank].trained))
         del chunks, tensors, parameters
         leave()
     return found

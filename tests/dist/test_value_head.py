@@ -86,7 +86,7 @@ def place(engine: Any) -> tuple[list[int], Any, list[list[int]]]:
     from scalerl.protocol import DataProto, Jagged
 
     layout = engine.groups.layout
-    mine = [row for row in range(len(LENGTHS)) if row % layout.dp_size == engine.groups.at.dp_rank]
+    mine = [row for row in range(len(LENGTHS)) if row % layout.dp_size == engine.groups.coordinates.dp_rank]
     ids, targets, olds = batch(), returns(), old_values()
     shard = DataProto(
         {

@@ -50,7 +50,7 @@ class Trainee:
         self.engine = MegatronEngine(model_path, config, self.groups, optim=optim_config)
         generator = torch.Generator().manual_seed(3)
         rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
-        mine = [row for row in range(len(rows)) if row % self.groups.layout.dp_size == self.groups.at.dp_rank]
+        mine = [row for row in range(len(rows)) if row % self.groups.layout.dp_size == self.groups.coordinates.dp_rank]
         self.shard = DataProto({"input_ids": Jagged.from_list([rows[row] for row in mine], torch.int64)})
         self.micro_batches = [range(len(mine) // 2), range(len(mine) // 2, len(mine))]
         # What this rank multiplies its loss with.

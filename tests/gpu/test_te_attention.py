@@ -92,12 +92,12 @@ def attend(
         device=device,
         alignment=alignment,
         cp_size=cp_size,
-        cp_rank=groups.at.cp_rank,
+        cp_rank=groups.coordinates.cp_rank,
     )
     batch.packing.cos_sin = Rotary(shape, device).tables(batch.position_ids[0])
     num_tokens = sum(batch.packing.lengths)
     order = torch.arange(num_tokens) if cp_size == 1 else batch.packing.order.cpu()
-    places = order.view(cp_size, -1)[groups.at.cp_rank]
+    places = order.view(cp_size, -1)[groups.coordinates.cp_rank]
     mine = [x[places].to(device, config.params_dtype) for x in whole_inputs(num_tokens, shape.num_kv_heads, value_dim)]
     tensors = [x.requires_grad_() for x in mine[:3]]
     out = attention(*tensors, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=batch.packing)

@@ -26,9 +26,11 @@ from scalerl.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from scalerl.config.schema.commands import (
+    SCHEMAS,
     ActorRolloutRefConfig,
     EvalConfig,
     GenerationConfig,
+    Kind,
     PPOConfig,
     SFTConfig,
 )
@@ -76,6 +78,7 @@ __all__ = [
     "LOSS_AGG_MODES",
     "ROLLOUT_NAMES",
     "RS_OPTIONS",
+    "SCHEMAS",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",
@@ -98,6 +101,7 @@ __all__ = [
     "JudgeModelConfig",
     "JudgePoolConfig",
     "KLControlConfig",
+    "Kind",
     "LaunchConfig",
     "MegatronConfig",
     "ModelConfig",

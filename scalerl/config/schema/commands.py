@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from scalerl.config.schema.actor import ActorConfig, CriticConfig, RefConfig
 from scalerl.config.schema.algorithm import AlgorithmConfig
 from scalerl.config.schema.data import DataConfig, EvalDataConfig, GenerationDataConfig, SFTDataConfig
+from scalerl.config.schema.launch import LaunchConfig
 from scalerl.config.schema.model import MegatronConfig, ModelConfig, OptimConfig
 from scalerl.config.schema.reward import CustomRewardFunctionConfig, EvalRewardConfig, RewardModelConfig
 from scalerl.config.schema.rollout import GenerationRolloutConfig, RolloutConfig
@@ -72,3 +74,13 @@ class EvalConfig:
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     reward_model: EvalRewardConfig = field(default_factory=EvalRewardConfig)
     trainer: EvalTrainerConfig = field(default_factory=EvalTrainerConfig)
+
+
+Kind = Literal["ppo", "sft", "generation", "eval", "launch"]
+SCHEMAS: dict[str, type] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "generation": GenerationConfig,
+    "eval": EvalConfig,
+    "launch": LaunchConfig,
+}

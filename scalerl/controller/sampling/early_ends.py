@@ -13,7 +13,7 @@ class EarlyEnds:
     """One worker's part in early ends: each tells the first worker how many groups it has; enough of them end all."""
 
     def __init__(self, number: int, workers: Sequence[Any]) -> None:
-        """number: of this worker.  workers: handles of all workers; with at most one this worker is alone."""
+        """Knows who counts.  number: of this worker.  workers: handles of all workers; with at most one it is alone."""
         self.number, self.workers = number, list(workers)
         # Generations that have enough groups.
         self.over: set[int] = set()

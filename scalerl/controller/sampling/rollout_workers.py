@@ -44,7 +44,7 @@ class RolloutWorkers:
     """
 
     def __init__(self, processes: Sequence[PooledActor], servers: Sequence[range], timeout_s: float) -> None:
-        """servers[i]: indices of the servers of the worker in processes[i]."""
+        """Takes worker processes that may still be starting.  servers[i]: indices of the servers of processes[i]."""
         self.processes, self.servers, self.timeout_s = list(processes), list(servers), timeout_s
         self.handles: list[Any] = [process.actor for process in processes]
         self.owner_of_server = [worker for worker, mine in enumerate(self.servers) for _ in mine]

@@ -77,10 +77,10 @@ class RolloutWorker(Reusable):
         trust_remote_code: bool,
         user_files: Sequence[str] = (),
     ) -> None:
-        """datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
+        """Loads the tokenizer and the reward functions; servers come with `connect`.
 
+        datasets: `train` and `val` -> [reference to an RLHFDataset] (in a list, so that Ray does not copy it).
         tokenizer: its directory, or [reference to it], which saves the import of all that could be in a directory.
-
         user_files: register what the configuration names.
         """
         import ray

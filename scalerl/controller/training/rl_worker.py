@@ -70,7 +70,7 @@ class RLWorker(MegatronWorker):
             compared, corrected = compare_log_probs(both, correction, group=self.groups.dp, device=self.device)
             metrics, columns = metrics | compared, columns.union(corrected)
         # Other tp and cp ranks have the same values.
-        is_first = self.groups.at.tp_rank == self.groups.at.cp_rank == 0
+        is_first = self.groups.coordinates.tp_rank == self.groups.coordinates.cp_rank == 0
         return metrics if is_first else {}, columns
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -122,7 +122,9 @@ class RLWorker(MegatronWorker):
         from scalerl.controller.training.token_advantages import token_advantages
 
         metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
-        is_first = not (self.groups.at.tp_rank or self.groups.at.cp_rank or self.groups.at.pp_rank)
+        is_first = not (
+            self.groups.coordinates.tp_rank or self.groups.coordinates.cp_rank or self.groups.coordinates.pp_rank
+        )
         return metrics if is_first else {}, columns
 
     @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)

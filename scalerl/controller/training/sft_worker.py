@@ -54,7 +54,7 @@ class SFTWorker(MegatronWorker):
     def _evaluate(self, shard: DataProto, micro_batches: MicroBatches) -> dict[str, Metric]:
         shard = shard.union(self._rows("val", shard.samples["row"]))
         outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=1.0)
-        if not outputs or self.groups.at.tp_rank:
+        if not outputs or self.groups.coordinates.tp_rank:
             return {}
         mask = shard.tokens["response_mask"].values
         num_tokens = float(mask.sum())

@@ -72,7 +72,7 @@ class MegatronWorker(Worker):
         seed: int,
         user_files: Sequence[str] = (),
     ) -> None:
-        """user_files: register what the configuration names; imported in `join`."""
+        """Makes a rank that has not joined yet.  user_files: register names of the configuration, in `join`."""
         super().__init__(rank, layout)
         self.device, self.seed = device, seed
         self.user_files = user_files
@@ -202,7 +202,7 @@ class MegatronWorker(Worker):
         They are means over the updates that changed the weights, how many those were and how many were skipped;
         ppo_kl and clipfrac of the first apart.
         """
-        if not self.groups.is_last_stage or self.groups.at.tp_rank or self.groups.at.dp_rank:
+        if not self.groups.is_last_stage or self.groups.coordinates.tp_rank or self.groups.coordinates.dp_rank:
             return {}
         metrics: dict[str, Metric] = {}
         applied = [update for update in updates if not update["skipped_updates"]]

@@ -51,7 +51,7 @@ class DiskTransport:
     has_session = False
 
     def __init__(self, export: Export, layout: Layout, *, directory: str | Path, model_path: str | Path) -> None:
-        """model_path: model whose configuration and tokenizer are copied."""
+        """Writes below `directory`.  model_path: model whose configuration and tokenizer are copied."""
         self.export, self.layout = export, layout
         self.directory, self.model_path = Path(directory).expanduser().absolute(), Path(model_path)
 

@@ -15,9 +15,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from scalerl.config import help_text, schema
-from scalerl.config.help import SCHEMAS, key_docs
+from scalerl.config.help import key_docs
 from scalerl.config.keys import leaves
-from scalerl.config.schema import domain_violations, domains_of
+from scalerl.config.schema import SCHEMAS, domain_violations, domains_of
 from scalerl.config.schema.actor import PPOModelConfig
 from scalerl.config.schema.fields import key
 from scalerl.config.value_checks import TEXTS, at_least

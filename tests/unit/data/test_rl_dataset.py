@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import functools
+import os
 import pickle
 from pathlib import Path
 
@@ -262,12 +262,14 @@ def test_problems_found_in_other_processes_name_the_row(write, make_tokenizer, m
     assert "train.parquet: row 5, column 'prompt': found messages that the chat template refuses" in message
 
 
+def end_the_process(*_: object) -> None:
+    os._exit(3)
+
+
 @pytest.mark.full
 def test_a_lost_process_is_a_clear_error(write, make_tokenizer, make_row, monkeypatch):
     monkeypatch.setattr(files_module, "CHUNK_ROWS", 1)
-    # The lambda looks its names up in the globals: the messages are the locals.
-    dies = functools.partial(eval, "(lambda: __import__('os')._exit(3))()", {})
-    monkeypatch.setattr(prompt_tokens, "_tokenize_in_worker", dies)
+    monkeypatch.setattr(prompt_tokens, "_tokenize_in_worker", end_the_process)
     config = DataConfig(filter_overlong_prompts_workers=2)
     message = problems_of(write([make_row()] * 3), make_tokenizer(), config)
     assert "one of 2 tokenizing processes was lost" in message and "filter_overlong_prompts_workers" in message
