@@ -8,10 +8,11 @@ TORCH ?= torch==$(TORCH_VERSION)$(if $(filter Linux,$(shell uname -s)),+cpu)
 # Where else to look for it.
 TORCH_INDEX ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# The requirements are complete: nothing to resolve. pip compiles on one core, a third of the time that it takes; here all do it, and
-# what runs rarely import is compiled when they do.
-PIP = $(BIN)/python -m pip install -qq --no-compile
-RARE := /tests?/|/transformers/models/|/matplotlib/|/networkx/|/databricks/|/rllib/
+# The requirements are complete: nothing to resolve. uv installs them where it can, pip elsewhere; neither compiles, all cores do it
+# afterwards, and what runs rarely import is compiled when they do.
+INSTALL = $(BIN)/python requirements/install.py
+RARE := /tests?/|/transformers/models/|/matplotlib/|/networkx/|/databricks/|/ray/(rllib|data|serve|tune|train|llm)/
+RARE := $(RARE)|/sglang/(multimodal_gen|test)/|/pip/|/sympy/physics/|/pygments/lexers/
 # One thread per process: tests and the quickstart run several processes on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
@@ -36,7 +37,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # Content, not times, so that a checkout does not reinstall; the folder, because a copied environment points to the old one.
-STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt pyproject.toml Makefile | cksum) $(CURDIR)
+STATE := $(shell cat requirements/cpu.txt requirements/cpu-nodeps.txt requirements/install.py pyproject.toml Makefile | cksum) $(CURDIR)
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(STATE))
 .PHONY: $(STAMP)
 endif
@@ -55,14 +56,14 @@ $(STAMP):
 	  $$python -m venv --clear $(VENV); \
 	fi
 	@$(MAKE) --no-print-directory torch
-	$(PIP) --no-deps -r requirements/cpu.txt -r requirements/cpu-nodeps.txt
-	$(PIP) --no-deps --no-build-isolation -e .
+	$(INSTALL) --no-deps -r requirements/cpu.txt -r requirements/cpu-nodeps.txt
+	$(INSTALL) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@printf '%s\n' '$(STATE)' > $(STAMP)
 	@echo "setup: done. Activate with: . $(BIN)/activate"
 
 torch:
-	@$(PIP) $(if $(findstring +cpu,$(TORCH)),--no-deps,-c requirements/cpu.txt) $(addprefix --extra-index-url ,$(TORCH_INDEX)) '$(TORCH)' || { \
+	@$(INSTALL) $(if $(findstring +cpu,$(TORCH)),--no-deps,-c requirements/cpu.txt) $(addprefix --extra-index-url ,$(TORCH_INDEX)) '$(TORCH)' || { \
 	  echo "setup: no $(TORCH) (pip says why above). If your package index has no CPU builds, take PyTorch's own:"; \
 	  echo "  make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
 	  echo "or what the index has, which on Linux is a CUDA build of some gigabytes:"; \

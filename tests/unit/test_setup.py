@@ -1,12 +1,19 @@
-"""`make setup` asks for the CPU build of torch by its name: an index without it costs a message, not gigabytes."""
+"""`make setup` asks for the CPU build of torch by its name: an index without it costs a message, not gigabytes.
+
+Packages are installed by uv where it can do what pip is configured to do.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,7 +37,8 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "requirements").mkdir()
     for name in ("cpu.txt", "cpu-nodeps.txt"):
         (tmp_path / "requirements" / name).touch()
-    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    for name in ("Makefile", "requirements/install.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\nversion = '0'\n")
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -61,3 +69,62 @@ def test_a_cuda_build_is_not_installed_unasked(project: Path) -> None:
     assert make_torch(project, "asked", "TORCH=torch==2.13.0")[::2] == (0, [f"{CUDA}.dist-info"])
     wheel(project, CPU)
     assert make_torch(project, "both")[::2] == (0, [f"{CPU}.dist-info"])
+
+
+@pytest.fixture
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "requirements" / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_uv_gets_the_configuration_of_pip(install: ModuleType) -> None:
+    config = """\
+:env:.disable-pip-version-check='1'
+:env:.index-url='https://user:word@index.example/simple'
+global.cert='/etc/ca.pem'
+global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'
+global.index-url='https://not-this.example/simple'
+install.find-links='/wheels /more'
+freeze.timeout='5'
+"""
+    assert install.uv_settings(config) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_DEFAULT_INDEX": "https://user:word@index.example/simple",
+        "UV_INDEX": "https://a.example/simple https://b.example/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "SSL_CERT_FILE": "/etc/ca.pem",
+    }
+    # What it cannot be told is left to pip.
+    assert install.uv_settings(config + "global.only-binary=':all:'\n") is None
+
+
+def test_uv_installs_from_the_index_that_pip_is_configured_with(tmp_path: Path, install: ModuleType) -> None:
+    if install.uv_version() is None:
+        pytest.skip("this environment was not made by `make setup`, or its index has no uv")
+    index = tmp_path / "simple" / "torch"
+    index.mkdir(parents=True)
+    wheel(index, CPU)
+    (index / "index.html").write_text(
+        f'<a href="{CPU.replace("+", "%2B")}-py3-none-any.whl">{CPU}-py3-none-any.whl</a>'
+    )
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    # Of the environment of this test: pip and uv alone.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install_from(index: Path, requirement: str) -> tuple[int, list[str]]:
+        """Exit code, and who installed torch."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))}
+        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.as_uri()}
+        environment |= {"UV_CACHE_DIR": str(tmp_path / "cache")}
+        command = [str(python), str(ROOT / "requirements" / "install.py"), "--no-deps", requirement]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        return done.returncode, [path.read_text() for path in site.glob("torch-*.dist-info/INSTALLER")]
+
+    assert install_from(index.parent, "torch==2.13.0+cpu") == (0, ["uv"])
+    code, installers = install_from(index.parent, "torch==2.12.0+cpu")
+    assert code != 0 and installers == ["uv"]
