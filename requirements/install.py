@@ -31,8 +31,22 @@ NAMES = {
 }
 # Settings that change nothing of what is installed.
 WITHOUT_EFFECT = frozenset(
-    "disable-pip-version-check no-input no-color progress-bar quiet verbose retries root-user-action no-compile "
-    "no-cache-dir cache-dir break-system-packages config-file require-virtualenv no-warn-script-location".split()
+    {
+        "break-system-packages",
+        "cache-dir",
+        "disable-pip-version-check",
+        "no-cache-dir",
+        "no-color",
+        "no-compile",
+        "no-input",
+        "no-warn-script-location",
+        "progress-bar",
+        "quiet",
+        "require-virtualenv",
+        "retries",
+        "root-user-action",
+        "verbose",
+    }
 )
 
 
