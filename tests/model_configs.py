@@ -24,7 +24,7 @@ NAMES = {
     "Qwen3-30B-A3B": "qwen3-30b-a3b",
     "Qwen3-235B-A22B": "qwen3-235b-a22b",
     "Llama-3.1-70B-Instruct": "llama-3.1-70b",
-    "DeepSeek-V3-bf16": "deepseek-v3",
+    "DeepSeek-V3": "deepseek-v3",
 }
 CONFIGS = {path.stem: path for path in sorted(MODELS.glob("*.json"))}
 

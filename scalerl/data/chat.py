@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalerl.data.problems import DataError
 
@@ -69,17 +69,27 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | None) -> N
     tokenizer.chat_template = text
 
 
+class Conversation(NamedTuple):
+    """Messages, and the function schemas that the chat template shows; None: those of data.chat_template_kwargs."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
     *,
     add_generation_prompt: bool,
     options: Mapping[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Renders messages to text by the chat template.  options: data.chat_template_kwargs, variables of the template."""
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, **(options or {})
-    )
+    """Renders messages to text by the chat template.
+
+    options: data.chat_template_kwargs, variables of the template.  tools: of this row, in the place of theirs.
+    """
+    given = dict(options or {}) | ({"tools": tools} if tools else {})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
     assert isinstance(text, str)
     return text
 

@@ -150,6 +150,7 @@ _TYPES = {
     "messages": (list, "a list of messages"),
     "reward_style": (str, "rule, model, judge or another name"),
     "images": (list, "a list"),
+    "tools": (list, "a list of function schemas"),
 }
 
 

@@ -1,7 +1,8 @@
-"""Checks of a column of messages, each of which is {"role": str, "content": str}."""
+"""Checks of a column of messages, each of which is {"role": str, "content": str}, and of the tools beside it."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from scalerl.data.problems import FileProblems, excerpt, type_name
@@ -50,3 +51,33 @@ def _check_message(message: Any, i: int, row: int, column: str, problems: FilePr
         problems.add(f"empty content in message {i}", "remove the message or give it text", row=row, column=column)
         return None
     return {key: item for key, item in message.items() if item is not None}
+
+
+def check_tools(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:
+    """Checks one row's function schemas: a list of dicts, JSON text of one, or null. Null keys, which Arrow fills in,
+    are dropped.
+
+    Returns the schemas; None for a row without any, or with the reason added to `problems`.
+    """
+    tools = value
+    if isinstance(value, str) and value:
+        try:
+            tools = json.loads(value)
+        except ValueError:
+            tools = value
+    if not tools:
+        return None
+    if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
+        return _without_nulls(tools)
+    advice = 'write [{"type": "function", "function": {"name": ..., "parameters": ...}}], as a list or as JSON text'
+    what = (
+        "text that is no JSON list of schemas" if isinstance(value, str) else f"{type_name(value)}, not a list of them"
+    )
+    problems.add(f"tools: {what}", advice, row=row, column=column, value=excerpt(value))
+    return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Checks of a row of prompts: the five columns, and images if a file has them."""
+"""Checks of a row of prompts: the five columns, and images and tools if a file has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from scalerl.data.files import Chunk
-from scalerl.data.messages import check_messages
+from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import FileProblems, excerpt, type_name
 
 _REWARD_SHAPE = 'write it as {"style": "rule", "ground_truth": "..."}'
@@ -21,6 +21,7 @@ class PromptColumns:
     data_source: str = "data_source"
     prompt: str = "prompt"
     images: str = "images"
+    tools: str = "tools"
     sees_images: bool = False
 
     @property
@@ -38,6 +39,7 @@ class PromptFields(NamedTuple):
     messages: list[dict[str, Any]]
     reward_style: str
     images: list[Any]
+    tools: list[dict[str, Any]]
 
 
 def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProblems) -> list[tuple[int, PromptFields]]:
@@ -56,6 +58,7 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
         _check_extra_info(values["extra_info"], row, problems)
         images = values.get(columns.images)
         _check_images(images, row, columns, problems)
+        tools = check_tools(values.get(columns.tools), row, columns.tools, problems)
         messages = None
         if values[columns.prompt] is not _ABSENT:
             messages = check_messages(values[columns.prompt], row, columns.prompt, problems)
@@ -68,6 +71,7 @@ def check_prompt_rows(chunk: Chunk, columns: PromptColumns, problems: FileProble
                 messages,
                 reward["style"],
                 images or [],
+                tools or [],
             )
             rows.append((row, fields))
     return rows

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from scalerl.data.chat import encode, render
+from scalerl.data.chat import Conversation, encode, render
 from scalerl.data.problems import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, Any]]
 # Token ids, int32, or the reason why the chat template refuses the messages.
 Tokens = np.ndarray | str
 Rows = TypeVar("Rows")
@@ -50,20 +49,20 @@ class PromptTokenizer:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def each(self, chunks: Iterable[tuple[Rows, Sequence[Messages]]]) -> Iterator[tuple[Rows, list[Tokens]]]:
-        """Yields (rows, tokens) for each (rows, messages), in order.  Raises DataError when a process is lost."""
+    def each(self, chunks: Iterable[tuple[Rows, Sequence[Conversation]]]) -> Iterator[tuple[Rows, list[Tokens]]]:
+        """Yields (rows, tokens) for each (rows, prompts), in order.  Raises DataError when a process is lost."""
         if self._workers == 1:
-            for rows, messages in chunks:
-                yield rows, tokenize(self._tokenizer, messages, self._options)
+            for rows, prompts in chunks:
+                yield rows, tokenize(self._tokenizer, prompts, self._options)
             return
         waiting: deque[tuple[Rows, Future[list[Tokens]]]] = deque()
         try:
-            for number, (rows, messages) in enumerate(chunks):
+            for number, (rows, prompts) in enumerate(chunks):
                 if number == 0:
                     # Most files have one chunk, which is done before a process would have started.
-                    yield rows, tokenize(self._tokenizer, messages, self._options)
+                    yield rows, tokenize(self._tokenizer, prompts, self._options)
                     continue
-                waiting.append((rows, self._start().submit(_tokenize_in_worker, messages, self._options)))
+                waiting.append((rows, self._start().submit(_tokenize_in_worker, prompts, self._options)))
                 if len(waiting) >= self._workers * _CHUNKS_PER_WORKER:
                     yield _done(waiting)
             while waiting:
@@ -89,7 +88,7 @@ class PromptTokenizer:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messages], options: Mapping[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Conversation], options: Mapping[str, Any] | None = None
 ) -> list[Tokens]:
     """The tokens of each prompt with the generation prompt, or the chat template's error as a text.
 
@@ -97,9 +96,11 @@ def tokenize(
     """
     results: list[Tokens] = []
     texts = []
-    for prompt in messages:
+    for prompt in prompts:
         try:
-            texts.append(render(tokenizer, prompt, add_generation_prompt=True, options=options))
+            texts.append(
+                render(tokenizer, prompt.messages, add_generation_prompt=True, options=options, tools=prompt.tools)
+            )
             results.append("")
         except Exception as error:  # a chat template is a program of the model's author: it raises anything
             results.append(f"{type(error).__name__}: {error}")
@@ -123,6 +124,6 @@ def _start_worker(tokenizer: PreTrainedTokenizerBase) -> None:
     _worker_tokenizer = tokenizer
 
 
-def _tokenize_in_worker(messages: Sequence[Messages], options: Mapping[str, Any] | None) -> list[Tokens]:
+def _tokenize_in_worker(prompts: Sequence[Conversation], options: Mapping[str, Any] | None) -> list[Tokens]:
     assert _worker_tokenizer is not None
-    return tokenize(_worker_tokenizer, messages, options)
+    return tokenize(_worker_tokenizer, prompts, options)

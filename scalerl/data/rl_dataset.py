@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import DataConfig
-from scalerl.data.chat import require_chat_template
+from scalerl.data.chat import Conversation, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_rows import PromptColumns, PromptFields, check_prompt_rows
-from scalerl.data.prompt_tokens import Messages, PromptTokenizer, Tokens
+from scalerl.data.prompt_tokens import PromptTokenizer, Tokens
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.truncation import truncate
 
@@ -34,6 +34,7 @@ class PromptRow:
     reward_style: rule (a reward function scores it), model or judge (a reward model or a judge, where the run has
         one), or another name.
     images: as the file has them; always empty in a data set without a processor.
+    tools: function schemas of the row; empty where it has none of its own.
     """
 
     uid: int
@@ -45,6 +46,7 @@ class PromptRow:
     messages: list[dict[str, Any]]
     reward_style: str
     images: list[Any] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 # input_ids, prompt_length_before, the other fields of PromptRow.
@@ -61,6 +63,7 @@ class RLHFDataset:
         reward_model: {"style": str, "ground_truth": any}; ground_truth may be null only if style is not "rule".
         extra_info: dict or null.
         images (config.image_key; may be missing): list or null. Without a processor a row with images is a problem.
+        tools (config.tools_key; may be missing): function schemas, as a list or as JSON text, or null.
 
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A prompt over config.max_prompt_length tokens is dropped and counted in `num_filtered` if
@@ -91,7 +94,9 @@ class RLHFDataset:
         files = resolve_files(data_files, config.cache_dir)
         self.files = [file.name for file in files]
         self.num_filtered = 0
-        columns = PromptColumns(config.reward_fn_key, config.prompt_key, config.image_key, processor is not None)
+        columns = PromptColumns(
+            config.reward_fn_key, config.prompt_key, config.image_key, config.tools_key, processor is not None
+        )
         rows: list[_KeptRow] = []
         with PromptTokenizer(
             tokenizer, config.filter_overlong_prompts_workers, config.chat_template_kwargs
@@ -133,13 +138,13 @@ class RLHFDataset:
         kept: list[_KeptRow] = []
         overlong: dict[int, int] = {}
 
-        def checked() -> Iterator[tuple[list[tuple[int, PromptFields]], list[Messages]]]:
-            for chunk in read_chunks(file.path, columns.names, problems, optional=[columns.images]):
+        def checked() -> Iterator[tuple[list[tuple[int, PromptFields]], list[Conversation]]]:
+            for chunk in read_chunks(file.path, columns.names, problems, optional=[columns.images, columns.tools]):
                 rows = check_prompt_rows(chunk, columns, problems)
                 if problems.full:
                     return
                 if not problems and room != len(kept):
-                    yield rows, [fields.messages for _, fields in rows]
+                    yield rows, [Conversation(fields.messages, fields.tools) for _, fields in rows]
 
         for rows, token_lists in tokenizer.each(checked()):
             if room == len(kept):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import SFTDataConfig
-from scalerl.data.chat import encode, render, require_chat_template
+from scalerl.data.chat import Conversation, encode, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.messages import check_messages
+from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import RaggedArray
 from scalerl.data.truncation import truncate
@@ -41,6 +41,7 @@ class SFTDataset:
     template rewrites earlier turns, and the row is an error. Where the rendered turn lacks the end of the generation
     prompt (<think>), the turn begins behind what both have.
 
+    Column config.tools_key, which may be missing, has function schemas of a row, as a list or as JSON text, or null.
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
     A conversation over config.max_length tokens: config.truncation error | left | right.
     Raises DataError, naming file, row and column of all problems of the first file that has any.
@@ -81,7 +82,7 @@ def _read_file(
     column = config.messages_key
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     overlong: dict[int, int] = {}
-    for chunk in read_chunks(file.path, [column], problems):
+    for chunk in read_chunks(file.path, [column], problems, optional=[config.tools_key]):
         if problems.full:
             break
         for row, values in chunk:
@@ -90,7 +91,8 @@ def _read_file(
             messages = check_messages(values[column], row, column, problems)
             if messages is None or not _check_turns(messages, row, column, problems):
                 continue
-            masked = _tokenize(messages, row, tokenizer, config, problems)
+            tools = check_tools(values.get(config.tools_key), row, config.tools_key, problems)
+            masked = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems)
             if masked is None:
                 continue
             tokens, mask = masked
@@ -127,7 +129,7 @@ def _check_turns(messages: list[dict[str, Any]], row: int, column: str, problems
 
 
 def _tokenize(
-    messages: list[dict[str, Any]],
+    conversation: Conversation,
     row: int,
     tokenizer: PreTrainedTokenizerBase,
     config: SFTDataConfig,
@@ -135,7 +137,8 @@ def _tokenize(
 ) -> tuple[list[int], list[int]] | None:
     """Tokens and loss mask of a conversation, or None with the reason added to `problems`."""
     column = config.messages_key
-    rendered = partial(render, tokenizer, options=config.chat_template_kwargs)
+    messages, tools = conversation
+    rendered = partial(render, tokenizer, options=config.chat_template_kwargs, tools=tools)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
         texts = [rendered(messages, add_generation_prompt=False)]

@@ -29,6 +29,7 @@ Point = Literal[
     "after_sync",
     "after_resume_kv",
     "before_save",
+    "before_save_alone",
     "after_save",
 ]
 # How long what a server has released may take to be free for every rank of its devices, and the time between two looks.
@@ -45,6 +46,10 @@ BUCKET_COPIES = 3
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
 _UTILIZATION = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+_SAVE_ADVICE = (
+    f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save "
+    "and a load bring parameters and optimizer to the device"
+)
 _ADVICE: dict[Point, str] = {
     "after_release": (
         f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), "
@@ -59,11 +64,8 @@ _ADVICE: dict[Point, str] = {
         f"{_UTILIZATION}, or set {_MEGATRON}.param_offload=true, {_MEGATRON}.grad_offload=true and "
         f"{_MEGATRON}.optimizer_offload=true"
     ),
-    "before_save": (
-        "split the model over more devices "
-        f"({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save and a load bring parameters "
-        "and optimizer to the device, where the server's weights stay"
-    ),
+    "before_save": _SAVE_ADVICE,
+    "before_save_alone": _SAVE_ADVICE,
     "after_save": f"{_UTILIZATION}, or set {_MEGATRON}.param_offload=true and {_MEGATRON}.optimizer_offload=true",
 }
 
@@ -164,7 +166,7 @@ class Handover:
                 if num_bytes := self._released["weights"].get(device, 0):
                     needed.setdefault(device, {})["the server's weights"] = num_bytes
             return needed
-        if point == "before_save":
+        if point in ("before_save", "before_save_alone"):
             return trainer_needs(ranks, parts=SAVED_PARTS)
         if point in ("after_sync", "after_save"):
             return {

@@ -18,7 +18,8 @@ from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Processes, leased
 from scalerl.config import GenerationConfig
 from scalerl.controller.sampling.worker import sample_seed
-from scalerl.data.messages import check_messages
+from scalerl.data.chat import Conversation
+from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_tokens import tokenize
 from scalerl.data.tables import FileTable
@@ -56,15 +57,21 @@ def read_prompts(
     prompts: list[Prompt] = []
     for file in tables:
         problems = FileProblems(file.name)
-        column = cfg.data.prompt_key
-        for chunk in file.chunks([column], problems, optional=["extra_info"]):
-            checked = [check_messages(values[column], row, column, problems) for row, values in chunk]
-            messages = [conversation for conversation in checked if conversation is not None]
+        column, tools_key = cfg.data.prompt_key, cfg.data.tools_key
+        for chunk in file.chunks([column], problems, optional=["extra_info", tools_key]):
+            checked = [
+                (
+                    check_messages(values[column], row, column, problems),
+                    check_tools(values.get(tools_key), row, tools_key, problems),
+                )
+                for row, values in chunk
+            ]
+            conversations = [Conversation(messages, tools) for messages, tools in checked if messages is not None]
             if problems:
                 # Once there is a problem, rows are only checked.
                 continue
             for (row, values), tokens in zip(
-                chunk, tokenize(tokenizer, messages, cfg.data.chat_template_kwargs), strict=True
+                chunk, tokenize(tokenizer, conversations, cfg.data.chat_template_kwargs), strict=True
             ):
                 input_ids = _input_ids(tokens, row, cfg, problems)
                 sampling = _sampling(values.get("extra_info"), row, cfg, problems)

@@ -336,7 +336,10 @@ def _phases(
     saved = {name: size for name, size in _named("actor", actor.state(stage)).items() if "gradients" not in name}
     # Saves and syncs come while a server has its weights, and not its KV cache.
     resumed = {name: size for name, size in serving.items() if name != "KV cache" or not rollout.free_cache_engine}
-    yield Phase("save", resting | saved | resumed)
+    save = resting | saved | resumed
+    is_short = memory_bytes is not None and sum(save.values()) > memory_bytes
+    # Without room beside them the weights leave for a save, too, and are sent again.
+    yield Phase("save", resting | saved | beside if released and rollout.free_cache_engine and is_short else save)
     weights = _named("actor", {"weights": actor.state(stage)["weights"]})
     held = resting | weights | resumed
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))

@@ -31,7 +31,7 @@ from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
-from scalerl.hybrid.handover import Point
+from scalerl.hybrid.handover import HandoverError, Point
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
@@ -273,6 +273,27 @@ def test_caches_leave_for_a_save_and_nothing_else_does(run: Run) -> None:
     assert run.checksums() == before and run.urls == urls
     measured = run.servers.handover.metrics().keys()
     assert {f"perf/handover/free_gb/{point}" for point in ("before_save", "after_save")} <= measured
+    samples = run.generate()
+    run.compare(samples)
+    run.rollout.drop(samples)
+
+
+def test_weights_leave_for_a_save_where_they_have_no_room_beside_it(run: Run) -> None:
+    def no_room() -> None:
+        raise HandoverError("in this test")
+
+    before, urls = run.checksums(), run.urls
+    for order in run.servers.orders.values():
+        order.taken.clear()
+    run.servers.at = {"before_save": no_room}
+    with run.rollout.lend_device():
+        assert [client.released for client in run.servers.control.clients] == [{"kv_cache", "weights"}] * 2
+    taken = ["release_kv", "release_weights", "resume_weights", "begin", "bucket", "end"]
+    for order in run.servers.orders.values():
+        assert [step for step in order.taken if step != "check"] == [*taken, "resume_kv"]
+    # The embedded engine's memory stays as it was: that the weights were sent again, the steps say.
+    assert run.checksums() == before and run.urls == urls
+    assert "perf/handover/free_gb/before_save_alone" in run.servers.handover.metrics()
     samples = run.generate()
     run.compare(samples)
     run.rollout.drop(samples)

@@ -26,6 +26,9 @@ class ChatConfig(FilesConfig):
     # Variables of the chat template, for every row: chat_template_kwargs.enable_thinking=false; tools is a list of
     # function schemas.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Column with the function schemas of a row, which may be missing: a list, or JSON text of one. A row without any
+    # has chat_template_kwargs.tools.
+    tools_key: str = key("tools", TEXT)
     # Jinja file with a chat template; null: the one in the model's directory. Merged models keep their directory's.
     chat_template_path: str | None = key(None, or_null(TEXT))
 

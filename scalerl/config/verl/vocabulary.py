@@ -770,6 +770,7 @@ _SFT = [
     renamed("(model|trainer).partial_pretrain", "model.path"),
     same("data.(chat_template|multiturn.enable)", None, False, True, why="a row has its messages"),
     renamed("data.multiturn.messages_key", "data.messages_key"),
+    renamed("data.multiturn.tools_key", "data.tools_key"),
     same(
         "model.(use_remove_padding|enable_gradient_checkpointing|strategy)",
         True,

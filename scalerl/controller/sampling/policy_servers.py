@@ -19,7 +19,7 @@ from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
-from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, Point, RankMemory
+from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, HandoverError, Point, RankMemory
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.hybrid.transports.disk import directory_of_run
 from scalerl.metrics import Metric, merge_metrics
@@ -229,21 +229,40 @@ class PolicyServers:
         """Keeps the KV caches off the trainer's devices inside the block, between two generations.
 
         A save or a load needs it: parameters and optimizer come to the devices while servers have their weights there.
-        Raises HandoverError.
+        Where these have no room beside each other, the weights leave too; after the block servers get the trainer's
+        again, or, before the first sync, with that. Raises HandoverError.
         """
         if not self._hands_over:
             yield
             return
         self._advance("release_kv", self.orders)
         failed = self.control.release("kv_cache")
-        self._see("before_save", wait_s=self._release_wait_s)
+        beside_weights = self._have_room("before_save")
+        if not beside_weights:
+            self._advance("release_weights", self.orders)
+            self._end_failed(failed | self.control.release("weights", skip=failed))
+            self._see("before_save_alone", wait_s=self._release_wait_s)
         yield
         self.workers.readings = None
+        if not beside_weights:
+            if self.num_syncs:
+                # Its seconds are the save's.
+                parts_s, self.parts_s = self.parts_s, {}
+                self._serve(set(range(len(self.replicas))))
+                self.parts_s = parts_s
+            return
         self._see("after_save")
         self._advance("resume_kv", self.orders)
         self._end_failed(failed | self.control.resume("kv_cache"))
         if self.server_set.down and self.num_syncs:
             self._serve(set())
+
+    def _have_room(self, point: Point) -> bool:
+        try:
+            self._see(point, wait_s=self._release_wait_s)
+        except HandoverError:
+            return False
+        return True
 
     # Seconds within which released memory is free on every rank.
     _release_wait_s = RELEASE_WAIT_S
@@ -341,9 +360,10 @@ class PolicyServers:
         return rounds
 
     def _resume(self, tag: str, indices: set[int]) -> dict[int, str]:
-        if not (self._hands_over and self.num_syncs):
-            return {}
         step: Step = "resume_weights" if tag == "weights" else "resume_kv"
+        # Before the first sync only a load has released anything, and that only where memory is short.
+        if not self._hands_over or not any(step in self.orders[index].allowed for index in indices):
+            return {}
         point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
         self._advance(step, indices)
         with self._timed(f"update_weights/{step}"):

@@ -78,6 +78,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "cache_dir": (["", " "], ["~/here"]),
     "prompt_key": ([""], ["p"]),
     "messages_key": ([" "], ["m"]),
+    "tools_key": ([""], ["functions"]),
     "reward_fn_key": ([""], ["p"]),
     "max_prompt_length": ([0], [1]),
     "max_response_length": ([0], [1]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from scalerl.config import compose
 from scalerl.config.schema import DataConfig, SFTDataConfig
 from scalerl.data import DataError, RLHFDataset, SFTDataset, prompt_tokens
-from scalerl.data.chat import use_chat_template
+from scalerl.data.chat import Conversation, use_chat_template
+from scalerl.data.files import resolve_files
+from scalerl.data.tables import read_tables
+from scalerl.inference.generation import read_prompts
 
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }} {% endif %}"
@@ -40,7 +44,7 @@ def test_prompts_take_template_and_variables_in_every_process(write, make_tokeni
     # A process that tokenizes is given them too.
     messages = [{"role": "user", "content": "1 + 1"}]
     prompt_tokens._start_worker(tokenizer)
-    (tokens,) = prompt_tokens._tokenize_in_worker([messages], config.chat_template_kwargs)
+    (tokens,) = prompt_tokens._tokenize_in_worker([Conversation(messages)], config.chat_template_kwargs)
     assert tokenizer.decode(tokens) == "add user 1 + 1<|end|>assistant short "
 
 
@@ -57,6 +61,49 @@ def test_conversations_take_them_and_learn_the_reasoning(write, make_tokenizer, 
     thoughts = [{"role": "user", "content": "1 + 1", "reasoning_content": "hm"}, turns[1]]
     row = SFTDataset(write([{"messages": thoughts}], "thoughts.parquet"), tokenizer, config)[0]
     assert tokenizer.decode(row.input_ids).startswith("add (hm) user")
+
+
+def test_a_row_may_have_tools_of_its_own(write, make_tokenizer, make_row, template, tmp_path) -> None:
+    """As a list, of which parquet makes one type for all rows, or as JSON text; a row without has those of all."""
+    tokenizer = make_tokenizer(
+        "{% for t in tools or [] %}{{ t.function | tojson }} {% endfor %}"
+        "{% for m in messages %}{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    own = [
+        [{"type": "function", "function": {"name": "sub", "parameters": {"a": 1}}}],
+        [{"type": "function", "function": {"name": "div", "strict": True}}],
+        None,
+    ]
+    shown = ['{"name": "sub", "parameters": {"a": 1}} ', '{"name": "div", "strict": true} ', '{"name": "add"} ']
+    given = DataConfig(chat_template_kwargs={"tools": TOOLS})
+    for name, kept in (("list", own), ("text", [tools and json.dumps(tools) for tools in own])):
+        path = write([make_row("1") | {"tools": tools} for tools in kept], f"{name}.parquet")
+        rows = RLHFDataset(path, tokenizer, given)
+        assert [tokenizer.decode(rows[i].input_ids) for i in range(3)] == [
+            f"{tools}user 1<|end|>assistant " for tools in shown
+        ]
+        assert [rows[i].tools for i in range(3)] == [own[0], own[1], []]
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        path = write([{"messages": turns, "tools": tools} for tools in kept], f"sft_{name}.parquet")
+        config = SFTDataConfig(train_files=None, chat_template_kwargs={"tools": TOOLS})
+        for row, tools in zip((SFTDataset(path, tokenizer, config)[i] for i in range(3)), shown, strict=True):
+            assert tokenizer.decode(row.input_ids) == f"{tools}user 1<|end|>assistant 2<|end|>"
+        path = write([{"prompt": turns[:1], "tools": tools} for tools in kept], f"generate_{name}.parquet")
+        options = ["model.path=m", "data.output_path=o.parquet", f"data.path={path}"]
+        cfg = compose("generation", [*options, "data.chat_template_kwargs.tools=[{function:{name:add}}]"])
+        prompts = read_prompts(read_tables(resolve_files(path, cfg.data.cache_dir)), cfg, tokenizer)
+        assert [tokenizer.decode(prompt.input_ids) for prompt in prompts] == [
+            f"{tools}user 1<|end|>assistant " for tools in shown
+        ]
+
+
+@pytest.mark.parametrize("tools", ["{", '{"name": "add"}', ["add"]])
+def test_tools_that_are_none_are_named(write, make_tokenizer, make_row, template, tools) -> None:
+    tokenizer = make_tokenizer(None)
+    use_chat_template(tokenizer, template)
+    with pytest.raises(DataError, match=r"row 0, column 'tools'.* tools: .*function"):
+        RLHFDataset(write([make_row("1") | {"tools": tools}]), tokenizer, DataConfig())
 
 
 def test_template_that_is_not_there_or_empty_names_the_key(tmp_path: Path, make_tokenizer) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data import DataError, SFTDataset
+from scalerl.data.chat import Conversation
 from scalerl.data.problems import FileProblems
 from scalerl.data.sft_dataset import _tokenize
 
@@ -54,7 +55,7 @@ words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_siz
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
 def test_learned_text_is_the_assistants_text(tokenizer, turns):
     messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]
-    tokens, mask = _tokenize(messages, 0, tokenizer, SFTDataConfig(), FileProblems("f"))
+    tokens, mask = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"))
     said = [m["content"] for m in messages if m["role"] == "assistant"]
     picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]
     assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)

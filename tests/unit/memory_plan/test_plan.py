@@ -103,6 +103,17 @@ def test_offloaded_parts_are_there_when_they_are_needed() -> None:
     assert "actor optimizer" not in phase(found, "weight sync") and "server weights" in phase(found, "weight sync")
 
 
+def test_servers_weights_leave_for_a_save_that_has_no_room_beside_them() -> None:
+    beside = phase(plan(), "save")
+    assert "server weights" in beside and beside["server weights"] > 0
+    # A little less than both.
+    short = plan(memory=sum(beside.values()) - 1)
+    parts = phase(short, "save")
+    assert parts == {name: size for name, size in beside.items() if name != "server weights"}
+    assert "server weights" in phase(short, "weight sync")
+    assert "server weights" in phase(plan(f"{ROLLOUT}.free_cache_engine=false", memory=10**10), "save")
+
+
 def test_servers_stay_with_what_does_not_release() -> None:
     parts = phase(plan(f"{ROLLOUT}.free_cache_engine=false", f"{ROLLOUT}.kv_cache_tokens=1024"), "actor update")
     assert parts["KV cache"] == 1024 * 147_456 and parts["server weights"] > 0
