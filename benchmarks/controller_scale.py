@@ -4,7 +4,7 @@ python benchmarks/controller_scale.py                        # 8, 64, 256, 1,024
 python benchmarks/controller_scale.py --dp 8 64 --steps 1    # a look
 
 The loop (`trainer.ppo.train_step`), sample stream, ledger, planner, dispatch, collection, advantages, metrics and the
-servers' order are the product's. Behind them stand a few real Ray actors, each in the place of many ranks or of the
+servers' order are the product's. Behind them stand real Ray actors, a few in the place of all ranks, and one for each
 rollout worker: they answer with what a rank would, without a model. So what is measured is the driver (and, with it on
 the same cores, Ray and those actors). No GPU, no Megatron, no SGLang.
 """
@@ -35,6 +35,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--samples-per-rank", type=int, default=SAMPLES_PER_RANK)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each data-parallel one")
     parser.add_argument("--processes", type=int, default=2, help="Ray actors that answer for all ranks")
+    parser.add_argument("--rollout-workers", type=int, help="default: as many as a run has, one per 8 servers")
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-controller-scale.json")
@@ -98,6 +99,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         "dp_size": dp_size,
         "num_ranks": dp_size * options.tp,
         "num_samples": num_samples,
+        "num_rollout_workers": len(run.rollout.workers),
         "wall_s": record.spread([step["wall_s"] for step in steps]),
         "driver_cpu_s": record.spread([step["driver_cpu_s"] for step in steps]),
         "bytes_per_sample": num_bytes / num_samples,

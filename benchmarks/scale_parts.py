@@ -22,7 +22,7 @@ from scalerl.config import PPOConfig, compose
 from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
-from scalerl.controller.sampling.rollout_workers import RolloutWorkers
+from scalerl.controller.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.controller.sampling.worker import Generated, RolloutWorker
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
@@ -37,6 +37,7 @@ from scalerl.servers.replica import Replica
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run
 from scalerl.trainer.sample_stream import SampleStream
+from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 GROUP = 16
@@ -173,7 +174,12 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
     place = pool.place(0, num_devices=1)
     actors = [rank.options(**place).remote(InstantRank, 0, Layout(1)) for _ in range(options.processes)]
     group = CountingGroup(Layout(dp_size * options.tp, tp_size=options.tp), actors)
-    rollout = make_rollout(config, pool, group, worker.options(**place, max_concurrency=64).remote(options.seed))
+    elsewhere = pool.place(0, num_devices=0)
+    workers = [
+        worker.options(**elsewhere, max_concurrency=64).remote(options.seed + number)
+        for number in range(options.rollout_workers or default_num_workers(_num_servers(group)))
+    ]
+    rollout = make_rollout(config, pool, group, workers)
     actor = config.actor_rollout_ref.actor
     update = actor.ppo_mini_batch_size * GROUP
     rules = PackingRules.of(
@@ -198,16 +204,21 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
         timers=Timers(on_enter=on_phase),
         total_steps=10**6,
         stop=StopRequest(),
+        saves=Saves(config.trainer),
     )
 
 
-def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, worker: Any) -> HybridRollout:
+def _num_servers(group: WorkerGroup) -> int:
+    return max(1, group.world_size // RANKS_OF_A_SERVER)
+
+
+def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, workers: Sequence[Any]) -> HybridRollout:
     """With servers that nobody starts: one for every RANKS_OF_A_SERVER ranks."""
     servers = PolicyServers.__new__(PolicyServers)
     servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
     servers.timeout_s, servers.num_syncs, servers.policy_version = 600.0, 0, 0
     servers.handover, servers.parts_s, servers.workers = Handover(), {}, group
-    count = max(1, group.world_size // RANKS_OF_A_SERVER)
+    count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
     server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)
     servers._server_set = server_set  # type: ignore[assignment]
@@ -216,9 +227,13 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
     rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
     rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
-    process = PooledActor(worker, worker.__ray_ready__.remote(), ActorSpec(RolloutWorker, 0, 0))
+    processes = [
+        PooledActor(worker, worker.__ray_ready__.remote(), ActorSpec(RolloutWorker, 0, 0)) for worker in workers
+    ]
     rollout.numbers = itertools.count()
-    rollout.workers = servers.rollout_workers = RolloutWorkers([process], [range(count)], 600.0)
+    shares = share_servers(count, len(workers))
+    rollout.workers = servers.rollout_workers = RolloutWorkers(processes, shares, 600.0)
+    rollout.workers.wait_ready()
     rollout.workers.connect(replicas, None, 0)  # type: ignore[arg-type]
     # The servers started from files; the first step finds them with the trainer's weights.
     rollout.sync_weights(policy_version=0)

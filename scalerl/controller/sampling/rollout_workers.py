@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
-# The tokens of this many data-parallel ranks are in a worker's memory twice while it hands them out.
+# While tokens are handed out, those of this many data-parallel ranks are in memory twice, each worker's share in its.
 SHARDS_PER_CALL = 16
 
 
@@ -137,12 +137,17 @@ class RolloutWorkers:
         return BatchRef(HeldRows(batches, batch_S, np.concatenate(rows)), columns)
 
     def shards(self, pieces: Sequence[Piece]) -> list[ray.ObjectRef]:
-        """References to the token columns of each piece. One call to a worker makes SHARDS_PER_CALL of them."""
+        """References to the token columns of each piece.
+
+        One call to a worker makes SHARDS_PER_CALL of them for each worker of the run: so many pieces are the tokens of
+        SHARDS_PER_CALL ranks, and the number of calls does not grow with the workers.
+        """
         tokens: dict[int, ray.ObjectRef] = {}
+        per_call = SHARDS_PER_CALL * len(self)
         for worker, held in sorted(_by_worker(pieces).items()):
             handle = self.handles[worker]
-            for start in range(0, len(held), SHARDS_PER_CALL):
-                indices = held[start : start + SHARDS_PER_CALL]
+            for start in range(0, len(held), per_call):
+                indices = held[start : start + per_call]
                 cuts = [(pieces[index].batch_id, pieces[index].rows) for index in indices]
                 if len(cuts) == 1:
                     refs = [handle.shard.remote(*cuts[0])]

@@ -150,15 +150,15 @@ class Cutter:
         return [(self.number, *cut) for cut in cuts]
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2, SHARDS_PER_CALL, 3 * SHARDS_PER_CALL + 1])
+@pytest.mark.parametrize("num_pieces", [1, 2, SHARDS_PER_CALL, 20 * SHARDS_PER_CALL + 1])
 def test_pieces_come_in_order_by_few_calls(num_pieces: int) -> None:
     workers = Here(3, 3)
     workers.handles = [Cutter(number) for number in range(3)]
     # Of the third worker alone the last.
     pieces = [Piece(at % 2 if at + 1 < num_pieces else 2, at, [at, at + 1], [0, 1]) for at in range(num_pieces)]
     assert workers.shards(pieces) == [(piece.worker, piece.batch_id, piece.rows) for piece in pieces]
-    of_worker = Counter(piece.worker for piece in pieces)
-    assert [handle.calls for handle in workers.handles] == [-(-of_worker[at] // SHARDS_PER_CALL) for at in range(3)]
+    of_worker, per_call = Counter(piece.worker for piece in pieces), 3 * SHARDS_PER_CALL
+    assert [handle.calls for handle in workers.handles] == [-(-of_worker[at] // per_call) for at in range(3)]
 
 
 def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> None:
