@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.errors import EXIT_FAILED
-from scalerl.launch.probes import Limits, Probe, all_probes, versions
+from scalerl.launch.probes import Limits, all_probes, versions
+from scalerl.probes import Finding
 
 MAX_SKEW_S = 5.0
 CLOCK_QUESTIONS = 5
@@ -37,12 +38,12 @@ class Node:
     """A node, with what it reported of itself.  bandwidths: to each peer that it was measured with, in Gbit/s."""
 
     host: str
-    probes: list[Probe]
+    probes: list[Finding]
     versions: dict[str, str] = field(default_factory=dict)
     bandwidths: dict[str, float] = field(default_factory=dict)
 
     @property
-    def sick(self) -> list[Probe]:
+    def sick(self) -> list[Finding]:
         """The probes that are not ok."""
         return [probe for probe in self.probes if not probe.ok]
 
@@ -157,7 +158,7 @@ class Collector:
         for host in self.hosts:
             if host not in nodes:
                 meaning = f"it did not report: see {self.directory}/node-{host}.log"
-                nodes[host] = Node(host, [Probe("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
+                nodes[host] = Node(host, [Finding("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
         return {host: nodes[host] for host in self.hosts}
 
     def _accept(self) -> None:
@@ -175,7 +176,7 @@ class Collector:
             report = channel.receive()
             if report is None or report.get("host") not in self.hosts:
                 return
-            node = Node(report["host"], [Probe(**result) for result in report["probes"]], report["versions"])
+            node = Node(report["host"], [Finding(**result) for result in report["probes"]], report["versions"])
             node.probes.append(self._canary(report["canary"]))
             node.probes.append(clock_probe([clock_offset(channel) for _ in range(CLOCK_QUESTIONS)]))
         # A stranger, or a node that went away while it spoke: it is missing at the deadline.
@@ -185,11 +186,11 @@ class Collector:
             self.nodes[node.host], self.channels[node.host] = node, channel
             self._reported.notify()
 
-    def _canary(self, digest: str) -> Probe:
+    def _canary(self, digest: str) -> Finding:
         ok = digest == _digest(self.directory / CANARY)
         value = "the head's file is read" if ok else f"not the head's file ({digest[:200]})"
         meaning = "" if ok else f"{self.directory} must be one directory on all nodes: mend the mount of this node"
-        return Probe("shared directory", ok, value, meaning)
+        return Finding("shared directory", ok, value, meaning)
 
     def measure(self, nodes: Mapping[str, Node], backend: str) -> None:
         """Measures and notes the bandwidths of neighbours in a ring of the nodes that are well, in rounds of pairs."""
@@ -231,12 +232,12 @@ def clock_offset(channel: Channel) -> float:
     return float(theirs) - (asked + time.time()) / 2
 
 
-def clock_probe(offsets_s: Sequence[float]) -> Probe:
-    """Probe of a node's clock, by the median of its offsets."""
+def clock_probe(offsets_s: Sequence[float]) -> Finding:
+    """Checks a node's clock by the median of its offsets."""
     offset_s = statistics.median(offsets_s)
     ok = abs(offset_s) <= MAX_SKEW_S
     meaning = "" if ok else f"more than {MAX_SKEW_S:g} s from the head: time synchronisation (chronyd) is down there"
-    return Probe("clock", ok, f"{offset_s:+.3f} s", meaning)
+    return Finding("clock", ok, f"{offset_s:+.3f} s", meaning)
 
 
 def version_probes(nodes: Mapping[str, Node]) -> None:
@@ -253,7 +254,7 @@ def version_probes(nodes: Mapping[str, Node]) -> None:
             if node.versions.get(name, "none") != version
         ]
         meaning = "ranks of different versions do not understand each other: install them anew there" if other else ""
-        node.probes.append(Probe("versions", not other, "; ".join(other) or "as on the others", meaning))
+        node.probes.append(Finding("versions", not other, "; ".join(other) or "as on the others", meaning))
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -278,7 +279,7 @@ def bandwidth_probes(nodes: Mapping[str, Node], min_gbit: float) -> None:
         meaning = (
             "" if ok else f"below {min_gbit:g} Gbit/s with every peer (slurm.min_bandwidth_gbit): look at its links"
         )
-        node.probes.append(Probe("all-reduce", ok, value, meaning))
+        node.probes.append(Finding("all-reduce", ok, value, meaning))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,20 @@ from typing import Any, Literal
 from scalerl import nvidia
 from scalerl.nvidia import NvidiaDevice
 from scalerl.probes.finding import Finding, side_by_side
+from scalerl.probes.hardware import (
+    check_device_count,
+    check_driver_errors,
+    check_infiniband,
+    check_memory_errors,
+    check_nvlinks,
+    count_nvlinks,
+)
 from scalerl.probes.host import (
     check_compiler,
     check_locked_memory,
     check_ninja,
     check_nvcc,
+    check_open_files,
     check_shared_memory,
 )
 from scalerl.probes.interpreter import run_program, run_python
@@ -102,7 +110,8 @@ def check_links(devices: Devices) -> Finding:
             "tensor and expert parallelism go through the host's memory, several times slower: is NVIDIA's fabric "
             "manager running, is PCIe access control (ACS) on, is the machine a virtual one?",
         )  # fmt: skip
-    links = count_nvlinks()
+    counted = count_nvlinks()
+    links = None if counted is None else counted[0]
     if links == 0:
         return Finding(
             "links between GPUs", False, "all reach each other, by PCIe alone",
@@ -110,17 +119,6 @@ def check_links(devices: Devices) -> Finding:
         )  # fmt: skip
     value = "all reach each other" + (f", {links} active NVLinks" if links else ", NVLink unknown (no nvidia-smi)")
     return Finding("links between GPUs", True, value, "tensor and expert parallelism go over them")
-
-
-def count_nvlinks() -> int | None:
-    """Active NVLinks of all GPUs; None where nvidia-smi does not tell."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "nvlink", "--status"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return sum("Link" in line and "GB/s" in line for line in out.stdout.splitlines())
 
 
 def check_kernel(devices: Devices) -> Finding:
@@ -188,14 +186,28 @@ def check_ipc(device: Literal["cuda", "cpu"], has_device: bool = True) -> Findin
     return Finding(name, True, f"{_last(out)['bytes'] >> 20} MiB, seen by both", meaning, True)
 
 
+def health_findings(num_gpus: int) -> Iterator[Finding]:
+    """Checks devices, links, adapters and limits of this machine, which may fail from one day to the next.
+
+    num_gpus: the fewest GPUs that there must be.
+    """
+    yield check_device_count(num_gpus)
+    yield check_memory_errors()
+    yield check_driver_errors()
+    yield check_nvlinks()
+    yield check_infiniband()
+    yield check_locked_memory()
+    yield check_open_files()
+
+
 def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
     """Tries everything that a run on the GPUs of this machine needs; some probes take a minute."""
     devices = devices or find_devices()
     num_gpus = len(devices.gpus)
     yield check_driver(devices, nvidia.find_nvidia_device())
+    yield from health_findings(num_gpus)
     yield check_links(devices)
     yield check_shared_memory()
-    yield check_locked_memory()
     yield from side_by_side([check_compiler, check_ninja, partial(check_nvcc, devices.cuda)])
     # One after the other: each wants the devices for itself.
     yield check_transformer_engine()

@@ -12,22 +12,27 @@ import tempfile
 from pathlib import Path
 
 from scalerl.probes.finding import Finding
+from scalerl.probes.hardware import INFINIBAND
 from scalerl.runtime.cuda_toolkit import find_cuda_home, find_ninja
 
 GIB = 1 << 30
 MIN_FREE_DISK_GIB = 5.0
 MIN_SHM_GIB = 1.0
-INFINIBAND = Path("/sys/class/infiniband")
+# Open files of one process: Ray and servers hold a file for each connection.
+MIN_OPEN_FILES = 4096
+# Registered memory of an InfiniBand adapter counts as locked.
+MIN_LOCKED_GIB = 1.0
 
 
-def check_disk(directory: Path) -> Finding:
+def check_disk(directory: Path, min_gib: float = MIN_FREE_DISK_GIB) -> Finding:
     """Checks the free space of a directory to which Ray, checkpoints and copies of data and models are written."""
     free_gib = shutil.disk_usage(directory).free / GIB
     value = f"{free_gib:.1f} GiB free"
-    if free_gib < MIN_FREE_DISK_GIB:
+    if free_gib < min_gib:
         return Finding(
             str(directory), False, value,
-            f"less than {MIN_FREE_DISK_GIB:g} GiB: checkpoints, Ray's spilling and copies of models may not fit",
+            f"less than {min_gib:g} GiB: checkpoints, Ray's spilling and copies of models may not fit; clean up what "
+            "other jobs left",
         )  # fmt: skip
     return Finding(str(directory), True, value, "checkpoints, logs and copies of models go there")
 
@@ -35,22 +40,33 @@ def check_disk(directory: Path) -> Finding:
 def check_disks() -> list[Finding]:
     """Checks the free space of the working directory and of the directory of temporary files."""
     directories = dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir())))
-    return [check_disk(directory) for directory in directories]
+    return [check_disk(directory, MIN_FREE_DISK_GIB) for directory in directories]
 
 
-def check_shared_memory(directory: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory(directory: Path = Path("/dev/shm"), min_gib: float = MIN_SHM_GIB) -> Finding:
     """Checks the space for Ray's object store and for what ranks of a node hand to each other and to servers."""
     if not directory.exists():
         return Finding(str(directory), False, "does not exist", "Ray and NCCL need it: mount a tmpfs there", True)
     free_gib = shutil.disk_usage(directory).free / GIB
     value = f"{free_gib:.1f} GiB free"
-    if free_gib < MIN_SHM_GIB:
+    if free_gib < min_gib:
         return Finding(
             str(directory), False, value,
-            f"less than {MIN_SHM_GIB:g} GiB: Ray's object store goes to disk, and NCCL and weight updates fail; "
-            "enlarge it (docker run --shm-size=64g or --ipc=host)",
+            f"less than {min_gib:g} GiB: Ray's object store goes to disk, and NCCL and weight updates fail; clean up "
+            "what other jobs left, or enlarge it (docker run --shm-size=64g or --ipc=host)",
         )  # fmt: skip
     return Finding(str(directory), True, value, "Ray's object store, NCCL and weight updates share memory there")
+
+
+def check_open_files() -> Finding:
+    """Checks how many files a process may open at most (`ulimit -Hn`)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    value = "unlimited" if unlimited else str(hard)
+    if not unlimited and hard < MIN_OPEN_FILES:
+        why = f"below {MIN_OPEN_FILES}: Ray and servers hold a file for each connection; raise it (slurmd: LimitNOFILE)"
+        return Finding("open files", False, value, why)
+    return Finding("open files", True, value, "Ray and servers hold a file for each connection")
 
 
 def check_locked_memory(infiniband: Path = INFINIBAND) -> Finding:
@@ -60,13 +76,16 @@ def check_locked_memory(infiniband: Path = INFINIBAND) -> Finding:
     value = "unlimited" if unlimited else f"{soft / 2**20:.0f} MiB"
     if unlimited:
         return Finding("locked memory", True, value, "InfiniBand can register buffers, the host can pin them")
-    if infiniband.is_dir() and any(infiniband.iterdir()):
+    if not infiniband.is_dir() or not any(infiniband.iterdir()):
+        return Finding("locked memory", True, value, "no InfiniBand here, so nothing asks for more")
+    if soft < MIN_LOCKED_GIB * GIB:
         return Finding(
             "locked memory", False, value,
             "this machine has InfiniBand, where NCCL fails to register buffers over this limit (ibv_reg_mr: cannot "
-            "allocate memory): raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)",
+            "allocate memory): raise it (ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of "
+            "slurmd)",
         )  # fmt: skip
-    return Finding("locked memory", True, value, "no InfiniBand here, so nothing asks for more")
+    return Finding("locked memory", True, value, "InfiniBand can register that much")
 
 
 def check_compiler() -> Finding:

@@ -50,7 +50,7 @@ def test_a_sick_node_is_left_out_for_a_spare_one(
         job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
-    assert "sick: n2: /dev/shm: 0.1 GiB free in /dev/shm; less than 1 GiB: " in out
+    assert "sick: n2: /dev/shm: 0.1 GiB free; less than 1 GiB: " in out
     report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
     assert sorted(report["nodes"]) == ["n1", "n3"]
     assert probed(tmp_path / f"logs/{job_id}/attempt_0") == {"n1": [], "n2": ["/dev/shm"], "n3": []}

@@ -18,9 +18,21 @@ from scalerl.launch.preflight import (
     verdict,
     version_probes,
 )
-from scalerl.launch.probes import Limits, Probe, all_probes, bad_rows, infiniband, paths, space, xid_lines
+from scalerl.launch.probes import Limits, all_probes, check_paths
+from scalerl.nvidia import NvidiaDevice
+from scalerl.probes import Finding
+from scalerl.probes.gpu import Devices
 
-WELL, SICK = Probe("disk", True, "9 GiB"), Probe("disk", False, "1 GiB", "clean up")
+WELL, SICK = Finding("disk", True, "9 GiB", ""), Finding("disk", False, "1 GiB", "clean up")
+# nvidia-smi of a node on which GPU 1 has a memory error and a link is down.
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+  --list-gpus) echo 'GPU 0: H100'; echo 'GPU 1: H100' ;;
+  *ecc*) echo '0, 0, No, No'; echo '1, 2, No, Yes' ;;
+  'nvlink --status') echo 'GPU 0: H100'; echo '  Link 0: 26.562 GB/s'; echo '  Link 1: <inactive>' ;;
+  *) exit 1 ;;
+esac
+"""
 
 
 def nodes_of(*sick: bool) -> dict[str, Node]:
@@ -70,35 +82,32 @@ def test_clocks() -> None:
     assert not late.ok and late.value == "-60.000 s" and "chronyd" in late.meaning
 
 
-def test_memory_errors_and_xids_are_read() -> None:
-    assert bad_rows("0, 0, No, No\n1, [N/A], [N/A], [N/A]\n") == []
-    assert bad_rows("0, 0, 0, 0\n7, 2, No, Yes\n") == ["GPU 7: 2, No, Yes (uncorrected, remapping failed, pending)"]
-    log = "[1.0] eth0 up\n[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
-    assert xid_lines(log) == ["[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."]
-
-
-def test_infiniband_ports(tmp_path: Path) -> None:
-    assert infiniband(tmp_path).ok and "not here" in infiniband(tmp_path).value
-    for adapter, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
-        (tmp_path / adapter / "ports/1").mkdir(parents=True)
-        (tmp_path / adapter / "ports/1/state").write_text(f"{state}\n")
-    assert infiniband(tmp_path).ok and infiniband(tmp_path, "mlx5_0").ok
-    down = infiniband(tmp_path, "mlx5_0,mlx5_1")
-    assert not down.ok and down.value == "mlx5_0:1 ACTIVE, mlx5_1:1 DOWN"
-
-
-def test_paths_and_space(tmp_path: Path) -> None:
+def test_paths(tmp_path: Path) -> None:
     needs = tmp_path / "needs.txt"
-    assert not paths(needs).ok
+    assert not check_paths(needs).ok
     needs.write_text(f"{tmp_path}\n{tmp_path / 'two words'}\n")
-    assert paths(needs).value == f"not readable: {tmp_path / 'two words'}"
+    assert check_paths(needs).value == f"not readable: {tmp_path / 'two words'}"
     (tmp_path / "two words").touch()
-    assert paths(needs).ok
-    assert space("disk", tmp_path, 0.0, "").ok and not space("disk", tmp_path, 1e9, "").ok
+    assert check_paths(needs).ok
 
 
 def test_this_machine_can_be_probed() -> None:
     assert [probe for probe in all_probes(Limits(min_disk_gib=0, min_shm_gib=0)) if not probe.ok] == []
+
+
+def test_a_node_with_gpus_is_asked_what_doctor_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its nvidia-smi and what torch sees are tables; the probes are those of any node."""
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("scalerl.launch.probes.find_devices", lambda: Devices("2.13.0", "13.0", ()))
+    monkeypatch.setattr("scalerl.nvidia.find_nvidia_device", lambda: NvidiaDevice("580.95.05", ("/dev/nvidia0",)))
+    found = {each.name: each for each in all_probes(Limits(gpus=4, min_disk_gib=0, min_shm_gib=0)) if not each.ok}
+    assert found.keys() == {"devices", "ECC", "NVLink", "driver and CUDA"}
+    assert found["devices"].value == "2 GPUs" and "the job asks for 4" in found["devices"].meaning
+    assert found["ECC"].value.startswith("GPU 1: 2, No, Yes") and "drain the node" in found["ECC"].meaning
+    assert found["NVLink"].value == "1 of 2 links inactive"
+    assert "sees no GPU" in found["driver and CUDA"].value
 
 
 def test_a_node_that_does_not_report_is_named_at_the_deadline(tmp_path: Path) -> None:

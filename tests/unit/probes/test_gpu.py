@@ -35,12 +35,12 @@ def test_what_hides_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus_that_do_not_reach_each_other_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "count_nvlinks", lambda: 36)
+    monkeypatch.setattr(gpu, "count_nvlinks", lambda: (36, 0))
     pair = Devices("2.13.0", "13.0", (H100, H100))
     assert gpu.check_links(pair).ok and "36 active NVLinks" in gpu.check_links(pair).value
     apart = gpu.check_links(Devices("2.13.0", "13.0", (H100, H100), apart=((0, 1), (1, 0))))
     assert not apart.ok and "2 pairs" in apart.value and "0-1" in apart.value
-    monkeypatch.setattr(gpu, "count_nvlinks", lambda: 0)
+    monkeypatch.setattr(gpu, "count_nvlinks", lambda: (0, 0))
     assert not gpu.check_links(pair).ok
     assert gpu.check_links(Devices("2.13.0", "13.0", (H100,))).value == "1 GPU(s)"
 

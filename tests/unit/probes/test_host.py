@@ -68,5 +68,12 @@ def test_low_limit_of_locked_memory_matters_beside_infiniband(tmp_path: Path, mo
 
 def test_little_shared_memory_and_none_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.check_shared_memory(tmp_path / "none").ends_a_run
-    monkeypatch.setattr(host, "MIN_SHM_GIB", 1e9)
-    assert "--shm-size" in host.check_shared_memory(tmp_path).meaning
+    assert "--shm-size" in host.check_shared_memory(tmp_path, min_gib=1e9).meaning
+    assert "clean up" in host.check_disk(tmp_path, min_gib=1e9).meaning and host.check_disk(tmp_path, min_gib=0).ok
+
+
+def test_few_open_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_open_files().ok
+    monkeypatch.setattr(host.resource, "getrlimit", lambda limit: (1024, 1024))
+    found = host.check_open_files()
+    assert not found.ok and found.value == "1024" and "LimitNOFILE" in found.meaning
