@@ -34,7 +34,7 @@ class Writeback:
     """
 
     def __init__(self, file: int) -> None:
-        """file: a descriptor."""
+        """Has counted nothing.  file: a descriptor."""
         self._file = file
         self._waiting_bytes = 0
         self._lock = threading.Lock()

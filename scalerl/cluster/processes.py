@@ -122,7 +122,7 @@ class Lease:
     """
 
     def __init__(self, processes: Processes, *, survives: Survives = lambda error, pools: False) -> None:
-        """survives: whether the run is built again after this error.  pools: those of this lease."""
+        """Holds nothing.  survives: whether the run is built again after this error.  pools: those of this lease."""
         self._processes, self._survives = processes, survives
         # Whole, as taken: the run may see fewer devices of each.
         self._pools: list[ResourcePool] = []

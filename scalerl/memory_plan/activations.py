@@ -113,7 +113,7 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
 
 
 def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
-    """Latent attention. The kernel takes one head size, so values and output are as wide as queries."""
+    """The bytes of latent attention. The kernel takes one head size, so values and output are as wide as queries."""
     shape, itemsize = sizes.shape, sizes.itemsize
     assert shape.kv_lora_rank is not None and shape.qk_rope_head_dim is not None and shape.v_head_dim is not None
     heads = shape.num_attention_heads / sizes.layout.tp_size

@@ -66,7 +66,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
+        """Attends: query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
 
         t: this cp rank's tokens, P / cp.
         """

@@ -94,7 +94,7 @@ class TransformerEngineAttention(torch.nn.Module):
         packed_seq_params: Packing,
         **_: Any,
     ) -> Tensor:
-        """query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
+        """Attends: query [t, heads/tp, d], key [t, kv_heads/tp, d], value [t, kv_heads/tp, dv] -> [t, heads/tp * dv].
 
         t: this cp rank's tokens, P / cp. CUDA, bfloat16 or float16.
         """

@@ -144,7 +144,7 @@ class _Turns:
         self.numbers = itertools.count()
 
     def make(self, sample: Servers, number: int, ask: Ask) -> asyncio.Future[GenerateOutput]:
-        """`program.TurnMaker`."""
+        """Asks for a turn of a sample, as `program.TurnMaker`."""
         loop = asyncio.get_running_loop()
         if not self.asked:
             # After all programs that run in this round of the loop.
@@ -157,8 +157,10 @@ class _Turns:
         return {waiting.sample for waiting in (*self.asked, *self.sent.values())}
 
     def accept(self, output: GenerateOutput) -> None:
-        """`Dispatcher.on_output`. A turn that a stop interrupted is kept for the next generation; its program goes no
-        further in this one."""
+        """Hands an output to the program that waits for it, as `Dispatcher.on_output`.
+
+        A turn that a stop interrupted is kept for the next generation; its program goes no further in this one.
+        """
         waiting = self.sent[output.key]
         waiting.ask.output = output
         if output.finished:

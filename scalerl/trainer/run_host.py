@@ -44,7 +44,10 @@ class RunHost:
         processes: Processes | None,
         stack: ExitStack,
     ) -> None:
-        """processes: None: the first lease starts its own.  stack: ends them, and then what is below them."""
+        """Holds no processes of a run yet.
+
+        processes: None: the first lease starts its own.  stack: ends them, and then what is below them.
+        """
         self.stop, self.run_dir, self.phases, self.restarts = stop, run_dir, phases, restarts
         self._processes, self._stack = processes, stack
 

@@ -68,6 +68,8 @@ def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
     for name, (title, _) in commands.items():
         blocks.append(f"### {title}\n```\n{reports[name].shell()}\n```\n{_rows(reports[name])}")
     blocks += ["## Keys", _key_table(ENTRIES["ppo"])]
+    more = [entry for entry in ENTRIES["sft"] if entry not in ENTRIES["ppo"]]
+    blocks += ["## Keys of fine-tuning", "Beside those above that `scalerl sft` has too:", _key_table(more)]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
 
 
@@ -105,6 +107,7 @@ def _key_table(entries: Sequence[Entry]) -> str:
 
 def _readable(pattern: str) -> str:
     """A pattern as a reader sees it: `(a|b).c` as `{a, b}.c`, with `?` after a group that may be empty."""
+    pattern = pattern.replace("()", "")
     while group := re.search(r"\(([^()]*)\)", pattern):
         options = group[1].split("|")
         text = ", ".join(option for option in options if option)

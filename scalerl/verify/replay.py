@@ -223,13 +223,13 @@ class DumpedSamples:
         return {}
 
     def release_device(self) -> None:
-        """No server has it."""
+        """Does nothing: no server has the device."""
 
     def drop(self, samples: BatchRef) -> None:
-        """They go with the process."""
+        """Keeps the samples, which go with the process."""
 
     def trained(self) -> None:
-        """Nobody counts them."""
+        """Does nothing: nobody counts what was trained."""
 
 
 # --- the step ---

@@ -120,7 +120,7 @@ def run_keys(keys: Sequence[str], run_dir: Path, num_steps: int) -> list[str]:
 
 
 def train(keys: Sequence[str], processes: Processes | None, *, stop_after: int | None = None) -> None:
-    """As `scalerl train`; stop_after: ends after that step, with a checkpoint."""
+    """Trains as `scalerl train` does.  stop_after: the step after which it ends, with a checkpoint."""
     from scalerl.trainer.build import ppo_run
     from scalerl.trainer.custom_fit import call_fit
     from scalerl.trainer.ppo import fit

@@ -67,10 +67,14 @@ def response_limit(match: re.Match[str], value: Any, context: Context) -> Outcom
 
 
 def updates_per_step(context: Context, section: str) -> int | None:
-    """The number of optimizer updates of one step; None where the keys do not determine it."""
+    """The number of optimizer updates of one step; None where the keys do not determine it.
+
+    section: what the keys of the model begin with, its dot included; "": a step of fine-tuning, which is one update.
+    """
+    if not section:
+        return 1
     prompts, mini, epochs = (
-        context.value(key)
-        for key in ("data.train_batch_size", f"{section}.ppo_mini_batch_size", f"{section}.ppo_epochs")
+        context.value(key) for key in ("data.train_batch_size", f"{section}ppo_mini_batch_size", f"{section}ppo_epochs")
     )
     if not all(type(number) is int and number > 0 for number in (prompts, mini, epochs)) or prompts % mini:
         return None
@@ -80,7 +84,7 @@ def updates_per_step(context: Context, section: str) -> int | None:
 def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """Converts a warm-up as a share of all steps to optimizer updates."""
     section = match[1]
-    key = f"{section}.optim.lr_warmup_steps"
+    key = f"{section}optim.lr_warmup_steps"
     if not value:
         return AlreadySo("no warm-up by it")
     if context.is_set(key):

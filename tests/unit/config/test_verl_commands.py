@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.config import ConfigError, PPOConfig, composed, translation_table
+from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, translation_table
 from scalerl.config.keys import KeyTable
+from scalerl.config.save import flatten
 from scalerl.config.verl import Translation
 
 # Arguments of four of verl's example scripts, of its vocabulary (further), and every key of ppo_megatron_trainer with
@@ -134,6 +135,49 @@ def test_tokens_of_a_device_in_sft(section: str):
     assert found.translations[0].becomes == ("data.max_tokens_per_micro_batch=6000",)
 
 
+def test_keys_of_fine_tuning_are_understood():
+    given = [
+        "data.train_files=a",
+        "data.pad_mode=no_padding",
+        "data.use_dynamic_bsz=True",
+        "model.path=m",
+        "model.use_remove_padding=True",
+        "model.enable_gradient_checkpointing=True",
+        "model.lora_rank=0",
+        "model.trust_remote_code=False",
+        "engine.tensor_model_parallel_size=2",
+        "engine.context_parallel_size=2",
+        "engine.use_mbridge=True",
+        "engine.param_offload=True",
+        "engine.override_transformer_config={}",
+        "optim.lr=1e-5",
+        "optim.lr_scheduler_type=cosine",
+        "optim.lr_warmup_steps_ratio=0.1",
+        "optim.lr_decay_steps=40",
+        "megatron.override_transformer_config.moe_deepep_num_sms=8",
+        "trainer.total_training_steps=50",
+    ]
+    found = composed("sft", given)
+    cfg = found.config
+    assert (cfg.megatron.tensor_model_parallel_size, cfg.megatron.context_parallel_size) == (2, 2)
+    assert cfg.megatron.param_offload and cfg.megatron.recompute_granularity == "full"
+    assert cfg.megatron.override_transformer_config == {"moe_deepep_num_sms": 8}
+    assert (cfg.optim.lr_decay_style, cfg.optim.lr_warmup_steps) == ("cosine", 5)
+    table = KeyTable(SFTConfig)
+    targets = [text.partition("=")[0] for name in found.translations for text in name.becomes]
+    assert targets and all(table.kind(target) == "leaf" for target in targets)
+    for text, reason in (
+        ("engine.override_transformer_config.a=1", "is megatron.override_transformer_config.a here; write that"),
+        ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
+        ("engine.dist_checkpointing_path=here", "set model.path to that directory"),
+        ("model.lora_rank=8", "all weights of a model are trained, without adapters; leave it out"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            composed("sft", [*given[:4], text])
+        (violation,) = caught.value.violations
+        assert violation.startswith(text.replace("=", " = ")) and violation.endswith(reason)
+
+
 def test_the_default_grows_with_the_devices_that_share_a_micro_batch():
     for size in (1, 4):
         cfg = composed("ppo", [*REQUIRED, f"{ACTOR}.megatron.context_parallel_size={size}"]).config
@@ -219,6 +263,11 @@ def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_hav
     assert actor.megatron.recompute_granularity == "selective" and actor.megatron.optimizer_offload
     assert actor.optim.override_optimizer_config == {"adam_eps": 1e-9}
     assert actor.megatron.override_ddp_config == {"bucket_size": 1000}
+    # As MLflow records them.
+    recorded = flatten(cfg)
+    assert recorded[f"{fields}.moe_permute_fusion"] is True
+    assert recorded[f"{ACTOR}.optim.override_optimizer_config.adam_eps"] == 1e-9
+    assert recorded[f"{ACTOR}.megatron.override_ddp_config.bucket_size"] == 1000
 
 
 @pytest.mark.parametrize(

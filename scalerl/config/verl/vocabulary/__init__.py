@@ -1,0 +1,40 @@
+r"""The keys of verl that scalerl does not have by that name, or not with that value: what becomes of each, and why.
+
+The first entry whose pattern fits a key, and whose value it reads, counts. Keys that both have are not here.
+docs/from-verl.md prints this table.
+"""
+
+from __future__ import annotations
+
+from scalerl.config.verl.entry import Entry
+from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
+from scalerl.config.verl.vocabulary.actor import ACTOR_KEYS
+from scalerl.config.verl.vocabulary.algorithm import ALGORITHM
+from scalerl.config.verl.vocabulary.batches import BATCHES
+from scalerl.config.verl.vocabulary.data import DATA
+from scalerl.config.verl.vocabulary.megatron import MEGATRON_KEYS
+from scalerl.config.verl.vocabulary.model import model_entries
+from scalerl.config.verl.vocabulary.optimizer import optimizer_entries
+from scalerl.config.verl.vocabulary.reward import REWARD
+from scalerl.config.verl.vocabulary.rollout import ROLLOUT_KEYS
+from scalerl.config.verl.vocabulary.sft import SFT
+from scalerl.config.verl.vocabulary.trainer import TRAINER
+from scalerl.config.verl.vocabulary.words import ACTOR, MODEL
+
+ENTRIES: dict[str, list[Entry]] = {
+    "ppo": [
+        *DATA,
+        *model_entries(f"{MODEL}|critic.model", "|reward_model.model"),
+        *BATCHES,
+        *MEGATRON_KEYS,
+        *optimizer_entries(f"({ACTOR}.|critic.)"),
+        *ACTOR_KEYS,
+        *ROLLOUT_KEYS,
+        *ALGORITHM,
+        *REWARD,
+        *TRAINER,
+    ],
+    "sft": [*SFT, *model_entries("model"), *optimizer_entries("()"), *OVERRIDE_ENTRIES, *DATA, *TRAINER],
+    "generation": TRAINER,
+    "eval": TRAINER,
+}

@@ -1,0 +1,76 @@
+"""Keys of verl's engines, by which its models are trained and computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scalerl.config.verl.entry import absent, goes_with, renamed, same
+from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
+from scalerl.config.verl.vocabulary.words import ACTOR, ANY, MEGATRON, NONE, OFF, PACKED, POLICY, REF
+
+
+def _seconds(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+MEGATRON_KEYS = [
+    *OVERRIDE_ENTRIES,
+    same(f"{ANY}.megatron.use_mbridge", True, why="weights go from and to Hugging Face names by one table per family"),
+    same(f"{ANY}.megatron.vanilla_mbridge", why="weights go from and to Hugging Face names by one table per family"),
+    same(
+        f"{ANY}.megatron.use_dist_checkpointing",
+        why="a rank reads its part of the model's directory; a checkpoint goes on with trainer.resume_mode",
+    ),
+    absent(
+        f"{ANY}.megatron.dist_checkpointing_path",
+        *NONE,
+        why="a model starts from a Hugging Face directory, of which each rank reads its part",
+        instead="leave it out, and set the model's path to that directory",
+    ),
+    same(f"{ANY}.megatron.dist_checkpointing_prefix", why="checkpoints have names of their own"),
+    same(
+        f"{ANY}.megatron.(dist_ckpt_optim_fully_reshardable|distrib_optim_fully_reshardable_mem_efficient)",
+        why="a checkpoint loads on every layout",
+    ),
+    absent(
+        f"{ANY}.megatron.dynamic_context_parallel",
+        *OFF,
+        why="context_parallel_size is the same for all sequences",
+    ),
+    goes_with(f"{ANY}.megatron.max_seqlen_per_dp_cp_rank", "dynamic_context_parallel"),
+    same(f"{ANY}.megatron.(pad_bshd_to_minibatch_max|pad_to_length|pad_to_length_*)", why=PACKED),
+    absent(f"{ANY}.megatron.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
+    same(f"{ANY}.megatron.(forward_only|load_weight)|{ANY}.load_weight", why="what a role does says it"),
+    same(
+        f"({ACTOR}|{REF}).(megatron.|)entropy_(from_logits_with_chunking|from_logits_chunk_size|checkpointing)|"
+        f"({ACTOR}|{REF}).(megatron.|)(entropy_chunk_size|use_entropy_chunking|chunked_entropy*)",
+        why="log-probs and entropy are computed in pieces; no number depends on it",
+    ),
+    renamed(
+        f"({POLICY}|{ANY}.megatron|{ANY}).nccl_timeout",
+        "trainer.timeout_s",
+        why="seconds of every collective and worker call",
+        convert=_seconds,
+    ),
+    absent(
+        f"{ANY}.megatron.nccl_communicator_config_path",
+        None,
+        why="NCCL is configured by its environment variables",
+        instead="leave it out, and export them before the command",
+    ),
+    absent(f"{ANY}.megatron.extra", {}, None, why=MEGATRON),
+    absent(f"{ANY}.megatron.enable", True, why=MEGATRON),
+    same(f"({ANY}|trainer).strategy|model_engine", "megatron", "fsdp", "fsdp2", "dp", why=MEGATRON),
+    renamed(f"{ANY}(.model|).fsdp_config.(param_offload|optimizer_offload)", r"\1.megatron.\3", why=MEGATRON),
+    renamed(
+        f"({ACTOR}|{REF}|critic).(fsdp_config.|)ulysses_sequence_parallel_size",
+        r"\1.megatron.context_parallel_size",
+        why="devices that share a sequence, by Ulysses",
+    ),
+    same(
+        f"{ANY}(.model|).(fsdp_config|fsdp).**",
+        why=f"{MEGATRON}, whose optimizer state is split over data-parallel ranks",
+    ),
+    same(f"{ANY}.(engine|model).strategy", why=MEGATRON),
+    same(f"{ANY}.(use_torch_compile|torch_compile)", why="Megatron's layers; no number depends on it"),
+]

@@ -1,0 +1,66 @@
+"""Keys of verl's fine-tuning trainers that those of PPO do not have by that name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from scalerl.config.schema import MegatronConfig
+from scalerl.config.verl.batch_units import tokens_of_a_device
+from scalerl.config.verl.entry import AlreadySo, Context, Outcome, Refused, absent, computed, goes_with, renamed, same
+from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATRON, NONE, OFF, PACKED, PACKING
+
+_MEGATRON_FIELDS = "|".join(name for name in MegatronConfig.__dataclass_fields__ if not name.startswith("override_"))
+
+
+def _override(match: re.Match[str], value: Any, _: Context) -> Outcome:
+    if value in ({}, None):
+        return AlreadySo("asks for nothing")
+    return Refused(f"is megatron.{match[1]} here; write that")
+
+
+SFT = [
+    computed(
+        "(data|engine).max_token_len_per_gpu",
+        f"`data.{MAX_TOKENS}`, times `megatron.context_parallel_size`",
+        ALL_DEVICES,
+        tokens_of_a_device,
+        asks_others=True,
+    ),
+    same("data.(micro_batch_size|micro_batch_size_per_gpu|use_dynamic_bsz)", why=PACKING),
+    same("data.pad_mode", "no_padding", why=PACKED),
+    same("data.(balance_dp_token|num_workers)", why="conversations are tokenized once and balanced by their tokens"),
+    absent("data.(train_max_samples|val_max_samples)", -1, None, why="all rows are used"),
+    absent(
+        "data.enable_thinking_key",
+        "enable_thinking",
+        None,
+        why="variables of the chat template are the same for all rows",
+        instead="leave it out, and set data.chat_template_kwargs",
+    ),
+    renamed("data.trust_remote_code", "model.trust_remote_code", neutral=OFF, why="the tokenizer is the model's"),
+    renamed("(model|trainer).partial_pretrain", "model.path"),
+    same("data.(chat_template|multiturn.enable)", None, False, True, why="a row has its messages"),
+    renamed("data.multiturn.messages_key", "data.messages_key"),
+    renamed("data.multiturn.tools_key", "data.tools_key"),
+    same("model.strategy", "megatron", "fsdp", "fsdp2", why=MEGATRON),
+    same("use_remove_padding", True, why=PACKED),
+    renamed(
+        "(engine.|)ulysses_sequence_parallel_size",
+        "megatron.context_parallel_size",
+        why="devices that share a sequence, by Ulysses",
+    ),
+    renamed(f"engine.({_MEGATRON_FIELDS})", r"megatron.\1"),
+    computed("engine.(override_**)", "refused: `megatron.override_...`", "fields of Megatron's own configs", _override),
+    absent("engine.dynamic_context_parallel", *OFF, why="context_parallel_size is the same for all sequences"),
+    absent("engine.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
+    absent(
+        "engine.dist_checkpointing_path",
+        *NONE,
+        why="a model starts from a Hugging Face directory, of which each rank reads its part",
+        instead="leave it out, and set model.path to that directory",
+    ),
+    same("(model.fsdp_config|engine).**|engine", why=MEGATRON),
+    renamed("optim.clip_gradient|optim.grad_clip", "optim.clip_grad"),
+    goes_with("trainer.profile_interval", "global_profiler.steps"),
+]

@@ -1,0 +1,110 @@
+"""Keys of verl's trainer, of Ray and Hydra, and of what belongs to no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scalerl.config.verl.batch_units import critic_kept
+from scalerl.config.verl.entry import absent, computed, goes_with, renamed, same
+from scalerl.config.verl.vocabulary.words import ACTOR, ANY, NONE, OFF, POLICY, ROLLOUT
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+TRAINER = [
+    same("(**.|)_target_", why="a key says by its name what it configures"),
+    absent(f"{ROLLOUT}.skip_rollout", *OFF, why="a step generates its samples"),
+    goes_with(f"{ROLLOUT}.(skip_dump_dir|skip.**)", f"{ROLLOUT}.skip_rollout"),
+    goes_with(f"{ROLLOUT}.(use_block_quant_rollout|layer_name_map.**)", f"{ROLLOUT}.quantization"),
+    absent(f"{ANY}.megatron.override_mcore_model_config", {}, None, why="a model is what its config.json says"),
+    absent(f"{ANY}.megatron.override_mcore_model_config.**", None, why="a model is what its config.json says"),
+    same("trainer.balance_batch", True, why="the samples of a step are balanced over the ranks by their tokens"),
+    renamed(
+        "trainer.logger",
+        "trainer.logger",
+        only=("console", "mlflow", "file", "tensorboard", "wandb", "swanlab"),
+        convert=_as_list,
+    ),
+    renamed("trainer.resume_from_path", "trainer.resume_from_path", only=(False,), convert=lambda _: None),
+    renamed(
+        "trainer.remove_previous_ckpt_in_save", "trainer.max_actor_ckpt_to_keep", only=(True,), convert=lambda _: 1
+    ),
+    same("trainer.remove_previous_ckpt_in_save", why="off"),
+    computed(
+        "trainer.max_critic_ckpt_to_keep",
+        "`trainer.max_actor_ckpt_to_keep`, the larger of both",
+        "a checkpoint holds actor and critic and goes as a whole",
+        critic_kept,
+    ),
+    same("trainer.del_local_ckpt_after_load", False, why="checkpoints stay until newer ones take their place"),
+    absent(
+        "trainer.(default_hdfs_dir|hdfs_dir)",
+        *NONE,
+        why="checkpoints are written to trainer.default_local_dir",
+        instead="leave it out, and copy them from there",
+    ),
+    absent(
+        "trainer.validation_data_dir",
+        *NONE,
+        why="trainer.log_val_generations shows the samples of a validation",
+    ),
+    same("trainer.ray_wait_register_center_timeout", why="trainer.timeout_s limits every call of a worker"),
+    same("trainer.(use_legacy_worker_impl|use_v1|v1.**|sync.**)", why="there is one trainer"),
+    absent("trainer.esi_redundant_time", 0, None, why="a run that is asked to stop saves first (SIGUSR1)"),
+    renamed("trainer.profile_steps", "trainer.profile_steps", only=NONE, neutral=NONE, convert=lambda _: []),
+    renamed("global_profiler.steps", "trainer.profile_steps", neutral=(*NONE, [])),
+    renamed("global_profiler.tool", "trainer.profile_tool", only=("nsys",), convert=lambda tool: tool),
+    renamed("global_profiler.tool", "trainer.profile_tool", only=("torch", "torch_memory"), convert=lambda _: "torch"),
+    absent("global_profiler.tool", *NONE, why="trainer.profile_tool is torch or nsys"),
+    renamed(f"{ACTOR}.profiler.ranks", "trainer.profile_ranks", neutral=(None, [])),
+    renamed(f"{ACTOR}.profiler.all_ranks", "trainer.profile_ranks", only=(True,), convert=lambda _: None),
+    same("global_profiler.save_path", why="a profile is written to trainer.default_local_dir"),
+    same(
+        "(global_profiler|trainer).profile_continuous_steps",
+        *OFF,
+        True,
+        why="each step of trainer.profile_steps has a profile of its own",
+    ),
+    absent("trainer.npu_profile.options.steps", *NONE, why="a run has no Ascend devices"),
+    goes_with(
+        "global_profiler.**|global_profiler|trainer.(npu_profile.**|controller_nsight_options.**|worker_nsight_options.**)|"
+        f"({POLICY}|{ANY}|{ROLLOUT}).profiler.**|data.profiler.**",
+        "trainer.profile_steps",
+    ),
+    same("trainer.(rollout_data_freq_*|ref_*)", why="there is one trainer"),
+    same("trainer.(task_runner.**|tensorboard_dir)", why="there is one driver"),
+    same("trainer.nnodes_*", why="trainer.nnodes says it"),
+    same(
+        "(ray_kwargs.|)ray_init.runtime_env.(py_executable|working_dir)",
+        why="workers run in the Python of this command",
+    ),
+    absent(
+        "(ray_kwargs.|)ray_init.runtime_env.env_vars.**",
+        why="workers have the environment of this command",
+        instead="leave it out, and export it before the command",
+    ),
+    same(
+        "(ray_kwargs.|)ray_init.(num_cpus|num_gpus|address|dashboard_*|include_dashboard|ignore_reinit_error|runtime_env.**|**)",
+        why="scalerl starts or joins Ray by itself (docs/slurm.md)",
+    ),
+    same("ray_kwargs.timeline_json_file", *NONE, why="Ray writes no timeline"),
+    same("(ray_kwargs.|)ray_init.timeline_json_file", *NONE, why="Ray writes no timeline"),
+    absent("transfer_queue.enable", *OFF, why="tokens go from worker to worker through Ray's object store"),
+    goes_with("transfer_queue.**", "transfer_queue.enable"),
+    absent("distillation.(enable|enabled)", *OFF, why="a policy learns from rewards"),
+    goes_with("distillation.**", "distillation.enabled"),
+    absent("skip.(**.|)(enable|enabled)", *OFF, why="a step generates its samples"),
+    goes_with("skip.**", "skip.enable"),
+    absent(
+        "async_training.**",
+        why="a run is asynchronous by trainer.max_staleness",
+        instead=f"leave it out; set trainer.max_staleness, {POLICY}.hybrid_engine=false, {ROLLOUT}.resource_pool",
+    ),
+    absent(
+        "hydra(.**|/**|)",
+        why="scalerl makes no Hydra run directory",
+        instead="leave it out; trainer.default_local_dir is where a run writes",
+    ),
+]

@@ -1,0 +1,17 @@
+"""Sections, reasons and neutral values that several parts of the vocabulary name."""
+
+from __future__ import annotations
+
+POLICY = "actor_rollout_ref"
+ACTOR, REF, ROLLOUT, MODEL = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout", f"{POLICY}.model"
+# Sections that have a model, as groups of a pattern.
+TRAINED = f"({ACTOR}|critic)"
+ANY = f"({ACTOR}|{REF}|critic|reward_model|reward.reward_model)"
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+PACKED = "sequences are always packed, padding is never computed"
+PACKING = "micro-batches are packed up to a number of tokens; no number depends on it"
+MAX_TOKENS = "max_tokens_per_micro_batch"
+ALL_DEVICES = "tokens of a micro-batch over all devices that share it, not of one of them"
+MEGATRON = "every model is trained by Megatron"
+OFF = (None, False)
+NONE = (None, "null", "none", "", False, 0)
