@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,13 @@ def checkpoint_steps(root: str | os.PathLike[str], directory_format: str = DIREC
     if not root.is_dir():
         return []
     return sorted(int(m[1]) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint directory's name; None for another name."""
+    prefix, suffix = DIRECTORY_FORMAT.split("{}")
+    step = name.removeprefix(prefix).removesuffix(suffix)
+    return int(step) if step.isdecimal() and name == DIRECTORY_FORMAT.format(step) else None
 
 
 def integrity_problem(
@@ -218,10 +225,29 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
         "digests": {name: digests[name] for name in names},
     }
     _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))
+    return _become(tmp, final, step)
+
+
+def adopt(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int) -> Path:
+    """Makes a checkpoint that was saved elsewhere, and copied whole to `tmp`, the newest one of `root`.
+
+    Raises ValueError, naming the file, if it is not as it was saved.
+    """
+    tmp, root = Path(tmp), Path(root)
+    problem = integrity_problem(tmp, digests=True)
+    if problem is not None:
+        raise ValueError(problem)
+    for path in [*tmp.rglob("*"), tmp]:
+        fsync(path)
+    return _become(tmp, root / DIRECTORY_FORMAT.format(step), step)
+
+
+def _become(tmp: Path, final: Path, step: int) -> Path:
+    """Renames a whole directory, points the tracker at it, and removes one of the same step."""
     replaced = _set_aside(final) if final.exists() else None
     tmp.rename(final)
-    fsync(root)
-    _write_atomic(root / TRACKER_NAME, str(step))
+    fsync(final.parent)
+    _write_atomic(final.parent / TRACKER_NAME, str(step))
     if replaced is not None:
         shutil.rmtree(replaced)
     return final
@@ -250,40 +276,68 @@ class Best:
         return set(sorted(values, key=lambda step: (sign * values[step], step), reverse=True)[: self.count])
 
 
-def rotate(
-    root: str | os.PathLike[str], keep: int | None, *, best: Best | None = None, every: int | None = None
-) -> list[str]:
-    """Removes all but the `keep` newest whole checkpoints; returns the names removed. Call after commit().
+@dataclass(frozen=True)
+class Kept:
+    """The rule by which checkpoints stay: the `newest` newest ones, and beside them the best and every n-th.
 
-    keep: at least 1; None keeps all.  best, every: checkpoints that stay beside the newest; `every`: steps that it
-    divides. The tracked checkpoint always stays, and what is not whole is neither counted nor removed. Also removes
-    what killed saves and removals left behind.
+    newest: at least 1; None: all.  every: steps that it divides stay.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is {keep}, must be at least 1 (null keeps all)")
-    root = Path(root)
+
+    newest: int | None
+    best: Best | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.newest is not None and self.newest < 1:
+            raise ValueError(f"keep is {self.newest}, must be at least 1 (null keeps all)")
+
+    def surplus(self, whole: Sequence[int], tracked: int | None, states: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The steps whose checkpoints go. whole: those that are there, ascending; the tracked one always stays.
+
+        states: the trainer state by step, if there is a rule for the best.
+        """
+        if self.newest is None:
+            return []
+        # Counted among the newest, as it is one of them but for a run that went back.
+        others = [step for step in whole if step != tracked]
+        surplus = others[: max(0, len(whole) - self.newest)]
+        stay = {step for step in surplus if self.every is not None and step % self.every == 0}
+        if self.best is not None:
+            stay |= self.best.of(_metric_values(states, self.best.metric))
+        return [step for step in surplus if step not in stay]
+
+
+def rotate(
+    root: str | os.PathLike[str],
+    keep: int | None,
+    *,
+    best: Best | None = None,
+    every: int | None = None,
+    spare: Collection[int] = (),
+) -> list[str]:
+    """Removes the checkpoints that no rule keeps (`Kept`); returns the names removed. Call after commit().
+
+    What is not whole is neither counted nor removed. Also removes what killed saves and removals left behind.
+    spare: steps whose checkpoints are being read, and go the next time.
+    """
+    root, kept = Path(root), Kept(keep, best, every)
     tracked = _tracked_step(root)
     _remove_leftovers(root, tracked)
     if keep is None:
         return []
     whole = [s for s in checkpoint_steps(root) if integrity_problem(root / DIRECTORY_FORMAT.format(s)) is None]
-    # Counted among the newest, as it is one of them but for a run that went back.
-    others = [step for step in whole if step != tracked]
-    surplus = others[: max(0, len(whole) - keep)]
-    stay = {step for step in surplus if every is not None and step % every == 0}
-    if best is not None:
-        stay |= best.of(_metric_values(root, whole, best.metric))
-    removed = [DIRECTORY_FORMAT.format(step) for step in surplus if step not in stay]
+    states = {step: read_trainer_state(root / DIRECTORY_FORMAT.format(step)) for step in (whole if best else ())}
+    removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(whole, tracked, states) if step not in spare]
     for name in removed:
         shutil.rmtree(_set_aside(root / name))
     return removed
 
 
-def _metric_values(root: Path, steps: Iterable[int], metric: str) -> dict[int, float]:
+def _metric_values(states: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
     """The metric by step, of the steps whose checkpoint has it as a finite number."""
     values = {}
-    for step in steps:
-        value = read_trainer_state(root / DIRECTORY_FORMAT.format(step)).get(METRICS, {}).get(metric)
+    for step, state in states.items():
+        value = state.get(METRICS, {}).get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
             values[step] = float(value)
     return values

@@ -27,6 +27,15 @@ def save_resolved(cfg: Any, path: str | Path) -> None:
         file.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(cfg))).encode())
 
 
+def read_resolved(path: str | Path) -> dict[str, Any] | None:
+    """The nested values in a file of `save_resolved`; None where nothing can be read."""
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, yaml.YAMLError, OmegaConfBaseException):
+        return None
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else None
+
+
 def saved_value(path: str | Path, key: str) -> str | None:
     """The value of a key in a file of `save_resolved`, as text; None where it is null, or nothing can be read."""
     try:

@@ -103,6 +103,11 @@ FILES = Domain(_is_files, "a path or a list of paths", "data.parquet")
 PARQUET = Domain(
     lambda v: _is_text(v) and v.endswith(".parquet"), "the path of a file that ends in .parquet", "out.parquet"
 )
+URL = Domain(
+    lambda v: isinstance(v, str) and re.match(r"[a-z][a-z0-9+.-]*://.", v) is not None,
+    "a URL, such as s3://bucket/run",
+    "s3://bucket/run",
+)
 PATTERN = Domain(_has_one_group, "a regular expression with exactly one group", "'Score: (\\d+)'")
 
 

@@ -56,6 +56,14 @@ class StageParameters:
         tensors = 2 if itemsize == FLOAT else 3
         return tensors * FLOAT * self.optimizer_numbers(distributed=distributed)
 
+    def saved_bytes(self, itemsize: int) -> int:
+        """The bytes that this rank writes of a checkpoint: its shares of weights, main parameters and two moments.
+
+        At most: of several ranks that hold the same part of a tensor, as of norms with tp, only the first writes it.
+        """
+        numbers = self.optimizer_numbers(distributed=True)
+        return (itemsize + 3 * FLOAT) * numbers + FLOAT * -(-self.buffers // self.shared_copies)
+
 
 def stage_parameters(shape: ModelShape, layout: Layout) -> list[StageParameters]:
     """The parameters of every pipeline stage.  Raises ValueError if the layout cannot hold the model."""

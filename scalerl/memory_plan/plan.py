@@ -42,6 +42,7 @@ SOURCES = {
     "buckets": "copies of update_weights_bucket_megabytes, less where memory is short, at least of the largest tensor",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
+    "save copy": "bytes of a checkpoint that the rank writes (trainer.async_save), in host memory",
     "server's rest": "assumed: CUDA context, graphs and prefill buffers of a server",
     "process": "assumed: CUDA context, libraries and NCCL",
 }
@@ -61,11 +62,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """The phases of one kind of device.  name: its role and pipeline stage.  layers: those of the stage's model."""
+    """The phases of one kind of device.  name: its role and pipeline stage.  layers: those of the stage's model.
+
+    save_copy_bytes: of host memory that trainer.async_save takes for a rank, from its first save on.
+    """
 
     name: str
     layers: tuple[int, ...]
     phases: list[Phase]
+    save_copy_bytes: int = 0
 
     @property
     def peak(self) -> Phase:
@@ -88,6 +93,7 @@ class MemoryPlan:
     sync_bytes: int
     checkpoint_bytes: int
     num_parameters: int
+    devices_per_node: int = 1
 
     @property
     def concurrency(self) -> int | None:
@@ -200,6 +206,10 @@ class _Model:
         numbers = self.stages[stage].optimizer_numbers(distributed=self.megatron.use_distributed_optimizer)
         return {"optimizer step": FLOAT * numbers}
 
+    def save_copy(self, stage: int) -> int:
+        """The bytes that a rank of the stage copies to host memory for a save in the background."""
+        return self.stages[stage].saved_bytes(self.itemsize) if self.has_optimizer else 0
+
     def _head(self) -> tuple[float, float]:
         return head_bytes(self.shape, self.layout, self.megatron, self.tokens, on_cpu=self.on_cpu)
 
@@ -230,6 +240,7 @@ def memory_plan(
             f"trainer, stage {stage}" if actor.layout.pp_size > 1 else "trainer",
             actor.stages[stage].layers,
             list(_phases(cfg, together, stage, server if hybrid else None, process, memory_bytes)),
+            _save_copy(cfg, together, stage),
         )
         for stage in range(actor.layout.pp_size)
     ]
@@ -239,7 +250,8 @@ def memory_plan(
             DevicePlan(
                 f"{name}, stage {stage}" if model.layout.pp_size > 1 else name,
                 model.stages[stage].layers,
-                list(_own_phases(model, stage, process)),
+                list(_own_phases(model, stage, process, _save_copy(cfg, [model], stage))),
+                _save_copy(cfg, [model], stage),
             )
             for stage in range(model.layout.pp_size)
         ]
@@ -254,6 +266,7 @@ def memory_plan(
         sync_bytes=model_bytes(shapes["actor"], actor.itemsize),
         checkpoint_bytes=sum(checkpoint_bytes(m.shape, m.itemsize) for m in models.values() if m.has_optimizer),
         num_parameters=num_parameters(shapes["actor"]),
+        devices_per_node=cfg.trainer.n_gpus_per_node,
     )
 
 
@@ -302,6 +315,15 @@ def _all_resting(models: list[_Model], stage: int) -> dict[str, int]:
     return bytes_by_part
 
 
+def _save_copy(cfg: PPOConfig | SFTConfig, models: list[_Model], stage: int) -> int:
+    return sum(model.save_copy(stage) for model in models) if cfg.trainer.async_save else 0
+
+
+def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
+    """What of host memory is on the device: on a CPU, where a process takes nothing else, the copy of a save."""
+    return {} if process or not save_copy else {"save copy": save_copy}
+
+
 def _serving(server: ServerBytes, process: int) -> dict[str, int]:
     rest = CONTEXT_BYTES + GRAPH_BYTES if process else 0
     return {"server weights": server.weights, "KV cache": server.kv_bytes, "server's rest": rest}
@@ -318,6 +340,7 @@ def _phases(
     """The phases of the devices on which the actor trains. server: the one that shares them."""
     rollout = cfg.actor_rollout_ref.rollout
     resting = _all_resting(models, stage) | ({"process": process} if process else {})
+    resting |= _on_the_cpu(process, _save_copy(cfg, models, stage))
     serving = {} if server is None else _serving(server, process)
     # On the CPU servers release nothing, and are other processes of the same memory.
     released = {} if process == 0 or not serving else {"server's rest": serving["server's rest"]}
@@ -355,10 +378,11 @@ def _bucket_bytes(largest_bytes: int, rollout: RolloutConfig, free_bytes: int | 
     return bucket_bytes_that_fit(free_bytes, limit_bytes=limit, largest_bytes=largest_bytes, num_copies=BUCKET_COPIES)
 
 
-def _own_phases(model: _Model, stage: int, process: int) -> Iterator[Phase]:
+def _own_phases(model: _Model, stage: int, process: int, save_copy: int) -> Iterator[Phase]:
     """The phases of the devices of a role that has a pool for itself."""
     state = _named(model.role, model.state(stage)) | ({"process": process} if process else {})
-    weights = {name: size for name, size in state.items() if name.endswith((" weights", "process"))}
+    state |= _on_the_cpu(process, save_copy)
+    weights = {name: size for name, size in state.items() if name.endswith((" weights", "process", "save copy"))}
     resting = _named(model.role, model.resting(stage))
     yield Phase(f"{model.role} forward", resting | weights | _named(model.role, model.forward(stage)))
     if model.has_optimizer:
@@ -375,7 +399,8 @@ def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cp
         DevicePlan(
             f"trainer, stage {stage}" if sizes.pp_size > 1 else "trainer",
             model.stages[stage].layers,
-            list(_own_phases(model, stage, process)),
+            list(_own_phases(model, stage, process, _save_copy(cfg, [model], stage))),
+            _save_copy(cfg, [model], stage),
         )
         for stage in range(sizes.pp_size)
     ]
@@ -388,4 +413,5 @@ def _sft_plan(cfg: SFTConfig, shape: ModelShape, memory_bytes: int | None, on_cp
         sync_bytes=0,
         checkpoint_bytes=checkpoint_bytes(shape, model.itemsize),
         num_parameters=num_parameters(shape),
+        devices_per_node=cfg.trainer.n_gpus_per_node,
     )

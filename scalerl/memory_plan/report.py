@@ -50,6 +50,12 @@ def _totals(plan: MemoryPlan) -> Iterator[str]:
     yield f"parameters: {plan.num_parameters / 1e9:.2f} billion; checkpoint {plan.checkpoint_bytes / GIB:.1f} GiB" + (
         f"; a weight sync sends {plan.sync_bytes / GIB:.1f} GiB to each replica" if plan.server else ""
     )
+    if copies := {device.name: device.save_copy_bytes for device in plan.devices if device.save_copy_bytes}:
+        name = max(copies, key=lambda name: copies[name])
+        yield (
+            f"host memory of saves (trainer.async_save): {copies[name] / GIB:.1f} GiB for a rank of {name}, "
+            f"{plan.devices_per_node * copies[name] / GIB:.1f} GiB on its node"
+        )
     if plan.server is None:
         return
     per_token = f"{plan.server.kv_token_bytes / 1024:.1f} KiB per token"

@@ -60,6 +60,10 @@ def describe(directory: Path) -> Iterator[str]:
     if (directory / TRAINER_STATE_NAME).is_file():
         state = read_trainer_state(directory)
         yield f"  step {state.get('step')}; state of the run: {', '.join(sorted(state.keys() - {'step'})) or 'nothing'}"
+        if code := state.get("code"):
+            yield f"  saved by scalerl {code.get('version')}" + (
+                f", commit {code['commit']}" if "commit" in code else ""
+            )
     for role in sorted({Path(name).parts[0] for name in sizes if "/dist_ckpt/" in name}):
         yield from _describe_role(directory / role)
 

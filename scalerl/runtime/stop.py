@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Exit code that makes the Slurm launcher requeue the job.
@@ -23,12 +23,20 @@ class StopRequest:
     SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
     SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
     With save_deadline_s above 0 SIGTERM acts as SIGUSR1, and interrupts only when that many seconds were not enough.
+    Halfway `may_cut` is asked whether the step in progress is to be given up for a save of what was before it: then
+    `cut` is set and the step interrupted, and the other half is for the save.
     """
 
     def __init__(self, save_deadline_s: float = 0.0) -> None:
         self.requested = self.terminated = False
         self._save_deadline_s = save_deadline_s
-        self._deadline_runs = False
+        self._deadline_runs = self._is_second_half = False
+        self.cut = False
+        self.may_cut: Callable[[], bool] = lambda: False
+
+    @property
+    def has_deadline(self) -> bool:
+        return self._save_deadline_s > 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -39,8 +47,8 @@ class StopRequest:
         numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
         before = {number: signal.getsignal(number) for number in numbers}
         signal.signal(signal.SIGUSR1, self._after_step)
-        signal.signal(signal.SIGTERM, self._by_deadline if self._save_deadline_s > 0 else self._now)
-        signal.signal(signal.SIGALRM, self._now)
+        signal.signal(signal.SIGTERM, self._by_deadline if self.has_deadline else self._now)
+        signal.signal(signal.SIGALRM, self._on_alarm)
         try:
             yield
         except BaseException as error:
@@ -67,7 +75,17 @@ class StopRequest:
         # Ray's own handler, as below, may have set the alarm; a second SIGTERM does not begin anew.
         if not self._deadline_runs:
             self._deadline_runs = True
-            signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s)
+            signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s / 2)
+
+    def _on_alarm(self, *_: object) -> None:
+        if not self._deadline_runs or self._is_second_half:
+            self._now()
+            return
+        self._is_second_half = True
+        signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s / 2)
+        if self.may_cut():
+            self.cut = True
+            raise KeyboardInterrupt
 
     def _now(self, *_: object) -> None:
         # Ray's handler, if installed at this moment below Python's, sets an alarm that ends the process in 3 seconds.

@@ -51,6 +51,8 @@ class Channel:
         self._reported: set[str] = set()
         self._busy_since: float | None = None
         self._status: str | None = None
+        # Set when all that was queued before it is written.
+        self._flushed: threading.Event | None = None
         self._thread = threading.Thread(target=self._run, name=f"tracking-{name}", daemon=True)
         self._thread.start()
 
@@ -80,6 +82,20 @@ class Channel:
         except queue.Full:
             self._lose(f"{self._queue.maxsize} writes wait already: it is too slow, or hangs")
         self._report_stall()
+
+    def flush(self, deadline: float) -> None:
+        """Waits until the backend has all that was queued, at most until a deadline of time.monotonic().
+
+        A backend that was too slow for the flush before is not waited for until it has caught up.
+        """
+        if self._status is not None or (self._flushed is not None and not self._flushed.is_set()):
+            return
+        flushed = self._flushed = threading.Event()
+        try:
+            self._queue.put_nowait(lambda backend: flushed.set())
+        except queue.Full:
+            return
+        flushed.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, status: str) -> None:
         """Ends the channel: what is queued is written, then the backend is closed. Does not wait; `join` does."""

@@ -26,6 +26,9 @@ from scalerl.tracking.mlflow_backend import MlflowBackend
 
 logger = logging.getLogger(__name__)
 
+# How long a checkpoint's commit waits for the backends.
+FLUSH_LIMIT_S = 5.0
+
 
 class Tracking:
     """Logs a run's metrics, tables and files to every configured backend.
@@ -173,6 +176,12 @@ class Tracking:
             self._on_console(lambda console: console.progress.message(text))
         else:
             logger.info("%s", text)
+
+    def flush(self, limit_s: float = FLUSH_LIMIT_S) -> None:
+        """Waits until every backend has what was logged so far, at most limit_s: a backend that hangs stops no run."""
+        deadline = time.monotonic() + limit_s
+        for channel in self._channels.values():
+            channel.flush(deadline)
 
     def finish(self, status: str = "FINISHED") -> None:
         """Writes what is pending, within finish_timeout_s, and ends; a second call does nothing.

@@ -41,7 +41,7 @@ from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
-from scalerl.trainer.preflight import PPOInputs
+from scalerl.trainer.preflight import PPOInputs, trained_models
 from scalerl.trainer.run_description import describe
 from scalerl.trainer.run_host import RunHost, is_val_only, log_directory
 from scalerl.trainer.sample_stream import SampleStream
@@ -114,7 +114,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer),
+            saves=Saves(trainer, config=cfg, roles=trained_models(cfg)),
             start=phases,
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
@@ -125,7 +125,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
                 load(run, resumed)
         collect_garbage()
         if resumed.directory is not None:
-            tracker.message(f"resumed from {resumed.directory}")
+            for line in checkpoints.resumed_lines(resumed, cfg):
+                tracker.message(line)
         host.restarts.ready(run)
         with run.saves.finished():
             yield run

@@ -6,11 +6,13 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import (
     Best,
     CheckpointWriteError,
@@ -20,14 +22,25 @@ from scalerl.checkpoint.store import (
     commit,
     read_trainer_state,
     rotate,
+    step_of,
     write_trainer_state,
 )
+from scalerl.config import PPOConfig, SFTConfig
+from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
 from scalerl.config.schema import RunConfig
+from scalerl.config.value_checks import show
 from scalerl.controller.training.background_save import Writing
 from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_config
+from scalerl.runtime.code_version import code_version
+from scalerl.tracking.backend import flat_config
 
 # Fields of ModelShape that may differ between a checkpoint's model and the model of the run that resumes from it.
 _NOT_ARCHITECTURE = ("dtype", "eos_token_ids", "max_position_embeddings")
+
+# Key of the trainer state with the version of the code that saved it.
+CODE = "code"
+# A message names at most so many changed keys.
+_MAX_CHANGES = 30
 
 
 @dataclass(frozen=True)
@@ -43,10 +56,13 @@ class Resumed:
         return int(self.state.get("step", 0))
 
 
-def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None, *, digests: bool = True) -> Resumed:
+def find_resume_point(
+    root: str, resume_mode: str, resume_from_path: str | None, *, digests: bool = True, mirror: str | None = None
+) -> Resumed:
     """Finds and checks the checkpoint that a run resumes from.
 
     digests: False checks only that the files exist and their sizes, without reading their contents.
+    mirror: URL with copies of the run's checkpoints; with `digests` and mode auto a newer one there is fetched.
     Raises ValueError when resume_from_path is not a whole checkpoint, and when checkpoints exist but all are damaged.
     """
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
@@ -55,11 +71,25 @@ def find_resume_point(root: str, resume_mode: str, resume_from_path: str | None,
         check_checkpoint(resume_from_path, digests=digests)
         directory = Path(resume_from_path)
     else:
-        latest = checkpoint_to_resume(root, digests=digests)
+        latest = (
+            _newest(root, mirror) if mirror is not None and digests else checkpoint_to_resume(root, digests=digests)
+        )
         if latest is None:
             return Resumed(None, {})
         directory = Path(latest)
     return Resumed(directory, read_trainer_state(directory))
+
+
+def _newest(root: str, mirror: str) -> str | Path | None:
+    """The checkpoint to resume from in `root`, or a newer one that was fetched from the mirror."""
+    try:
+        latest, problem = checkpoint_to_resume(root, digests=True), None
+    except ValueError as error:
+        latest, problem = None, error
+    fetched = Mirror(mirror).fetch_newer(root, 0 if latest is None else step_of(Path(latest).name) or 0)
+    if fetched is None and problem is not None:
+        raise problem
+    return fetched or latest
 
 
 @dataclass(frozen=True)
@@ -99,6 +129,38 @@ def check_same_model(resumed: Resumed, shape: ModelShape, model_path: str, role:
         )
 
 
+def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig) -> list[str]:
+    """Messages of a run that resumes: its checkpoint, and what changed since in the configuration and in the code."""
+    assert resumed.directory is not None
+    lines = [f"resumed from {resumed.directory}"]
+    if changed := _changed_keys(resumed.directory / RESOLVED_CONFIG, cfg):
+        more = f", and {len(changed) - _MAX_CHANGES} more" if len(changed) > _MAX_CHANGES else ""
+        lines.append(f"changed since that checkpoint: {', '.join(changed[:_MAX_CHANGES])}{more}")
+    before, now = resumed.state.get(CODE), code_version()
+    if before is not None and before != now:
+        lines.append(f"that checkpoint was saved by scalerl {_described(before)}; this is {_described(now)}")
+    return lines
+
+
+def _changed_keys(saved: Path, cfg: PPOConfig | SFTConfig) -> list[str]:
+    """`key before -> now` of every key with another value; [] for a checkpoint without a configuration."""
+    before = read_resolved(saved)
+    if before is None:
+        return []
+    # Without secrets.
+    there, here = flat_config(before), flat_config(asdict(cfg))
+    return [
+        f"{key} {show(there[key]) if key in there else '(no such key)'} -> "
+        f"{show(here[key]) if key in here else '(no such key)'}"
+        for key in sorted(there.keys() | here.keys())
+        if key not in there or key not in here or there[key] != here[key]
+    ]
+
+
+def _described(code: Mapping[str, str]) -> str:
+    return code.get("version", "?") + (f" (commit {code['commit']})" if "commit" in code else "")
+
+
 def save(
     root: str,
     step: int,
@@ -110,37 +172,74 @@ def save(
     every: int | None = None,
 ) -> Path:
     """Writes one whole checkpoint, then removes old ones. models: by role; each gets a directory of that name."""
-    return complete(begin_save(root, step), root, step, models, state=state, keep=keep, best=best, every=every)
+    tmp = begin_save(root, step)
+    write(tmp, root, step, models, state=state)
+    return publish(tmp, root, step, keep=keep, best=best, every=every)
 
 
-def complete(
+def write(
     tmp: Path,
     root: str,
     step: int,
     models: Mapping[str, SavedModel],
     *,
     state: dict[str, Any],
-    keep: int | None,
-    best: Best | None = None,
-    every: int | None = None,
-) -> Path:
-    """Writes a checkpoint as `save` does, in the directory `tmp` that begin_save created."""
-    try:
+    config: PPOConfig | SFTConfig | None = None,
+    roles: Collection[str] = (),
+) -> None:
+    """Writes all of a checkpoint into `tmp`, which begin_save created; it counts for nothing until `publish`.
+
+    config: of the run, saved beside the models.  roles: the models that the run trains.
+    Raises CheckpointWriteError, also if one of `roles` was not written.
+    """
+    with _removed_on_failure(tmp, root, step):
         for role, model in models.items():
             directory = tmp / role
             directory.mkdir(exist_ok=True)
             model.write(str(directory))
             _describe(model, directory / "huggingface")
-        write_trainer_state(tmp, state | {"step": step})
+        if missing := sorted(role for role in roles if not _has_weights(tmp / role)):
+            raise CheckpointWriteError(
+                f"{root}: the checkpoint of step {step} was not written: the run trains {', '.join(sorted(roles))}, "
+                f"and nothing was saved of {', '.join(missing)}"
+            )
+        if config is not None:
+            save_resolved(config, tmp / RESOLVED_CONFIG)
+        write_trainer_state(tmp, state | {"step": step, CODE: code_version()})
+
+
+def _has_weights(directory: Path) -> bool:
+    files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+    return any(file.parts[0] != "huggingface" for file in files)
+
+
+def publish(
+    tmp: Path,
+    root: str,
+    step: int,
+    *,
+    keep: int | None,
+    best: Best | None = None,
+    every: int | None = None,
+    spare: Collection[int] = (),
+) -> Path:
+    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory."""
+    with _removed_on_failure(tmp, root, step):
         directory = commit(tmp, root, step)
+    rotate(root, keep, best=best, every=every, spare=spare)
+    return directory
+
+
+@contextmanager
+def _removed_on_failure(tmp: Path, root: str, step: int) -> Iterator[None]:
+    """Removes an incomplete checkpoint, which would only take the disk space of the next one."""
+    try:
+        yield
     except Exception as error:
-        # An incomplete checkpoint would only take the disk space of the next one.
         shutil.rmtree(tmp, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointWriteError(f"{root}: the checkpoint of step {step} was not written: {error}") from error
         raise
-    rotate(root, keep, best=best, every=every)
-    return directory
 
 
 def _describe(model: SavedModel, huggingface: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl.config import (
     ModelRole,
@@ -24,6 +24,7 @@ from scalerl.data.model_source import model_directory
 from scalerl.families import HFWeights, ModelShape, family_of
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES
+from scalerl.trainer.checkpoints import Resumed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,3 +185,62 @@ def model_layout_violations(
     )
     violations = layout_violations(sizes, megatron=megatron, world_size=world, rollout_tp=rollout_tp, prefix=prefix)
     return violations or recompute_violations(sizes, megatron, prefix=prefix)
+
+
+def check_same_tokenizer(
+    resumed: Resumed, tokenizer: PreTrainedTokenizerBase, model_path: str, *, trust_remote_code: bool
+) -> None:
+    """Raises ValueError, with the differences, if the checkpoint's tokenizer makes other tokens than the run's.
+
+    Its chat template may differ. A checkpoint without a tokenizer is not compared.
+    """
+    from scalerl.data import load_tokenizer
+
+    assert resumed.directory is not None
+    saved = resumed.directory / "actor" / "huggingface"
+    if not (saved / "tokenizer_config.json").is_file() or _same_files(saved, Path(model_path)):
+        return
+    stored = load_tokenizer(saved, trust_remote_code)
+    if different := list(_tokenizer_differences(stored, tokenizer)):
+        raise ValueError(
+            f"checkpoint {saved.parent} has another tokenizer than {model_path}: {'; '.join(different)}. Give the "
+            "model that the run began with, another trainer.default_local_dir, or trainer.resume_mode=disable"
+        )
+
+
+def _same_files(saved: Path, model: Path) -> bool:
+    """Whether the model has every file beside weights as it was saved, so that nothing has to be loaded."""
+    files = [file for file in saved.iterdir() if file.name not in ("config.json", "generation_config.json")]
+    return all(
+        (model / file.name).is_file() and (model / file.name).read_bytes() == file.read_bytes() for file in files
+    )
+
+
+def _tokenizer_differences(there: PreTrainedTokenizerBase, here: PreTrainedTokenizerBase) -> Iterator[str]:
+    vocabularies = there.get_vocab(), here.get_vocab()
+    changed = [
+        (token, *(vocabulary.get(token, "none") for vocabulary in vocabularies))
+        for token in vocabularies[0].keys() | vocabularies[1].keys()
+        if vocabularies[0].get(token) != vocabularies[1].get(token)
+    ]
+    if changed:
+        shown = ", ".join(
+            f"{token!r} {id_there} there, {id_here} here" for token, id_there, id_here in sorted(changed)[:3]
+        )
+        yield f"{len(changed)} tokens have another id ({shown})"
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(there, name) != getattr(here, name):
+            yield f"{name} {getattr(there, name)} there, {getattr(here, name)} here"
+    rules = [_tokenizer_rules(tokenizer) for tokenizer in (there, here)]
+    if different := [name for name in rules[0].keys() | rules[1].keys() if rules[0].get(name) != rules[1].get(name)]:
+        yield f"other {', '.join(sorted(different))}"
+
+
+def _tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The parts of a fast tokenizer that decide how text is split, beside its vocabulary; {} for any other."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {}
+    content = json.loads(backend.to_str())
+    model = content["model"]
+    return {name: content.get(name) for name in ("normalizer", "pre_tokenizer")} | {"merges": model.get("merges")}

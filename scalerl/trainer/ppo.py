@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,10 @@ class Run:
     step: int = 0
     # The step whose weights were validated last.
     tested_at: int | None = None
+    # The step of the newest checkpoint, or of the one that is being written.
+    saved_at: int = 0
+    # Whether the step in progress, or the last one, has begun to change weights.
+    is_updating: bool = False
 
     @property
     def checkpoint(self) -> Path | None:
@@ -66,6 +71,7 @@ class Run:
 def fit(run: Run) -> dict[str, float]:
     """Trains to total_steps, or to the end of the step in which a stop was requested; with val_only only validates.
 
+    A step that the deadline of a stop cuts short (`StopRequest`) is not done; the state before it is saved.
     Returns the metrics of the last validation, which is of step run.tested_at.
     """
     cfg = run.config.trainer
@@ -84,7 +90,9 @@ def fit(run: Run) -> dict[str, float]:
         step = run.step + 1
         epoch = run.samples.prompts.epoch
         with profiled(cfg, run.worker_groups, run.tracker, run.timers, step):
-            outcome = train_step(run, step)
+            outcome = train_step_or_save(run, step)
+        if outcome is None:
+            break
         run.step = step
         tested: dict[str, float] = {}
         if checkpoints.is_due(step, cfg.test_freq, run.total_steps):
@@ -95,6 +103,28 @@ def fit(run: Run) -> dict[str, float]:
                 save(run)
         log_step(run, outcome, epoch=epoch, more=tested)
     return validation
+
+
+def train_step_or_save(run: Run, step: int) -> StepOutcome | None:
+    """Runs one step; None if the deadline of a stop cut it short (`StopRequest`): then the state before it is saved.
+
+    It is cut short only before it changes weights, and where that state is not saved yet.
+    """
+    run.is_updating = False
+    before = state_to_save(run) if run.stop.has_deadline else {}
+    run.stop.may_cut = lambda: run.saved_at < run.step and not run.is_updating
+    try:
+        return train_step(run, step)
+    except KeyboardInterrupt:
+        if not run.stop.cut:
+            raise
+    finally:
+        run.stop.may_cut = lambda: False
+    run.tracker.message(f"step {step} takes longer than the deadline leaves: it is given up, and step {run.step} saved")
+    with run.rollout.lend_device():
+        save(run, before)
+    run.saves.commit()
+    return None
 
 
 def train_step(run: Run, step: int) -> StepOutcome:
@@ -131,6 +161,7 @@ def train_step(run: Run, step: int) -> StepOutcome:
     with phase("adv"):
         batch, pass_metrics = estimate_advantages(run.actor, batch, cfg.algorithm, run.kl)
         metrics |= pass_metrics
+    run.is_updating = True
     if run.critic is not None:
         with phase("update_critic"):
             metrics |= run.critic.update(batch)
@@ -154,7 +185,10 @@ def train_step(run: Run, step: int) -> StepOutcome:
 
 
 def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, float] | None = None) -> None:
-    """Ends the timing of the step and logs its metrics. more: further metrics to log with them."""
+    """Ends the timing of the step, logs its metrics, and commits the checkpoint that `save` has made of it.
+
+    more: further metrics to log with them.
+    """
     timing_s = run.timers.pop()
     # The step's timing has ended, so this time counts for the next step.
     with run.timers("metrics"):
@@ -163,6 +197,9 @@ def log_step(run: Run, outcome: StepOutcome, *, epoch: int, more: Mapping[str, f
         run.tracker.log({**metrics, **save_metrics, **(more or {})}, step=run.step)
         for line in lines:
             run.tracker.message(line)
+        if run.saves.is_uncommitted:
+            run.tracker.flush()
+            run.saves.commit()
 
 
 def model_scores(reward_model: RewardModel, batch: PlacedBatch) -> np.ndarray:
@@ -195,25 +232,36 @@ def validate(run: Run) -> dict[str, float]:
     return metrics
 
 
-def save(run: Run) -> None:
-    """Saves the whole state of the run; with trainer.async_save it is written while the next steps run."""
+def state_to_save(run: Run) -> dict[str, Any]:
+    """What of a checkpoint is no model: prompts, samples in flight, weight of the KL, MLflow run."""
+    return {
+        "prompts": run.samples.prompts.state_dict(),
+        "samples": run.samples.state_dict(),
+        "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
+        "mlflow_run_id": run.tracker.run_id,
+    }
+
+
+def save(run: Run, state: dict[str, Any] | None = None) -> None:
+    """Saves the whole state of the run; with trainer.async_save it is written while the next steps run.
+
+    state: of `state_to_save`, when the weights were as they are; None: it is of now.
+    It becomes a checkpoint once the step is logged (`log_step`), at the latest with the next save or the run's end.
+    """
     cfg, actor, critic = run.config, run.actor, run.critic
     models = {"actor": checkpoints.SavedModel(actor.save, cfg.actor_rollout_ref.model.path, begin=actor.begin_save)}
     if critic is not None:
         models["critic"] = checkpoints.SavedModel(
             critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save
         )
+    run.saved_at = run.step
     run.saves.save(
         run.step,
         models,
-        {
-            "prompts": run.samples.prompts.state_dict(),
-            "samples": run.samples.state_dict(),
-            "kl_ctrl": None if run.kl is None else run.kl.state_dict(),
-            "mlflow_run_id": run.tracker.run_id,
-        },
+        state_to_save(run) if state is None else state,
         # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,
+        commit=False,
     )
 
 
@@ -230,4 +278,5 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    run.step, run.saves.latest = resumed.step, resumed.directory
+    run.step = run.saved_at = resumed.step
+    run.saves.latest = resumed.directory

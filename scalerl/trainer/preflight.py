@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from scalerl.checkpoint.mirror import Mirror
 from scalerl.config import (
     PPOConfig,
     SFTConfig,
@@ -29,6 +30,7 @@ from scalerl.config.schema import (
     SFTDataConfig,
 )
 from scalerl.data.model_source import fetch_models, model_directory
+from scalerl.errors import UserError
 from scalerl.families import ModelShape
 from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.memory_plan.plan import MemoryPlan
@@ -36,10 +38,12 @@ from scalerl.probes.gpu import start_violations
 from scalerl.runtime.checks import ErrorCollector
 from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
+from scalerl.tracking.backend import safe_uri
 from scalerl.trainer import checkpoints
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.model_checks import (
     actor_violations,
+    check_same_tokenizer,
     judge_violations,
     model_layout_violations,
     read_model,
@@ -136,7 +140,10 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
         _try_rewards(errors, rewards, cfg, datasets, tokenizer)
     trained = {role: (path, shapes.get(role)) for role, path in trained_models(cfg).items()}
-    resumed = _check_resume(errors, cfg.trainer, cfg.data, trained, train, digests=digests)
+    remote = model.trust_remote_code
+    resumed = _check_resume(
+        errors, cfg.trainer, cfg.data, trained, train, tokenizer, trust_remote_code=remote, digests=digests
+    )
     errors.raise_if_any()
     assert tokenizer is not None and train is not None and val is not None and resumed is not None
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory)
@@ -290,7 +297,11 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
             val = errors.attempt(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
     if train is not None and not broken:
         errors.violations.extend(too_few_conversations(cfg, len(train)))
-    resumed = _check_resume(errors, cfg.trainer, cfg.data, {"actor": (cfg.model.path, shape)}, train, digests=digests)
+    models = {"actor": (cfg.model.path, shape)}
+    remote = cfg.model.trust_remote_code
+    resumed = _check_resume(
+        errors, cfg.trainer, cfg.data, models, train, tokenizer, trust_remote_code=remote, digests=digests
+    )
     errors.raise_if_any()
     assert shape is not None and train is not None and resumed is not None
     return SFTInputs(shape, train, val, device, resumed, memory)
@@ -327,24 +338,37 @@ def _import_own(errors: ErrorCollector, trainer: RunConfig) -> bool:
     return True
 
 
+def open_mirror(url: str) -> Mirror:
+    """The store of trainer.checkpoint_mirror. Raises UserError, naming the key, if it cannot be used."""
+    try:
+        return Mirror(url)
+    except UserError as error:
+        raise UserError(f"trainer.checkpoint_mirror = {safe_uri(url)}: {error}") from error
+
+
 def _check_resume(
     errors: ErrorCollector,
     trainer: RunConfig,
     data: DataConfig | SFTDataConfig,
     models: dict[str, tuple[str, ModelShape | None]],
     train: RLHFDataset | PromptTable | SFTDataset | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
+    trust_remote_code: bool,
     digests: bool,
 ) -> checkpoints.Resumed | None:
-    """Finds the checkpoint to resume from, and checks that it has the models and prompts of the run.
+    """Finds the checkpoint to resume from, and checks that it has the models, tokenizer and prompts of the run.
 
     models: role -> (path, shape).
     """
     from scalerl.data import PromptCursor
 
+    mirror = trainer.checkpoint_mirror
+    if mirror is not None and errors.attempt(lambda: open_mirror(mirror)) is None:
+        return None
     resumed = errors.attempt(
         lambda: checkpoints.find_resume_point(
-            trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, digests=digests
+            trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, digests=digests, mirror=mirror
         )
     )
     if resumed is None or resumed.directory is None:
@@ -352,6 +376,9 @@ def _check_resume(
     for role, (path, shape) in models.items():
         if shape is not None:
             errors.attempt(partial(checkpoints.check_same_model, resumed, shape, path, role))
+    if tokenizer is not None:
+        path = models["actor"][0]
+        errors.attempt(lambda: check_same_tokenizer(resumed, tokenizer, path, trust_remote_code=trust_remote_code))
     if train is not None:
         cursor = PromptCursor(len(train), data.seed, data.shuffle)
         errors.attempt(lambda: cursor.load_state_dict(resumed.state["prompts"]))

@@ -6,18 +6,21 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, begin_save
+from scalerl.checkpoint.mirror import Mirror
+from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save
 from scalerl.cluster.worker_group import WorkerError
+from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
+from scalerl.trainer.uploads import Uploads
 
 # How long the end of a run waits for a save in the background: after a signal, because a scheduler soon kills the run;
 # after the loss of a rank, because the save may hang in the process group of that rank.
@@ -25,19 +28,24 @@ _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
 
 
 class Saves:
-    """Saves checkpoints, one at a time. `news` reports a failure in the background, in the step in which it failed."""
+    """Saves checkpoints, one at a time. `news` reports a failure in the background, in the step in which it failed.
 
-    def __init__(self, trainer: RunConfig) -> None:
+    config: of the run, which is saved with it.  roles: the models that the run trains; a save without one fails.
+    """
+
+    def __init__(
+        self, trainer: RunConfig, *, config: PPOConfig | SFTConfig | None = None, roles: Collection[str] = ()
+    ) -> None:
         self._root, self._in_background = trainer.default_local_dir, trainer.async_save
         metric = trainer.best_ckpt_metric
         self._metric = metric
-        self._complete = functools.partial(
-            checkpoints.complete,
-            root=trainer.default_local_dir,
-            keep=trainer.max_actor_ckpt_to_keep,
-            best=None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode),
-            every=trainer.ckpt_every_to_keep,
+        self._write = functools.partial(
+            checkpoints.write, root=trainer.default_local_dir, config=config, roles=frozenset(roles)
         )
+        best = None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode)
+        self._kept = Kept(trainer.max_actor_ckpt_to_keep, best, trainer.ckpt_every_to_keep)
+        mirror = trainer.checkpoint_mirror
+        self._uploads = None if mirror is None else Uploads(Mirror(mirror), self._kept)
         # (step, value) of trainer.best_ckpt_metric in the last validation.
         self._tested: tuple[int, float] | None = None
         # The newest checkpoint: the one that the run resumed from, until the run saves its own.
@@ -45,26 +53,53 @@ class Saves:
         # Step -> when its state was saved, by time.monotonic.
         self.saved_at: dict[int, float] = {}
         self._running: _Running | None = None
+        # Publishes what was written while the run waited.
+        self._written: Callable[[], Path] | None = None
         self._news: dict[str, float] = {}
         self._failures: list[CheckpointWriteError] = []
 
-    def save(self, step: int, models: Mapping[str, SavedModel], state: dict[str, Any], *, wait: bool) -> None:
+    def save(
+        self, step: int, models: Mapping[str, SavedModel], state: dict[str, Any], *, wait: bool, commit: bool = True
+    ) -> None:
         """Saves a checkpoint of the current state, after a save that is still running has ended.
 
         With `wait`, or without trainer.async_save, the checkpoint is complete when this returns, and a failure raises
         CheckpointWriteError. Else `latest` becomes the checkpoint later.
+        commit: False: it becomes a checkpoint with the next call of `commit`, at the latest when the run ends.
         """
         self._collect(wait=True)
         self.saved_at[step] = time.monotonic()
         if self._metric is not None and self._tested is not None and self._tested[0] == step:
             state = state | {METRICS: {self._metric: self._tested[1]}}
         if wait or not self._in_background:
-            self.latest = self._complete(begin_save(self._root, step), step=step, models=models, state=state)
-            return
-        try:
-            self._running = _Running(begin_save(self._root, step), step, models, state, self._complete)
-        except CheckpointWriteError as error:
-            self._failed(step, error)
+            tmp = begin_save(self._root, step)
+            self._write(tmp, step=step, models=models, state=state)
+            self._written = functools.partial(self._publish, tmp, step=step)
+        else:
+            try:
+                tmp = begin_save(self._root, step)
+                self._running = _Running(tmp, step, models, state, self._write, self._publish)
+            except CheckpointWriteError as error:
+                self._failed(step, error)
+        if commit:
+            self.commit()
+
+    def commit(self) -> None:
+        """Lets what the last `save` wrote, or is still writing, become a checkpoint; does nothing a second time.
+
+        A run commits when its trackers have the metrics of the step: one that is killed before does the step again, one
+        that is killed afterwards has lost nothing of it. Raises CheckpointWriteError as `save` does.
+        """
+        if self._running is not None:
+            self._running.may_commit.set()
+        if self._written is not None:
+            publish, self._written = self._written, None
+            self.latest = publish()
+
+    @property
+    def is_uncommitted(self) -> bool:
+        """Whether `commit` would do anything."""
+        return self._written is not None or (self._running is not None and not self._running.may_commit.is_set())
 
     def tested(self, step: int, validation: Mapping[str, float]) -> None:
         """Records the validation of a step. Raises UserError when it lacks trainer.best_ckpt_metric."""
@@ -82,6 +117,10 @@ class Saves:
         self._collect(wait=False)
         metrics, self._news = self._news, {}
         lines, self._failures = [f"{error}; the run goes on{self._stays()}" for error in self._failures], []
+        if self._uploads is not None:
+            uploaded, failures = self._uploads.news()
+            metrics |= uploaded
+            lines += [f"{error}; the run goes on" for error in failures]
         return metrics, lines
 
     @contextmanager
@@ -94,11 +133,28 @@ class Saves:
             yield
         except BaseException as error:
             limit_s = _AFTER_LOST_RANK_S if isinstance(error, WorkerError) else None
+            with suppress(CheckpointWriteError):
+                self.commit()
             self._end(limit_s if isinstance(error, Exception) else _AFTER_INTERRUPT_S)
             raise
         self._collect(wait=True)
-        if self._failures:
-            raise CheckpointWriteError(f"{self._failures[-1]}{self._stays()}")
+        failures = self._failures
+        if self._uploads is not None:
+            self._uploads.wait()
+            failures = failures + self._uploads.news()[1]
+        if failures:
+            raise CheckpointWriteError(f"{failures[-1]}{self._stays()}")
+
+    def _publish(self, tmp: Path, *, step: int) -> Path:
+        """Makes what was written a checkpoint; a copy of it for the mirror is made later."""
+        kept, uploads = self._kept, self._uploads
+        spare = set() if uploads is None else uploads.steps
+        directory = checkpoints.publish(
+            tmp, self._root, step, keep=kept.newest, best=kept.best, every=kept.every, spare=spare
+        )
+        if uploads is not None:
+            uploads.add(directory)
+        return directory
 
     def _stays(self) -> str:
         return "" if self.latest is None else f"; the newest checkpoint is {self.latest}"
@@ -109,9 +165,13 @@ class Saves:
             self._collect(wait=False)
             if self._running is not None:
                 self._running.given_up.set()
+        if self._uploads is not None:
+            self._uploads.wait(limit_s)
 
     def _collect(self, *, wait: bool) -> None:
         """Takes the result of a save in the background, if it has ended; with `wait`, waits for its end."""
+        if wait:
+            self.commit()
         running = self._running
         if running is None or not (wait or running.is_done):
             return
@@ -137,17 +197,19 @@ class _Running:
         step: int,
         models: Mapping[str, SavedModel],
         state: dict[str, Any],
-        complete: Callable[..., Path],
+        write: Callable[..., None],
+        publish: Callable[..., Path],
     ) -> None:
         """Starts the save; every rank has copied the state that it saves when this returns."""
-        self.step, self.given_up = step, threading.Event()
+        self.step, self.given_up, self.may_commit = step, threading.Event(), threading.Event()
         self.directory: Path | None = None
         self.error: Exception | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
         written = {role: self._begun(model, tmp / role) for role, model in models.items()}
         # Copied, because the run changes its state while the thread writes.
-        self._complete = functools.partial(complete, tmp, step=step, models=written, state=copy.deepcopy(state))
+        self._write = functools.partial(write, tmp, step=step, models=written, state=copy.deepcopy(state))
+        self._publish = functools.partial(publish, tmp, step=step)
         # A daemon thread: a process that an interrupt ends does not wait for it.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -166,7 +228,9 @@ class _Running:
 
     def _run(self) -> None:
         try:
-            self.directory = self._complete()
+            self._write()
+            self.may_commit.wait()
+            self.directory = self._publish()
         except Exception as error:
             self.error = error
         self.seconds = time.monotonic() - self._start

@@ -86,6 +86,9 @@ def fit(run: SFTRun) -> None:
             run.tracker.log(to_floats(metrics) | throughput(run, batch, timing_s) | save_metrics, step=step)
             for line in lines:
                 run.tracker.message(line)
+            if run.saves.is_uncommitted:
+                run.tracker.flush()
+                run.saves.commit()
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
@@ -138,6 +141,7 @@ def save(run: SFTRun) -> None:
         {"prompts": run.rows.state_dict(), "mlflow_run_id": run.tracker.run_id},
         # No step runs beside the last save.
         wait=run.step >= run.total_steps or run.stop.requested,
+        commit=False,
     )
 
 
@@ -187,7 +191,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             ),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer),
+            saves=Saves(trainer, config=cfg, roles=("actor",)),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()
@@ -196,7 +200,8 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             workers.call(MegatronWorker.load_checkpoint, "actor", str(resumed.directory / "actor"))
             run.rows.load_state_dict(resumed.state["prompts"])
             run.step, run.saves.latest = resumed.step, resumed.directory
-            tracker.message(f"resumed from {resumed.directory}")
+            for line in checkpoints.resumed_lines(resumed, cfg):
+                tracker.message(line)
         host.restarts.ready(run)
         with run.saves.finished():
             yield run

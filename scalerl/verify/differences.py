@@ -14,10 +14,10 @@ import torch
 from scalerl.checkpoint.store import TRAINER_STATE_NAME
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 
-# Metrics of clocks and memory, which no two runs share.
+# Metrics of clocks, memory and what a restart cost, which no two runs share.
 MEASURED = re.compile(
     r"timing_s/|timing_per_token_ms/|train/mfu|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
-    r"|perf/update_weights_gb_per_s"
+    r"|perf/update_weights_gb_per_s|checkpoint/background_s|training/(num_rank_restarts|redone_steps|restart_lost_s)"
 )
 # First part of a tensor's key -> what it is.
 _OPTIMIZER = "optimizer."
@@ -103,7 +103,7 @@ def compare_random_states(one: Path, other: Path) -> Finding:
     return finding("random states", f"{len(names[0])} ranks", differences())
 
 
-def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id",)) -> Finding:
+def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id", "code")) -> Finding:
     """Compares the states of the driver, trainer_state.json: cursor, ledger, weight of the KL."""
     states = [json.loads((at / TRAINER_STATE_NAME).read_text(encoding="utf-8")) for at in (one, other)]
     states = [{key: value for key, value in state.items() if key not in leave_out} for state in states]

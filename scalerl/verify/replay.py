@@ -109,7 +109,10 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
 
 def config_of(run_dir: Path, keys: Sequence[str] = ()) -> PPOConfig:
     """What the run was started with last, and `keys`. Models in the actor's processes take its layout with them."""
-    fixed = ("trainer.resume_mode=disable", "trainer.val_only=false", "trainer.logger=[file]")
+    fixed = (
+        *("trainer.resume_mode=disable", "trainer.checkpoint_mirror=null"),
+        *("trainer.val_only=false", "trainer.logger=[file]"),
+    )
     given = ["--config-dir", str(run_dir.absolute()), "--config-name", Path(RESOLVED_CONFIG).stem, *fixed]
     before, cfg = (compose("ppo", [*given, *more], rules=False) for more in ((), keys))
     for was, role in zip(_others(before), _others(cfg), strict=True):

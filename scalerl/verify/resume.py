@@ -39,6 +39,8 @@ SGLang, whose sampler has no state that could be saved, it compares steps, promp
 run.
 """
 DIRECTORY = "verify_resume"
+# Name of the comparison of what MLflow has.
+MLFLOW = "MLflow's history"
 # Of the runs; what of the user's keys they replace.
 _KEYS = (
     "trainer.save_freq=-1",
@@ -47,6 +49,7 @@ _KEYS = (
     "trainer.val_only=false",
     "trainer.resume_mode=auto",
     "trainer.resume_from_path=null",
+    "trainer.checkpoint_mirror=null",
     "trainer.rollout_data_freq=1",
     "trainer.logger=[file,mlflow]",
 )
@@ -173,12 +176,13 @@ def _histories(pair: Pair, is_exact: bool) -> Finding:
             yield f"the resumed run is {len(found[1])} runs in MLflow"
             return
         ours, theirs = (next(iter(histories.values())) for histories in found)
-        yield from metric_differences(ours, theirs, wanted=_of_history if is_exact else "training/global_step".__eq__)
+        yield from metric_differences(ours, theirs, wanted=is_of_history if is_exact else "training/global_step".__eq__)
 
-    return finding("MLflow's history", f"{numbers} numbers of one run", differences())
+    return finding(MLFLOW, f"{numbers} numbers of one run", differences())
 
 
-def _of_history(key: str) -> bool:
+def is_of_history(key: str) -> bool:
+    """Whether a metric of MLflow is one that two runs share."""
     # Charts have numbers a second time, of which some are measured.
     copies = (f"{section}/" for section, _ in SECTIONS)
     return not key.startswith(("val-", "system/", *copies))

@@ -1,11 +1,11 @@
-"""Disks that are full, directories that cannot be written, files that changed: every rank says the same, none waits."""
+"""Full disks, quotas, slow file systems, directories that cannot be written, files that changed: every rank says the
+same, none waits."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,10 @@ from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.parallel import checkpoint
 from scalerl.trainer import checkpoints
 from tests.dist.launch import run_ranks
+from tests.filesystems import mounted, slow, with_quota
 from tests.tiny_models import make_tiny_model
 
 WORLD_SIZE = 2
-
-
-@contextmanager
-def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A file system of its own."""
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +60,21 @@ def _engine(model: str):
     return MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=OptimConfig())
 
 
-def test_a_full_disk_and_a_directory_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "size=400k") as small, mounted(tmp_path / "readonly", "ro") as readonly:
-        places = [str(small / "actor"), str(readonly / "actor"), str(tmp_path / "actor")]
+def test_a_full_disk_a_quota_and_a_directory_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "small", "size=400k") as small,
+        mounted(tmp_path / "readonly", "ro") as readonly,
+        with_quota(tmp_path / "limited", "400k") as limited,
+    ):
+        places = [str(place / "actor") for place in (small, readonly, limited, tmp_path)]
         ranks = run_ranks(WORLD_SIZE, errors_of, str(model), places)
         with pytest.raises(store.CheckpointWriteError, match="readonly: no checkpoint can be written here: Read-only"):
             store.begin_save(readonly, 1)
     assert ranks[0] == ranks[1]
-    full, unwritable, good = ranks[0]
-    assert "rank 0 could not write its part of the checkpoint: " in full and "No space left on device" in full
+    full, unwritable, over_quota, good = ranks[0]
+    could_not = " could not write its part of the checkpoint: "
+    assert could_not in full and "No space left on device" in full
+    assert could_not in over_quota and "Disk quota exceeded" in over_quota
     assert "Read-only file system" in unwritable and "readonly/actor" in unwritable
     assert good == ""
 
@@ -92,6 +88,27 @@ def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: P
             checkpoints.save(str(root), 2, models, state={}, keep=None)
         assert [path.name for path in root.glob("global_step_*")] == ["global_step_1"]
         assert store.find_latest_ckpt_path(root, digests=True) == str(whole)
+
+
+def save_slowly(model: str, directory: str) -> None:
+    """Waits for one save, and begins another one in the background, which is still written when `begin` returns."""
+    from scalerl.parallel.background_save import BackgroundSave
+
+    engine, saves = _engine(model), BackgroundSave()
+    checkpoint.save_engine(engine, f"{directory}/waited")
+    saves.begin("actor", engine, f"{directory}/beside")
+    assert saves.written("actor") is None
+    saves.close()
+    assert saves.written("actor") is not None
+
+
+def test_a_slow_file_system_holds_up_no_run(model: Path, tmp_path: Path) -> None:
+    """A save in the background is waited for when it has to be there; what is written is whole."""
+    with slow(tmp_path / "slow", 0.01) as directory:
+        run_ranks(WORLD_SIZE, save_slowly, str(model), str(directory))
+        files = [sorted((directory / name / "dist_ckpt").glob("*.distcp")) for name in ("waited", "beside")]
+        assert len(files[0]) == WORLD_SIZE
+        assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def save(model: str, directory: str) -> None:

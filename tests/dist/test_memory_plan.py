@@ -1,4 +1,4 @@
-"""The memory plan against real ranks: bytes of weights, gradients and optimizer, and the peak of an update."""
+"""The memory plan against real ranks: weights, gradients, optimizer, the peak of an update, the copy of a save."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ def measured_and_planned(model: str, layout: tuple[int, int, int], megatron: dic
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
     from scalerl.families import ModelShape
     from scalerl.memory_plan.plan import memory_plan
+    from scalerl.parallel.checkpoint import own_share
+    from scalerl.parallel.host_copy import HostCopy
     from scalerl.protocol import DataProto, Jagged
     from tests.dist.trainee import Trainee
 
@@ -86,13 +88,17 @@ def measured_and_planned(model: str, layout: tuple[int, int, int], megatron: dic
         ),
         trainer=SFTTrainerConfig(n_gpus_per_node=layout[2]),
     )
+    cfg.trainer.async_save = True
     plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
     device = plan.devices[trainee.groups.coordinates.pp_rank]
+    memory = HostCopy()
+    own_share(trainee.engine, memory)
     parts = next(phase for phase in device.phases if phase.name == "actor update").parts
     state = {"params": "actor weights", "grads": "actor gradients", "optimizer": "actor optimizer"}
     return {
         "state": (trainee.engine.device_bytes(), {part: parts[name] for part, name in state.items()}),
-        "peak": (peak, sum(size for name, size in parts.items() if name not in state.values())),
+        "peak": (peak, sum(size for name, size in parts.items() if name not in (*state.values(), "save copy"))),
+        "save copy": (len(memory._memory), device.save_copy_bytes),
     }
 
 
@@ -126,3 +132,6 @@ def test_weights_gradients_and_optimizer_are_counted(
         measured, planned = rank["state"]
         for part in measured:
             assert planned[part] == pytest.approx(measured[part], rel=0.02), (part, rank)
+        # Pieces begin at multiples of 64 bytes.
+        held, planned_copy = rank["save copy"]
+        assert planned_copy == pytest.approx(held, rel=0.02), rank

@@ -23,9 +23,9 @@ COMMON = {"benchmark", "command", "options", "machine", "versions", "commit", "r
 PHASES = {"gen", "balance", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "untimed"}
 
 
-def run_benchmark(script: str, out: Path, *arguments: str) -> dict[str, Any]:
+def run_benchmark(script: str, out: Path, *arguments: str, timeout_s: float = 600) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", "--out", str(out), *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert str(out) in done.stdout
     written = json.loads(out.read_text())
@@ -360,3 +360,15 @@ def test_controller_scale(tmp_path: Path) -> None:
         # Their tokens, cut by one call for these few ranks, and two for the samples.
         assert sum(size["remote_calls"]["InstantRolloutWorker"].values()) == 3
         assert size["driver_cpu_s"]["median"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("engine", "num_kills", "more"), [("embedded", 30, []), ("embedded", 9, ["--async-save"]), ("sglang", 9, [])]
+)
+def test_chaos(tmp_path: Path, engine: str, num_kills: int, more: list[str]) -> None:
+    """A job that is killed at random moments of every phase ends as one that was left alone."""
+    arguments = ["--engine", engine, "--kills", str(num_kills), "--seed", str(num_kills), *more]
+    result = run_benchmark("chaos.py", tmp_path / "result.json", *arguments, timeout_s=7200)
+    assert result["differences"] == {} and result["kills"] == num_kills
+    assert result["kills_by_phase"]["start"] >= 1 and len(result["kills_by_phase"]) >= 6

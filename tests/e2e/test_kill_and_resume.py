@@ -6,6 +6,7 @@ The embedded engine replays exactly, so "the same" is: bit for bit.
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from scalerl.merge import merge
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.verify.differences import reproducible
+from tests.e2e import kills, watched_loop
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, Inputs, Pause, Record, main_ppo, numbered, only, refused, scalerl
@@ -42,11 +45,6 @@ LAYOUTS = {
         "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
     ],
 }
-# Clocks, memory and what a restart cost, which no two runs share.
-MEASURED = re.compile(
-    r"timing_s/|timing_per_token_ms/|train/mfu|perf/(throughput|time_per_step|mfu/|max_memory|memory_|cpu_memory|handover/)"
-    r"|perf/update_weights_gb_per_s|checkpoint/background_s|training/(num_rank_restarts|redone_steps|restart_lost_s)"
-)
 
 
 def overrides(inputs: Inputs, layout: str, run_dir: Path, pause: Pause | None = None) -> list[str]:
@@ -81,10 +79,6 @@ def uninterrupted(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathF
 
 def validation_key(inputs: Inputs) -> str:
     return f"val-core/{inputs.data_source}/reward/mean@1"
-
-
-def reproducible(data: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in data.items() if not MEASURED.match(key)}
 
 
 def assert_same_run(expected: Path, run_dir: Path, tmp_path: Path) -> None:
@@ -158,11 +152,15 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     tmp_path: Path,
     layout: str,
 ) -> None:
-    """What it goes on from was written while step 3 ran; the other run waited for its saves, and has no profile."""
+    """SIGKILL to all of it twice, at random moments, and to the driver in step 4.
+
+    Its saves are made in the background; the other run waited for them, and has no profile.
+    """
     expected, run_dir, pause = uninterrupted(layout), tmp_path / "run", Pause(tmp_path / "pause")
     arguments = [*overrides(inputs, layout, run_dir, pause), "trainer.async_save=true"]
     arguments += ["trainer.profile_steps=[4]", "trainer.profile_ranks=null"]
-    pause.in_step(4)
+    steps_done = killed_at_random(start_job, arguments, run_dir)
+    pause.in_step(4, steps_done=steps_done)
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
     killed.kill_driver(signal.SIGKILL)
@@ -170,7 +168,7 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     killed.assert_gone(but_agents=True)
     logged = Record.read(run_dir).final
     assert sorted(logged) == [0, 1, 2, 3]
-    assert any(logged[step].get("checkpoint/background_s", 0) > 0 for step in (2, 3))
+    assert steps_done or any(logged[step].get("checkpoint/background_s", 0) > 0 for step in (2, 3))
     run_id = mlflow_run_id(run_dir, 2)
     broken = make_half_written(run_dir, step=3, like=2)
     pause.over()
@@ -191,6 +189,25 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     killed.assert_gone()
 
 
+def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -> int:
+    """Kills the run in its start, and then in one of its first two steps. Returns the step that it would go on from."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"the moments are of seed {seed}")
+    chosen = random.Random(seed)
+    # Nothing is removed before the second checkpoint.
+    phase = chosen.choice([phase for phase in kills.PHASES if phase != "rotation"])
+    moments = [
+        kills.Moment(kills.START, chosen.random()),
+        kills.Moment(phase, chosen.random(), 0 if phase in kills.RARE else chosen.randrange(kills.SAVE_FREQ)),
+    ]
+    watched = main_ppo([*arguments, f"trainer.custom_fit.path={watched_loop.__file__}"])
+    struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 15.0}))
+    print(struck)
+    assert len(struck) == 2
+    tracker = run_dir / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
 def assert_merged_model_is_the_trained_one(inputs: Inputs, start_job: StartJob, run_dir: Path, target: Path) -> None:
     local_dir = run_dir / f"global_step_{STEPS}" / "actor"
     arguments = ["--backend", "megatron", "--local_dir", str(local_dir), "--target_dir", str(target)]
@@ -205,13 +222,15 @@ def assert_merged_model_is_the_trained_one(inputs: Inputs, start_job: StartJob, 
 
 
 def assert_one_mlflow_run(run_dir: Path, run_id: str) -> None:
+    """A process that was killed before there was a checkpoint has left a run of its own, of the first steps."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    (run,) = client.search_runs(experiments)
-    assert run.info.run_id == run_id == mlflow_run_id(run_dir, STEPS)
-    assert run.info.status == "FINISHED"
+    runs = {run.info.run_id: run for run in client.search_runs(experiments)}
+    assert runs.pop(run_id).info.status == "FINISHED"
+    assert mlflow_run_id(run_dir, STEPS) == run_id
+    assert all(run.data.metrics.get("training/global_step", 0) <= kills.SAVE_FREQ for run in runs.values())
     final = Record.read(run_dir).final
     for key in ("critic/score/mean", "actor/grad_norm"):
         history = {entry.step: entry.value for entry in client.get_metric_history(run_id, key)}
@@ -295,8 +314,9 @@ def test_sigkill_while_a_checkpoint_is_written(
 def test_sigusr1_ends_the_step_saves_and_exits_75(
     inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """With saves in the background: the one of step 2 is finished before the one that was asked for."""
     expected, run_dir, pause = uninterrupted("dp2 with a critic"), tmp_path / "run", Pause(tmp_path / "pause")
-    arguments = overrides(inputs, "dp2 with a critic", run_dir, pause)
+    arguments = [*overrides(inputs, "dp2 with a critic", run_dir, pause), "trainer.async_save=true"]
     pause.in_step(3)
     asked = start_job(main_ppo(arguments), run_dir)
     asked.wait_for(pause.reached, "step 3")
@@ -306,6 +326,7 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
     asked.assert_gone()
     # Step 3 is no step at which it would have saved.
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(path.name for path in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_3"]
     assert sorted(Record.read(run_dir).final) == [0, 1, 2, 3]
 
     assert_resumed(kept.train(arguments), run_dir, resumed_from=3)
@@ -319,6 +340,28 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
         if step == 3:
             del found[validation_key(inputs)]
         assert found == reproducible(theirs[step])
+
+
+@pytest.mark.full
+def test_a_step_that_outlasts_the_deadline_is_given_up_and_the_one_before_it_saved(
+    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Step 4 waits for a reward for ever, and step 3 is none at which the run would have saved."""
+    expected, run_dir, pause = uninterrupted("dp2 with a critic"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = overrides(inputs, "dp2 with a critic", run_dir, pause)
+    pause.in_step(4)
+    asked = start_job(main_ppo([*arguments, "trainer.save_deadline_s=60"]), run_dir)
+    asked.wait_for(pause.reached, "step 4")
+    asked.kill_driver(signal.SIGTERM)
+    assert asked.finish() == EXIT_REQUEUE, asked.tail()
+    assert "it is given up, and step 3 saved" in asked.stdout
+    asked.assert_gone()
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
+    pause.over()
+
+    assert_resumed(kept.train(arguments), run_dir, resumed_from=3)
+    assert_same_samples(expected, run_dir)
+    assert_same_weights(expected, run_dir, tmp_path)
 
 
 def test_val_only_validates_a_checkpoint_and_trains_nothing(

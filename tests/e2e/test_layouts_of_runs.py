@@ -6,13 +6,15 @@ shards, columns, advantages, weight sync.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scalerl.verify.differences import compare_models, compare_samples, compare_states
 from tests.e2e.jobs import Inputs, Record
-from tests.e2e.kept import Kept
+from tests.e2e.kept import Finished, Kept
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 STEPS = 2
@@ -28,6 +30,7 @@ LAYOUTS = {
     "cp2": (2, [f"{CP}=2"]),
     "vpp": (2, [f"{PP}=2", f"{VPP}=2"]),
     "tp2 x dp2": (4, [f"{TP}=2"]),
+    "one": (1, []),
     "recompute": (1, [f"{MEGATRON}.recompute_granularity=full"]),
     "ep2": (2, [f"{EP}=2"]),
     "ep2 x tp2": (4, [f"{EP}=2", f"{TP}=2"]),
@@ -123,3 +126,52 @@ def test_a_wide_sglang_server_samples_from_what_two_ranks_train(run: Callable[..
 def test_the_numbers_of_one_process_of_all_families(run: Callable[..., Record], family: str, layout: str) -> None:
     num_ranks, overrides = LAYOUTS[layout]
     assert_same_first_step(run(family, num_ranks, *overrides), run(family, 1), rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [("qwen3", "tp2", "pp2"), ("qwen3", "dp2", "one"), ("qwen3_moe", "ep2", "tp2"), ("qwen3", "tp2 x dp2", "tp2")],
+)
+def test_a_run_goes_on_on_another_layout(
+    inputs: Inputs, kept: Kept, tmp_path: Path, family: str, before: str, after: str
+) -> None:
+    """With the prompts, samples and numbers of the layout that it began on. The engine's own are compared to 1e-6 in
+    tests/dist/test_checkpoint.py; here samples and updates come between."""
+    model = make_tiny_model(tmp_path / "model", family, num_layers=4)
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+
+    def train(layout: str, run_dir: Path) -> Finished:
+        num_ranks, overrides = LAYOUTS[layout]
+        keys = Inputs(model, inputs.train, inputs.val).overrides(
+            run_dir,
+            "data.max_prompt_length=64",
+            "actor_rollout_ref.actor.max_tokens_per_micro_batch=160",
+            f"trainer.n_gpus_per_node={num_ranks}",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.val_before_train=false",
+            "trainer.save_freq=1",
+            *overrides,
+        )
+        finished = kept.train(keys)
+        assert finished.code == 0, finished.tail()
+        return finished
+
+    train(before, straight)
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "global_step_2")
+    (resumed / "latest_checkpointed_iteration.txt").write_text("1")
+    said = train(after, resumed).stdout
+    assert f"resumed from {resumed / 'global_step_1'}" in said and "changed since that checkpoint: " in said
+    ends = [run_dir / "global_step_2" for run_dir in (straight, resumed)]
+    found = [
+        compare_states(*ends),
+        compare_samples(straight / "rollouts", resumed / "rollouts", [2], ("prompt_uid", "uid", "seed", "input_ids")),
+        *compare_models(*ends, tolerance=1e-5),
+    ]
+    assert [(one.what, one.difference) for one in found if one.difference is not None] == []
+    wanted, ours = (
+        {key: value for key, value in Record.read(run_dir).final[2].items() if key.startswith(SAME)}
+        for run_dir in (straight, resumed)
+    )
+    assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6) and wanted["actor/grad_norm"] > 0

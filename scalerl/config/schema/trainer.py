@@ -13,6 +13,7 @@ from scalerl.config.value_checks import (
     STEPS,
     TEXT,
     TEXTS,
+    URL,
     above,
     all_or_at_least,
     at_least,
@@ -57,6 +58,9 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     test_freq: int = key(-1, all_or_at_least(1))
     # Checkpoints, resolved config, metrics.jsonl and the MLflow file of this run.
     default_local_dir: str = key("outputs/${trainer.project_name}/${trainer.experiment_name}", TEXT)
+    # URL of a second copy of the checkpoints (s3://bucket/run, gs://..., file:///...): a thread uploads each one after
+    # it was saved; resume_mode=auto fetches from there what is newer than default_local_dir. null: none.
+    checkpoint_mirror: str | None = key(None, or_null(URL))
     # auto: continue from the newest checkpoint in default_local_dir, if there is one; disable: start anew; resume_path:
     # continue from resume_from_path.
     resume_mode: str = key("auto", one_of("auto", "disable", "resume_path"))
@@ -78,8 +82,8 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     async_save: bool = False
     # Seconds that writing or reading a checkpoint, as a whole, may take.
     save_timeout_s: float = key(3600.0, above(0))
-    # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; 0: it
-    # ends at once, with the last checkpoint as the newest.
+    # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; halfway a
+    # step that has changed no weights yet is given up, if what was before it is not saved. 0: the run ends at once.
     save_deadline_s: float = key(0.0, at_least(0))
     # Steps that are recorded on the ranks, in profile_step_N of default_local_dir and as artifacts (docs/tracking.md).
     profile_steps: list[int] = key([], STEPS)

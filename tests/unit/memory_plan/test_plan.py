@@ -195,6 +195,20 @@ def test_every_replica_gets_the_cache_of_the_plan() -> None:
     assert mine.actor_rollout_ref.rollout.kv_cache_tokens == 4096
 
 
+def test_host_memory_of_saves_in_the_background() -> None:
+    """Qwen3-8B on 8 data-parallel devices: 14 B of each of 8.19e9 parameters, an eighth of them for each rank."""
+    waiting, beside = plan("+recipe=ppo"), plan("+recipe=ppo", "trainer.async_save=true")
+    assert [device.save_copy_bytes for device in waiting.devices] == [0]
+    (trainer,) = beside.devices
+    # The critic's too, with a head of one row in the place of the vocabulary's.
+    actor, critic = 8_190_735_360, 8_190_735_360 - (151_936 - 1) * 4096
+    assert trainer.save_copy_bytes == pytest.approx(14 * (actor + critic) / 8, rel=1e-3)
+    assert beside.devices[0].phases == waiting.devices[0].phases, "none of it is on a GPU"
+    size = trainer.save_copy_bytes / GIB
+    assert f"host memory of saves (trainer.async_save): {size:.1f} GiB for a rank of trainer" in summary(beside)
+    assert f"{8 * size:.1f} GiB on its node" in summary(beside) and "host memory" not in summary(waiting)
+
+
 def test_sums() -> None:
     found = plan()
     for device in found.devices:

@@ -31,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
     ]
     written = write_file(tmp / "actor" / "dist_ckpt" / "__0_0.distcp", pieces)
     write_index(tmp / "actor" / "dist_ckpt", [written], {"num_updates": 6, "layout": LAYOUT})
-    store.write_trainer_state(tmp, {"step": 3, "prompts": {}})
+    store.write_trainer_state(tmp, {"step": 3, "prompts": {}, "code": {"version": "0.1", "commit": "abc"}})
     return store.commit(tmp, tmp_path / "run", 3)
 
 
@@ -40,7 +40,8 @@ def test_what_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main([str(checkpoint), "--check"]) == 0
     said = capsys.readouterr().out
     for line in (
-        "step 3; state of the run: prompts",
+        "step 3; state of the run: code, prompts",
+        "saved by scalerl 0.1, commit abc",
         "actor: qwen3, 2 layers, hidden size 64",
         "saved on world_size 8, tp_size 2, pp_size 2,",
         "after 6 updates",

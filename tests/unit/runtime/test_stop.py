@@ -86,6 +86,32 @@ def test_what_takes_longer_than_the_deadline_is_interrupted(capsys: pytest.Captu
     assert capsys.readouterr().err == f"{TERMINATED}\n"
 
 
+def test_halfway_to_the_deadline_a_step_may_be_given_up() -> None:
+    """Once, and only if that lets something be saved: the other half is for the save."""
+    stop, cut = StopRequest(save_deadline_s=0.2), []
+    stop.may_cut = lambda: True
+    with pytest.raises(SystemExit) as error, stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            cut.append(stop.cut and not stop.terminated)
+        # The save takes too long.
+        time.sleep(30)
+    assert error.value.code == EXIT_TERMINATED and cut == [True]
+
+
+def test_a_save_in_the_second_half_ends_the_run_as_it_was_asked_to() -> None:
+    stop = StopRequest(save_deadline_s=0.2)
+    stop.may_cut = lambda: True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(30)
+    assert stop.requested and stop.cut and not stop.terminated
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 def test_a_start_of_ray_that_sigterm_cuts_short_has_nothing_to_save() -> None:
     """As `sigterm_kept` passes it on: the handler is called, then Ray's own exit goes on."""
     stop = StopRequest(save_deadline_s=60)

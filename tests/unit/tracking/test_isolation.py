@@ -83,6 +83,41 @@ def test_a_registered_backend_gets_every_call_in_order(register, tmp_path, caplo
         register_backend("mine")(dict)
 
 
+def test_a_flush_waits_for_what_was_logged(register, tmp_path):
+    class Slow(Recorder):
+        def log(self, data, step, time_s) -> None:
+            threading.Event().wait(0.2)
+            super().log(data, step, time_s)
+
+    register(Slow)
+    tracking = Tracking("p", "e", ["mine", "file"], run_dir=tmp_path)
+    for step in (1, 2):
+        tracking.log({"x": 1}, step)
+        tracking.flush(TIMEOUT_S)
+        assert len(tracking.logger["mine"].calls) == step and steps_in_file(tmp_path)[-1] == step
+    tracking.finish()
+
+
+def test_a_flush_waits_but_once_for_one_that_hangs(register, tmp_path):
+    release = threading.Event()
+
+    class Hangs(Recorder):
+        def log(self, data, step, time_s) -> None:
+            release.wait(TIMEOUT_S)
+            super().log(data, step, time_s)
+
+    register(Hangs)
+    tracking = Tracking("p", "e", ["mine"], run_dir=tmp_path)
+    tracking.log({"x": 1}, 1)
+    in_time(lambda: tracking.flush(0.1))
+    # It still has the first one to write.
+    in_time(lambda: tracking.flush(10 * TIMEOUT_S))
+    release.set()
+    mine = tracking.logger["mine"]
+    tracking.finish()
+    assert mine.calls == [(1, {"x": 1.0}), ("finish", "FINISHED")]
+
+
 @pytest.mark.parametrize("error", [ConnectionError("no route"), SystemExit(3)])
 def test_one_that_raises_is_reported_once_and_counted_at_the_end(register, tmp_path, caplog, error):
     class Raises(Recorder):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scalerl import __version__
 from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.config import PPOConfig, compose
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.data import load_tokenizer
 from scalerl.families import ModelShape, files_beside_weights
 from scalerl.merge.command import build_parser
 from scalerl.trainer import checkpoints
+from scalerl.trainer.model_checks import check_same_tokenizer
+from scalerl.trainer.saves import Saves
 from tests.tiny_models import make_tiny_model
 
 
@@ -237,3 +245,93 @@ def test_another_model_is_refused(tmp_path: Path, model: Path) -> None:
     other = make_tiny_model(tmp_path / "other", num_layers=1, ffn_size=64, vocab_size=300)
     with pytest.raises(ValueError, match="ffn_hidden_size 128 there, 64 here; vocab_size 512 there, 300 here"):
         checkpoints.check_same_model(find(tmp_path), ModelShape.from_hf(other), str(other))
+
+
+def saved_with(root: Path, cfg: PPOConfig, model: Path) -> checkpoints.Resumed:
+    kept = Saves(cfg.trainer, config=cfg)
+    models = {"actor": checkpoints.SavedModel(lambda d: (Path(d) / "weights").write_text("w"), str(model))}
+    kept.save(1, models, {}, wait=True)
+    return find(root)
+
+
+def configured(root: Path, *keys: str) -> PPOConfig:
+    needed = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    return compose("ppo", [*needed, f"trainer.default_local_dir={root}", *keys], rules=False)
+
+
+def test_a_run_says_what_changed_since_its_checkpoint(tmp_path: Path, model: Path) -> None:
+    secret = "trainer.mlflow_tracking_uri=https://me:{}@mlflow.example"
+    keys = ["actor_rollout_ref.actor.optim.lr=1e-5", "trainer.total_training_steps=4", secret.format("old")]
+    resumed = saved_with(tmp_path, configured(tmp_path, *keys), model)
+    assert checkpoints.resumed_lines(resumed, configured(tmp_path, *keys)) == [f"resumed from {tmp_path}/global_step_1"]
+    keys = ["actor_rollout_ref.actor.optim.lr=2e-5", "trainer.logger=[console]", secret.format("new")]
+    _, changed = checkpoints.resumed_lines(resumed, configured(tmp_path, *keys))
+    assert changed == (
+        "changed since that checkpoint: actor_rollout_ref.actor.optim.lr 1e-05 -> 2e-05, "
+        "trainer.logger [console,mlflow] -> [console], trainer.total_training_steps 4 -> null"
+    )
+
+
+def test_a_run_says_that_its_code_changed(tmp_path: Path, model: Path) -> None:
+    cfg = configured(tmp_path)
+    resumed = saved_with(tmp_path, cfg, model)
+    assert resumed.state["code"]["version"] == __version__
+    resumed.state["code"] = {"version": "0.0.9", "commit": "abc"}
+    _, line = checkpoints.resumed_lines(resumed, cfg)
+    assert line.startswith(f"that checkpoint was saved by scalerl 0.0.9 (commit abc); this is {__version__}")
+
+
+def test_a_checkpoint_from_before_there_was_a_configuration_in_it_says_nothing(tmp_path: Path, model: Path) -> None:
+    save(tmp_path, 1, model)
+    resumed = find(tmp_path)
+    del resumed.state["code"]
+    assert len(checkpoints.resumed_lines(resumed, configured(tmp_path))) == 1
+
+
+def other_tokenizer(model: Path, directory: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the model whose tokenizer.json was changed."""
+    shutil.copytree(model, directory)
+    file = directory / "tokenizer.json"
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    return directory
+
+
+def swap_two_tokens(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+
+
+def lower_all(content: dict[str, Any]) -> None:
+    content["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_two_tokens, r"2 tokens have another id \('!' \d+ there, \d+ here, '#' \d+ there, \d+ here\)\. Give"),
+        (lower_all, r"other normalizer\. Give the model"),
+    ],
+    ids=["vocabulary", "rules"],
+)
+def test_another_tokenizer_is_refused(
+    tmp_path: Path, model: Path, change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    save(tmp_path / "run", 1, model)
+    other = other_tokenizer(model, tmp_path / "other", change)
+    with pytest.raises(ValueError, match=f"global_step_1/actor has another tokenizer than {other}: {said}"):
+        check_tokenizer(tmp_path / "run", other)
+
+
+def test_a_tokenizer_that_makes_the_same_tokens_goes_on(tmp_path: Path, model: Path) -> None:
+    """Written in another way, with another chat template."""
+    save(tmp_path / "run", 1, model)
+    other = other_tokenizer(model, tmp_path / "other", lambda content: None)
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    for path in (model, other):
+        check_tokenizer(tmp_path / "run", path)
+
+
+def check_tokenizer(root: Path, model: Path) -> None:
+    check_same_tokenizer(find(root), load_tokenizer(model), str(model), trust_remote_code=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import CheckpointWriteError, read_trainer_state
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
+from scalerl.runtime.code_version import code_version
 from scalerl.trainer import checkpoints, saves
 from scalerl.trainer.saves import Saves
 from tests.tiny_models import make_tiny_model
@@ -95,7 +98,7 @@ def test_a_save_is_committed_while_the_run_goes_on(tmp_path: Path, ranks: Ranks)
     # Without a call of the loop's.
     wait_until(lambda: (tmp_path / "latest_checkpointed_iteration.txt").exists())
     found = checkpoints.find_resume_point(str(tmp_path), "auto", None)
-    assert found.state == {"prompts": {"position": 1}, "step": 1}
+    assert found.state == {"prompts": {"position": 1}, "step": 1, "code": code_version()}
     assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"
     assert (found.directory / "actor" / "huggingface" / "config.json").is_file()
     wait_until(lambda: "checkpoint/background_s" in kept.news()[0])
@@ -191,6 +194,54 @@ def test_without_the_key_a_save_is_there_when_it_returns(tmp_path: Path, ranks: 
     assert kept.latest == tmp_path / "global_step_1" and ranks.most_at_once == 0
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_checkpoint_comes_when_its_step_is_logged(tmp_path: Path, ranks: Ranks, async_save: bool) -> None:
+    """All of it is written before, and nobody would resume from it."""
+    kept = begun(tmp_path, async_save=async_save)
+    ranks.go.set()
+    kept.save(1, ranks.models(), {}, wait=False, commit=False)
+    wait_until(lambda: any(path.name == "trainer_state.json" for path in tmp_path.rglob("*")))
+    assert kept.is_uncommitted and kept.latest is None
+    assert checkpoints.find_resume_point(str(tmp_path), "auto", None).directory is None
+    kept.commit()
+    assert not kept.is_uncommitted
+    wait_until(lambda: (tmp_path / "latest_checkpointed_iteration.txt").exists())
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("error", [None, ValueError("of a tracker"), KeyboardInterrupt()])
+def test_what_nobody_committed_is_committed_at_the_end(
+    tmp_path: Path, ranks: Ranks, async_save: bool, error: BaseException | None
+) -> None:
+    kept = begun(tmp_path, async_save=async_save)
+    ranks.go.set()
+    kept.save(1, ranks.models(), {}, wait=False, commit=False)
+    # The next save commits the one before, too.
+    with contextlib.suppress(ValueError, KeyboardInterrupt), kept.finished():
+        kept.save(2, ranks.models(), {}, wait=False, commit=False)
+        assert names(tmp_path)[0] == "global_step_1"
+        if error is not None:
+            raise error
+    assert names(tmp_path) == ["global_step_1", "global_step_2"] and kept.latest == tmp_path / "global_step_2"
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_without_a_trained_model_fails(tmp_path: Path, ranks: Ranks, async_save: bool) -> None:
+    """As by a loop of the user's own that forgets the critic."""
+    kept = Saves(TrainerConfig(default_local_dir=str(tmp_path), async_save=async_save), roles=("actor", "critic"))
+    ranks.go.set()
+    said = "step 1 was not written: the run trains actor, critic, and nothing was saved of critic"
+    with pytest.raises(CheckpointWriteError, match=said), kept.finished():
+        kept.save(1, ranks.models(), {}, wait=False)
+    assert names(tmp_path) == []
+    # A model whose files are not there is as one that is not saved.
+    empty = replace(ranks.models()["actor"], write=lambda directory: None)
+    with pytest.raises(CheckpointWriteError, match=said):
+        kept.save(1, ranks.models() | {"critic": empty}, {}, wait=True)
+    kept.save(2, ranks.models() | {"critic": ranks.models()["actor"]}, {}, wait=True)
+    assert names(tmp_path) == ["global_step_2"]
+
+
 def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ranks) -> None:
     trainer = TrainerConfig(
         default_local_dir=str(tmp_path), max_actor_ckpt_to_keep=1, best_ckpt_to_keep=1, best_ckpt_metric="val/score"
@@ -210,3 +261,92 @@ def test_the_best_by_a_metric_of_the_validation_stays(tmp_path: Path, ranks: Ran
     assert "the newest 1 stay (trainer.max_actor_ckpt_to_keep), the 1 with the largest val/score" in (
         checkpoints.announcement(replace(trainer, save_freq=1), 5)
     )
+
+
+class HeldMirror(Mirror):
+    """A mirror that copies when it is let go."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.go = threading.Event()
+        self.began: list[str] = []
+
+    def upload(self, directory: Path) -> None:
+        self.began.append(directory.name)
+        assert self.go.wait(SOON_S)
+        super().upload(directory)
+
+
+def mirrored(root: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Saves, HeldMirror]:
+    """A run that keeps one checkpoint, and its mirror."""
+    made: list[HeldMirror] = []
+    monkeypatch.setattr(saves, "Mirror", lambda url: made.append(HeldMirror(url)) or made[-1])
+    trainer = TrainerConfig(
+        default_local_dir=str(root / "run"),
+        checkpoint_mirror=f"file://{root / 'mirror'}",
+        max_actor_ckpt_to_keep=1,
+        **more,
+    )
+    return Saves(trainer), made[-1]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_copies_are_made_beside_the_run(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    """What is being copied, or is next, is not removed; of those that wait the newest is copied."""
+    kept, mirror = mirrored(tmp_path, monkeypatch, async_save=async_save)
+    ranks.go.set()
+    with kept.finished():
+        for step in (1, 2, 3):
+            kept.save(step, ranks.models(), {}, wait=False)
+        kept._collect(wait=True)
+        assert mirror.began == ["global_step_1"] and mirror.steps() == []
+        assert "global_step_1" in names(tmp_path / "run") and "global_step_3" in names(tmp_path / "run")
+        mirror.go.set()
+    assert mirror.began[0] == "global_step_1" and mirror.began[-1] == "global_step_3" and mirror.steps() == [3]
+    kept.save(4, ranks.models(), {}, wait=True)
+    assert names(tmp_path / "run") == ["global_step_4"]
+    wait_until(lambda: mirror.steps() == [4])
+
+
+def test_a_copy_that_fails_is_told_and_at_the_end_fails_the_run(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, mirror = mirrored(tmp_path, monkeypatch)
+    mirror.go.set()
+    (tmp_path / "mirror").write_text("in the way")
+    told: list[str] = []
+    with (
+        pytest.raises(
+            CheckpointWriteError, match=r"global_step_2 was not copied .*; the newest checkpoint is .*step_2$"
+        ),
+        kept.finished(),
+    ):
+        kept.save(1, ranks.models(), {}, wait=True)
+        wait_until(lambda: bool(told.extend(kept.news()[1]) or told))
+        assert "global_step_1 was not copied to file://" in told[0] and told[0].endswith("; the run goes on")
+        kept.save(2, ranks.models(), {}, wait=True)
+    assert names(tmp_path / "run")[-1] == "global_step_2"
+
+
+def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, mirror = mirrored(tmp_path, monkeypatch)
+    mirror.go.set()
+    with kept.finished():
+        kept.save(3, ranks.models(), {}, wait=True)
+    root, url = tmp_path / "run", f"file://{tmp_path / 'mirror'}"
+    shutil.rmtree(root)
+    # A dry run fetches nothing.
+    assert checkpoints.find_resume_point(str(root), "auto", None, digests=False, mirror=url).directory is None
+    assert checkpoints.find_resume_point(str(root), "disable", None, mirror=url).directory is None
+    found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
+    assert found.directory == root / "global_step_3" and found.step == 3
+    # Where what is here is damaged, too.
+    (root / "global_step_3" / "actor" / "weights").write_text("other")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* can be loaded"):
+        checkpoints.find_resume_point(str(root), "auto", None)
+    found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
+    assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"

@@ -1,0 +1,156 @@
+"""A second copy of a run's checkpoints at a URL of fsspec, such as s3://bucket/run or file:///scratch/run.
+
+An object store has no rename. So a checkpoint is there when its COMPLETE is, which is uploaded last and removed first,
+and nothing without one is ever fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from scalerl.checkpoint.store import (
+    COMPLETE_NAME,
+    DIRECTORY_FORMAT,
+    TRACKER_NAME,
+    TRAINER_STATE_NAME,
+    CheckpointWriteError,
+    Kept,
+    adopt,
+    begin_save,
+    step_of,
+)
+from scalerl.errors import UserError
+
+# Objects that are uploaded or fetched at a time, where the store's driver does several.
+_AT_A_TIME = 16
+
+
+class Mirror:
+    """The checkpoints at a URL.
+
+    Raises UserError where the URL is of no known store, or the store's driver is not installed or cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+            self._root = str(root).rstrip("/")
+            # Without user and password.
+            self.name = str(self._fs.unstrip_protocol(self._root))
+            self._fs.invalidate_cache()
+            self._fs.exists(self._root)
+        except ImportError as error:
+            raise UserError(f"the driver of its store is not installed: {error}") from error
+        except Exception as error:  # each store has errors of its own
+            raise UserError(f"cannot be reached: {type(error).__name__}: {error}") from error
+
+    def upload(self, directory: Path) -> None:
+        """Copies a checkpoint there; it counts once all of it is there. Raises CheckpointWriteError."""
+        try:
+            manifest = json.loads((directory / COMPLETE_NAME).read_text(encoding="utf-8"))
+            there = f"{self._root}/{directory.name}"
+            # One of the same step, which this one replaces.
+            self._remove_file(f"{there}/{COMPLETE_NAME}")
+            names = list(manifest["files"])
+            self._fs.makedirs(there, exist_ok=True)
+            for parent in sorted({f"{there}/{name}".rpartition("/")[0] for name in names}):
+                self._fs.makedirs(parent, exist_ok=True)
+            self._fs.put(
+                [str(directory / name) for name in names], [f"{there}/{name}" for name in names], batch_size=_AT_A_TIME
+            )
+            self._check_sizes(there, manifest["files"])
+            self._fs.put_file(str(directory / COMPLETE_NAME), f"{there}/{COMPLETE_NAME}")
+            self._fs.pipe_file(f"{self._root}/{TRACKER_NAME}", str(manifest["step"]).encode())
+        except Exception as error:  # each store has errors of its own
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointWriteError(f"{directory.name} was not copied to {self.name}: {reason}") from error
+
+    def rotate(self, kept: Kept) -> list[str]:
+        """Removes all whole checkpoints but those that a rule keeps there; returns their names."""
+        try:
+            steps = self.steps()
+            states = {step: self._state(step) for step in (steps if kept.best is not None else ())}
+            removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(steps, self._tracked(), states)]
+            for name in removed:
+                self._remove_file(f"{self._root}/{name}/{COMPLETE_NAME}")
+                self._fs.rm(f"{self._root}/{name}", recursive=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointWriteError(f"old checkpoints at {self.name} were not removed: {reason}") from error
+        return removed
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints there, ascending."""
+        self._fs.invalidate_cache()
+        if not self._fs.exists(self._root):
+            return []
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)}
+        steps = sorted(step for name in names if (step := step_of(name)) is not None)
+        return [step for step in steps if self._fs.exists(self._complete(step))]
+
+    def fetch_newer(self, root: str | Path, step: int) -> Path | None:
+        """Fetches the newest checkpoint into a run's directory if it is of a later step than `step`; else None.
+
+        Every byte is compared with its digest; a damaged one is passed over with a warning, for the next older.
+        Raises UserError where the store does not answer.
+        """
+        try:
+            later = [found for found in self.steps() if found > step]
+            tracked = self._tracked()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"the checkpoints at {self.name} cannot be listed: {reason}") from error
+        # As in a directory: the one that was uploaded last, then from the newest on.
+        for found in sorted(later, key=lambda found: (found == tracked, found), reverse=True):
+            tmp = begin_save(root, found)
+            try:
+                self._fetch(found, tmp)
+                return adopt(tmp, root, found)
+            except Exception as error:
+                shutil.rmtree(tmp, ignore_errors=True)
+                where = f"{self.name}/{DIRECTORY_FORMAT.format(found)}"
+                warnings.warn(f"skipping checkpoint {where}: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+
+    def _fetch(self, step: int, tmp: Path) -> None:
+        there = f"{self._root}/{DIRECTORY_FORMAT.format(step)}"
+        content = self._fs.cat_file(f"{there}/{COMPLETE_NAME}")
+        names = list(json.loads(content)["files"])
+        for name in names:
+            # A manifest that is not ours could name a file elsewhere.
+            if not (tmp / name).resolve().is_relative_to(tmp.resolve()):
+                raise ValueError(f"{COMPLETE_NAME} names {name!r}")
+            (tmp / name).parent.mkdir(parents=True, exist_ok=True)
+        self._fs.get([f"{there}/{name}" for name in names], [str(tmp / name) for name in names], batch_size=_AT_A_TIME)
+        (tmp / COMPLETE_NAME).write_bytes(content)
+
+    def _check_sizes(self, there: str, sizes: dict[str, int]) -> None:
+        self._fs.invalidate_cache()
+        for name, size in sizes.items():
+            found = self._fs.info(f"{there}/{name}")["size"]
+            if found != size:
+                raise OSError(f"{name} has {found} bytes there, {size} here")
+
+    def _complete(self, step: int) -> str:
+        return f"{self._root}/{DIRECTORY_FORMAT.format(step)}/{COMPLETE_NAME}"
+
+    def _tracked(self) -> int | None:
+        try:
+            text = self._fs.cat_file(f"{self._root}/{TRACKER_NAME}").decode().strip()
+        except FileNotFoundError:
+            return None
+        return int(text) if text.isdecimal() else None
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return json.loads(self._fs.cat_file(f"{self._root}/{DIRECTORY_FORMAT.format(step)}/{TRAINER_STATE_NAME}"))
+
+    def _remove_file(self, path: str) -> None:
+        self._fs.invalidate_cache()
+        if self._fs.exists(path):
+            self._fs.rm_file(path)

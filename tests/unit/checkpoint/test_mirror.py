@@ -1,0 +1,189 @@
+"""Copies of checkpoints at a URL: whole or not there, whatever dies on the way; what is fetched is what was saved."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import scalerl
+from scalerl.checkpoint import store
+from scalerl.checkpoint.mirror import Mirror
+from scalerl.checkpoint.store import Best, CheckpointWriteError, Kept
+from scalerl.errors import UserError
+
+REPOSITORY = Path(next(iter(scalerl.__path__))).parent
+# Uploads a checkpoint and rotates; dies by SIGKILL just before filesystem operation number `kill_at` below the mirror.
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from scalerl.checkpoint.mirror import Mirror
+from scalerl.checkpoint.store import Kept
+directory, mirror, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+count = 0
+def hook(event, arguments):
+    global count
+    names = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")
+    if event in names and any(str(argument).startswith(mirror) for argument in arguments):
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+copies = Mirror(f"file://{mirror}")
+sys.addaudithook(hook)
+copies.upload(directory)
+copies.rotate(Kept(1))
+"""
+
+
+def save(root: Path, step: int, text: str = "x", **metrics: float) -> Path:
+    tmp = store.begin_save(root, step)
+    (tmp / "actor" / "dist_ckpt").mkdir(parents=True)
+    for name in ("actor/dist_ckpt/__0_0.bin", "actor/config.json"):
+        (tmp / name).write_text(f"{text} {name}")
+    store.write_trainer_state(tmp, {"step": step, "metrics": metrics})
+    return store.commit(tmp, root, step)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"file://{tmp_path / 'mirror'}" if request.param == "file" else f"memory://{tmp_path.name}/run"
+
+
+def test_what_is_fetched_is_what_was_saved(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    assert mirror.steps() == [] and mirror.fetch_newer(tmp_path / "other", 0) is None
+    first, second = save(tmp_path / "run", 1, "a"), save(tmp_path / "run", 2, "b")
+    mirror.upload(first)
+    mirror.upload(second)
+    assert Mirror(url).steps() == [1, 2]
+    fetched = Mirror(url).fetch_newer(tmp_path / "other", 0)
+    assert fetched == tmp_path / "other" / "global_step_2" and content(fetched) == content(second)
+    assert store.checkpoint_to_resume(tmp_path / "other", digests=True) == str(fetched)
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["global_step_2", store.TRACKER_NAME]
+    # What is here is as new.
+    assert Mirror(url).fetch_newer(tmp_path / "run", 2) is None
+
+
+def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path, url: str) -> None:
+    """As of a run that went back; then the one that was uploaded last is the one to go on from."""
+    mirror = Mirror(url)
+    for step in (1, 2, 3):
+        mirror.upload(save(tmp_path / "run", step, "first"))
+    again = save(tmp_path / "run", 2, "second")
+    mirror.upload(again)
+    fetched = mirror.fetch_newer(tmp_path / "other", 1)
+    assert fetched is not None and content(fetched) == content(again)
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path / 'mirror'}")
+    for step in (1, 2, 3):
+        mirror.upload(save(tmp_path / "run", step))
+    damaged = tmp_path / "mirror" / "global_step_3" / "actor" / "config.json"
+    damaged.write_bytes(damaged.read_bytes().replace(b"x", b"y"))
+    (tmp_path / "mirror" / "global_step_2" / "actor" / "config.json").unlink()
+    with pytest.warns(UserWarning) as warned:
+        fetched = mirror.fetch_newer(tmp_path / "other", 0)
+    assert fetched == tmp_path / "other" / "global_step_1"
+    first, second = (str(warning.message) for warning in warned)
+    assert "mirror/global_step_3: ValueError: file actor/config.json is not what was saved" in first
+    assert "mirror/global_step_2: FileNotFoundError" in second
+    assert not any(".tmp-" in path.name for path in (tmp_path / "other").iterdir())
+
+
+def test_a_manifest_that_leaves_its_directory_is_refused(tmp_path: Path) -> None:
+    mirror = Mirror(f"file://{tmp_path / 'mirror'}")
+    mirror.upload(save(tmp_path / "run", 1))
+    complete = tmp_path / "mirror" / "global_step_1" / "COMPLETE"
+    manifest = json.loads(complete.read_text())
+    manifest["files"]["../../outside"] = 1
+    complete.write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match=r"COMPLETE names '\.\./\.\./outside'"):
+        assert mirror.fetch_newer(tmp_path / "other", 0) is None
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        (Kept(None), [1, 2, 3, 4, 5]),
+        (Kept(2), [4, 5]),
+        (Kept(1, Best(1, "score")), [2, 5]),
+        (Kept(1, every=3), [3, 5]),
+    ],
+)
+def test_the_rule_that_holds_for_the_directory_holds_there(tmp_path: Path, url: str, kept: Kept, left: list) -> None:
+    """Whatever the directory has: this one was emptied in between."""
+    mirror = Mirror(url)
+    for step, score in enumerate([0.1, 0.9, 0.2, 0.3, 0.4], start=1):
+        mirror.upload(save(tmp_path / f"run_{step}", step, score=score))
+    removed = mirror.rotate(kept)
+    assert mirror.steps() == left and len(removed) == 5 - len(left)
+    assert mirror.rotate(kept) == []
+
+
+def test_killed_anywhere_the_old_or_the_new_one_is_there(tmp_path: Path) -> None:
+    old, new = save(tmp_path / "run", 1, "old"), save(tmp_path / "run", 2, "new")
+    found = set()
+    for kill_at in range(200):
+        mirror, other = tmp_path / f"mirror_{kill_at}", tmp_path / f"other_{kill_at}"
+        Mirror(f"file://{mirror}").upload(old)
+        command = [sys.executable, "-c", CHILD, str(new), str(mirror), str(kill_at)]
+        code = subprocess.run(command, cwd=REPOSITORY, timeout=60, stderr=subprocess.DEVNULL).returncode
+        fetched = Mirror(f"file://{mirror}").fetch_newer(other, 0)
+        assert fetched is not None and content(fetched) in (content(old), content(new))
+        found.add(fetched.name)
+        # And it can be taken up again.
+        Mirror(f"file://{mirror}").upload(new)
+        assert Mirror(f"file://{mirror}").steps()[-1] == 2
+        if code == 0:
+            assert kill_at > 6
+            break
+        assert code == -signal.SIGKILL
+    assert found == {"global_step_1", "global_step_2"}
+
+
+def test_a_store_that_does_not_take_it_is_named(tmp_path: Path) -> None:
+    directory = save(tmp_path / "run", 1)
+    (tmp_path / "mirror").write_text("in the way")
+    with pytest.raises(CheckpointWriteError, match=r"global_step_1 was not copied to file://.*/mirror: NotADir"):
+        Mirror(f"file://{tmp_path / 'mirror'}").upload(directory)
+
+
+def test_half_an_object_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that says that it has written what it has not."""
+    directory = save(tmp_path / "run", 1)
+    mirror = Mirror("memory://half/run")
+    memory = type(fsspec.filesystem("memory"))
+    put = memory.put_file
+
+    def torn(self, lpath, rpath, *rest, **more) -> None:
+        put(self, lpath, rpath, *rest, **more)
+        if rpath.endswith("config.json"):
+            self.pipe_file(rpath, b"x")
+
+    monkeypatch.setattr(memory, "put_file", torn)
+    with pytest.raises(CheckpointWriteError, match=r"actor/config\.json has 1 bytes there"):
+        mirror.upload(directory)
+    assert mirror.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://bucket/run", "the driver of its store is not installed: .*s3fs"),
+        ("nothing://x", "cannot be reached: Val"),
+    ],
+)
+def test_a_store_that_is_not_known(url: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Mirror(url)
