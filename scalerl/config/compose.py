@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from scalerl.config.errors import ConfigError
-from scalerl.config.partial_config import Draft
+from scalerl.config.partial_config import PartialConfig
 from scalerl.config.schema import (
     SCHEMAS,
     EvalConfig,
@@ -129,37 +129,37 @@ class Examined:
 def examined(kind: str, overrides: Sequence[str]) -> Examined:
     """Examines each argument of a command line as a run would, without the config groups and files that it names."""
     request = _parse(kind, overrides)
-    draft = Draft(SCHEMAS[kind], kind)
+    partial = PartialConfig(SCHEMAS[kind], kind)
     taken = []
     for override in request.values:
-        before = len(draft.violations)
-        draft.put_override(override)
-        if len(draft.violations) == before:
+        before = len(partial.violations)
+        partial.put_override(override)
+        if len(partial.violations) == before:
             taken.append(override)
-    _, config = draft.finish()
-    translated = {translation.key for translation in draft.translations}
+    _, config = partial.finish()
+    translated = {translation.key for translation in partial.translations}
     return Examined(
         [str(override.input_line).lstrip("+") for override in taken if override.key_or_group not in translated],
-        [*request.translations, *draft.translations],
-        [*request.violations, *(text for text in draft.violations if text.split(" = ")[0] not in translated)],
+        [*request.translations, *partial.translations],
+        [*request.violations, *(text for text in partial.violations if text.split(" = ")[0] not in translated)],
         config,
     )
 
 
 def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:
-    draft = Draft(SCHEMAS[request.kind], request.kind)
+    partial = PartialConfig(SCHEMAS[request.kind], request.kind)
     for origin, package, content in _files(request, groups):
-        draft.put_tree(package, content, f" in {origin}")
+        partial.put_tree(package, content, f" in {origin}")
     for override in request.values:
-        draft.put_override(override)
-    missing, config = draft.finish()
-    wrong_inputs = request.violations + draft.violations
+        partial.put_override(override)
+    missing, config = partial.finish()
+    wrong_inputs = request.violations + partial.violations
     values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or wrong_inputs or missing or values:
         violations = [*wrong_inputs, *missing, *(values if wrong_inputs else VALIDATORS[request.kind](config))]
         if violations:
             raise ConfigError(violations)
-    return Composed(config, [*request.translations, *draft.translations], draft.set_keys)
+    return Composed(config, [*request.translations, *partial.translations], partial.set_keys)
 
 
 @dataclass

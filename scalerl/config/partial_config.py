@@ -1,4 +1,4 @@
-"""`Draft`, a configuration while it is filled in: every value is checked against the schema, all errors are kept."""
+"""`PartialConfig`, a configuration being filled in: each value is checked against the schema, all errors are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def defaults_of(schema: type) -> DictConfig:
     return OmegaConf.structured(schema)
 
 
-class Draft:
+class PartialConfig:
     """The values of a configuration that is being filled in, and a violation for each that did not fit its schema."""
 
     def __init__(self, schema: type, kind: str = "ppo") -> None:
@@ -143,7 +143,7 @@ class Draft:
             OmegaConf.update(self._config, key, merged, merge=False)
 
     def finish(self) -> tuple[list[str], Any]:
-        """Finishes the draft; returns (violations of missing or unresolvable values, the config as a dataclass).
+        """Finishes it; returns (violations of missing or unresolvable values, the configuration as a dataclass).
 
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from scalerl.errors import CommandParser
 from scalerl.tracking.backend import first_line, safe_uri
-from scalerl.tracking.mlflow_backend import SPOOL, make_client, send
+from scalerl.tracking.mlflow_backend import SPOOL
+from scalerl.tracking.mlflow_client import make_client, send
 from scalerl.tracking.spool import Spool
 
 

@@ -37,7 +37,7 @@ class Translation:
         return f"{self.key} = {show(self.value)}{self.origin}: {self.why}"
 
 
-class Draft(Protocol):
+class ConfigView(Protocol):
     """The configuration that is being filled in, as far as a translation asks it."""
 
     def value(self, key: str) -> Any: ...
@@ -63,20 +63,20 @@ class Translator:
     def written(self, key: str) -> Any:
         return self._written[key][0] if key in self._written else None
 
-    def translations(self, draft: Draft) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
-        """Yields each translation with the values that it sets; the caller puts them into the draft before the next."""
-        context = _DraftContext(draft, self)
+    def translations(self, config: ConfigView) -> Iterator[tuple[Translation, Mapping[str, Any]]]:
+        """Yields each translation with the values that it sets; the caller puts them in before the next."""
+        context = _Context(config, self)
         # Key of scalerl -> the key of verl that has set it.
         said: dict[str, str] = {}
         for key in sorted(self._written, key=lambda key: _asks_others(self.kind, key)):
             value, origin = self._written[key]
-            outcome = _read(self.kind, key, draft.resolved(value), context)
+            outcome = _read(self.kind, key, config.resolved(value), context)
             if isinstance(outcome, AlreadySo):
                 yield Translation(key, value, "already so", why=outcome.why, origin=origin), {}
             elif isinstance(outcome, Refused):
                 yield Translation(key, value, "refused", why=outcome.why, origin=origin), {}
             elif isinstance(outcome, Becomes):
-                clash = _clash(draft, said, key, outcome)
+                clash = _clash(config, said, key, outcome)
                 if clash is None:
                     said |= dict.fromkeys(outcome.values, key)
                     becomes = tuple(f"{name}={show(new)}" for name, new in outcome.values.items())
@@ -89,27 +89,27 @@ class Translator:
 _SHARED = ("trainer.timeout_s",)
 
 
-def _clash(draft: Draft, said: Mapping[str, str], key: str, outcome: Becomes) -> str | None:
+def _clash(config: ConfigView, said: Mapping[str, str], key: str, outcome: Becomes) -> str | None:
     """The reason to refuse where something else has set one of the keys to another value; None where nothing has."""
     for name, value in outcome.values.items():
         is_free = name == key or outcome.overrules or (name in _SHARED and name in said)
-        if is_free or not (draft.is_set(name) or name in said) or "${" in str(value) or draft.value(name) == value:
+        if is_free or not (config.is_set(name) or name in said) or "${" in str(value) or config.value(name) == value:
             continue
         by = f" by {said[name]}" if name in said else ""
-        return f"is {name} here, which is {show(draft.value(name))}{by}; leave one of them out"
+        return f"is {name} here, which is {show(config.value(name))}{by}; leave one of them out"
     return None
 
 
 @dataclass(frozen=True)
-class _DraftContext:
-    draft: Draft
+class _Context:
+    config: ConfigView
     translator: Translator
 
     def value(self, key: str) -> Any:
-        return self.draft.value(key)
+        return self.config.value(key)
 
     def is_set(self, key: str) -> bool:
-        return self.draft.is_set(key)
+        return self.config.is_set(key)
 
     def foreign(self, key: str) -> Any:
         return self.translator.written(key)

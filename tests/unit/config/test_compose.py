@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, flatten, machine, save_resolved
 from scalerl.config.keys import KeyTable
-from scalerl.config.partial_config import Draft
+from scalerl.config.partial_config import PartialConfig
 from scalerl.errors import UserError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -197,11 +197,11 @@ def test_a_section_may_be_given_as_a_dict():
 
 def test_every_key_can_be_set():
     """A text: either the type refuses it, or it arrives."""
-    draft, keys = Draft(PPOConfig), sorted(KeyTable(PPOConfig).leaves)
+    partial, keys = PartialConfig(PPOConfig), sorted(KeyTable(PPOConfig).leaves)
     for key in keys:
-        draft.put(key, "zzz")
-    _, cfg = draft.finish()
-    refused = {text.partition(" = ")[0]: text for text in draft.violations}
+        partial.put(key, "zzz")
+    _, cfg = partial.finish()
+    refused = {text.partition(" = ")[0]: text for text in partial.violations}
     assert refused and all(text.startswith(f"{key} = zzz: wrong type, must be") for key, text in refused.items())
     values = flatten(cfg)
     assert len(keys) > 300 and [key for key in keys if key not in refused and values[key] != "zzz"] == []

@@ -1,0 +1,93 @@
+"""An MLflow client, what is sent through it, and which of its errors a retry cannot help."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalerl.tracking.mlflow_names import metric_name
+from scalerl.tracking.spool import Record
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# Statuses that are not due to the record: credentials that can be renewed, time-outs, rate limits.
+_RETRIED_STATUSES = (401, 403, 408, 429)
+
+
+def make_client(tracking_uri: str) -> MlflowClient:
+    """Makes an MLflow client, with scalerl's defaults for MLflow's environment variables and loggers."""
+    # MLflow reads these when it is imported or at the request; a user's own value wins.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # A wrong address is reported soon, not after seven retries of two minutes; the spool covers a server that is down.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    from mlflow import MlflowClient
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    # This module logs the creation of tables, and a traceback for every failed write, which is reported here already.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    # MLflow would print a link at a run's end, to its pages for GenAI applications.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    # One line per retry.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    if tracking_uri.startswith("sqlite:///"):
+        Path(tracking_uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(tracking_uri=tracking_uri)
+
+
+def send(client: MlflowClient, run_id: str, record: Record) -> None:
+    """Sends a record; sending it again changes nothing, as MLflow keeps equal points (key, step, time, value) once."""
+    from mlflow.entities import Metric
+
+    if record["kind"] == "metrics":
+        time_and_step = (record["timestamp_ms"], record["step"])
+        metrics = [Metric(metric_name(key), value, *time_and_step) for key, value in record["data"].items()]
+        client.log_batch(run_id, metrics=metrics)
+    elif record["kind"] == "artifact":
+        path = Path(record["path"])
+        if path.is_dir():
+            client.log_artifacts(run_id, str(path), posixpath.join(record["folder"] or "", path.name))
+        else:
+            client.log_artifact(run_id, str(path), record["folder"])
+    elif record["kind"] == "table":
+        client.log_dict(run_id, record["table"], record["file"])
+        _list_table(client, run_id, record["file"])
+    elif record["kind"] == "status":
+        client.set_terminated(run_id, status=record["status"])
+    else:
+        raise ValueError(f"record of unknown kind {record['kind']!r}")
+
+
+def _list_table(client: MlflowClient, run_id: str, file: str) -> None:
+    """Adds a table to the tag by which MLflow's pages find tables; drops its oldest entries if it is full."""
+    from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+    from mlflow.utils.validation import MAX_TAG_VAL_LENGTH
+
+    tables = json.loads(client.get_run(run_id).data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
+    entry = {"path": file, "type": "table"}
+    tables = [*(each for each in tables if each != entry), entry]
+    while len(json.dumps(tables)) > MAX_TAG_VAL_LENGTH:
+        del tables[0]
+    client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(tables))
+
+
+def is_refusal(error: Exception) -> bool:
+    """True if a retry cannot help: the server has refused the record, or the record itself is bad."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        status = error.get_http_status_code()
+    elif isinstance(error, OSError):
+        # Errors of the package requests are OSErrors; its HTTPError has the response.
+        response = getattr(error, "response", None)
+        if response is None:
+            return isinstance(error, FileNotFoundError)
+        status = response.status_code
+    else:
+        return True
+    return 400 <= status < 500 and status not in _RETRIED_STATUSES
