@@ -57,8 +57,6 @@ class Run:
     step: int = 0
     # The step whose weights were validated last.
     tested_at: int | None = None
-    # The step of the newest checkpoint, or of the one that is being written.
-    saved_at: int = 0
     # Whether the step in progress, or the last one, has begun to change weights.
     is_updating: bool = False
 
@@ -112,7 +110,7 @@ def train_step_or_save(run: Run, step: int) -> StepOutcome | None:
     """
     run.is_updating = False
     before = state_to_save(run) if run.stop.has_deadline else {}
-    run.stop.may_cut = lambda: run.saved_at < run.step and not run.is_updating
+    run.stop.may_cut = lambda: run.step > 0 and not run.saves.has(run.step) and not run.is_updating
     try:
         return train_step(run, step)
     except KeyboardInterrupt:
@@ -254,7 +252,6 @@ def save(run: Run, state: dict[str, Any] | None = None) -> None:
         models["critic"] = checkpoints.SavedModel(
             critic.save, cfg.critic.model.path, head="value", begin=critic.begin_save
         )
-    run.saved_at = run.step
     run.saves.save(
         run.step,
         models,
@@ -278,5 +275,4 @@ def load(run: Run, resumed: checkpoints.Resumed) -> None:
     # The run may have started without a KL controller.
     if run.kl is not None and (kl := resumed.state.get("kl_ctrl")):
         run.kl.load_state_dict(kl)
-    run.step = run.saved_at = resumed.step
-    run.saves.latest = resumed.directory
+    run.step, run.saves.latest = resumed.step, resumed.directory

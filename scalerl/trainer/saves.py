@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.mirror import Mirror
-from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save
+from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save, step_of
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
@@ -96,6 +96,11 @@ class Saves:
             publish, self._written = self._written, None
             self.latest = publish()
 
+    def has(self, step: int) -> bool:
+        """Whether the state of a step is the newest that was saved or is being saved."""
+        newest = max(self.saved_at, default=None)
+        return step == newest if newest is not None else self.latest is not None and step_of(self.latest.name) == step
+
     @property
     def is_uncommitted(self) -> bool:
         """Whether `commit` would do anything."""
@@ -133,7 +138,7 @@ class Saves:
             yield
         except BaseException as error:
             limit_s = _AFTER_LOST_RANK_S if isinstance(error, WorkerError) else None
-            with suppress(CheckpointWriteError):
+            with suppress(CheckpointWriteError, OSError):
                 self.commit()
             self._end(limit_s if isinstance(error, Exception) else _AFTER_INTERRUPT_S)
             raise

@@ -203,6 +203,7 @@ def test_a_checkpoint_comes_when_its_step_is_logged(tmp_path: Path, ranks: Ranks
     wait_until(lambda: any(path.name == "trainer_state.json" for path in tmp_path.rglob("*")))
     assert kept.is_uncommitted and kept.latest is None
     assert checkpoints.find_resume_point(str(tmp_path), "auto", None).directory is None
+    assert kept.has(1) and not kept.has(2)
     kept.commit()
     assert not kept.is_uncommitted
     wait_until(lambda: (tmp_path / "latest_checkpointed_iteration.txt").exists())
@@ -344,6 +345,9 @@ def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
     assert checkpoints.find_resume_point(str(root), "disable", None, mirror=url).directory is None
     found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
     assert found.directory == root / "global_step_3" and found.step == 3
+    resumed = begun(root)
+    resumed.latest = found.directory
+    assert resumed.has(3) and not resumed.has(4)
     # Where what is here is damaged, too.
     (root / "global_step_3" / "actor" / "weights").write_text("other")
     with pytest.raises(ValueError, match=r"no checkpoint in .* can be loaded"):
