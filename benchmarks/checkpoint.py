@@ -4,9 +4,10 @@ python benchmarks/checkpoint.py                       # a model of 0.1 billion p
 python benchmarks/checkpoint.py --layout tp2 --directory /data
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
-conv=fsync. A save in the background (`trainer.async_save`) stops the run for a copy of what each rank writes:
-blocking_share is the time of the copy over that of a save. A load is `load_engine`, every digest compared; dd reads the
-files that were written. All meet the same page cache.
+conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun, and the next update, some
+time later, until what each rank writes has been copied: blocking_share is the time of the beginning over that of a
+save, blocking_share_at_once that of beginning and copy, for an update that changes the weights right away. A load is
+`load_engine`, every digest compared; dd reads the files that were written. All meet the same page cache.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
             checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
         with _timed(seconds, "begin"):
             beside.begin("actor", engine, f"{root}/beside")
+        with _timed(seconds, "copy"):
+            engine.before_change()
         with _timed(seconds, "write"):
             beside.wait("actor")
         if dist.get_rank() == 0:
@@ -133,8 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
             for copy in copies:
                 Path(copy).unlink()
             reads.append(dd([[f"if={file}", "of=/dev/null"] for file in files]))
-    saves, loads, begins, writes_beside = (
-        [of_run[name] for of_run in ranks[0]] for name in ("save", "load", "begin", "write")
+    saves, loads, begins, waits, writes_beside = (
+        [of_run[name] for of_run in ranks[0]] for name in ("save", "load", "begin", "copy", "write")
     )
     result = {
         "checkpoint_bytes": size,
@@ -143,11 +146,15 @@ def main(arguments: list[str] | None = None) -> int:
         "dd_write_gb_per_s": record.spread([size / s / 1e9 for s in writes]),
         "dd_read_gb_per_s": record.spread([size / s / 1e9 for s in reads]),
         "begin_s": record.spread(begins),
+        "copy_s": record.spread(waits),
         "write_beside_s": record.spread(writes_beside),
         "blocking_share": record.spread([begin / save for begin, save in zip(begins, saves, strict=True)]),
+        "blocking_share_at_once": record.spread(
+            [(begin + wait) / save for begin, wait, save in zip(begins, waits, saves, strict=True)]
+        ),
         "peak_bytes_of_a_rank": {
             name: max(of_run[f"{name}_peak_bytes"] for rank in ranks for of_run in rank)
-            for name in ("save", "load", "begin", "write")
+            for name in ("save", "load", "copy", "write")
         },
     }
     rows = [("checkpoint", f"{size / 1e9:.2f} GB", f"{len(files)} files")]
@@ -158,6 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append((name, f"{ours:.2f} GB/s", note))
     share = result["blocking_share"]["median"]
     rows.append(("async save", f"{result['begin_s']['median']:.3f} s", f"that the run waits: {share:.3f} of a save"))
+    at_once = result["blocking_share_at_once"]["median"]
+    rows.append(
+        ("its copy", f"{result['copy_s']['median']:.3f} s", f"for an update right after it; with it {at_once:.3f}")
+    )
     print(record.table(rows))
     return record.keep("checkpoint", arguments, vars(args), ran_on, result, device="cpu")
 

@@ -1,15 +1,22 @@
 """GB/s of a merge into a Hugging Face model, against `cp` of the same bytes to the same place in the same run.
 
 python benchmarks/merge.py                                # 1 GB, two saving ranks split over rows and columns
-python benchmarks/merge.py --gb 2 --ranks 4 --directory /data --sync
+python benchmarks/merge.py --gb 2 --ranks 4 --directory /data
 
 The merge is `scalerl.merge.merge` in a process that has imported it (how long that takes is reported beside it): it
-reads the pieces, compares every digest, and writes the files with fsync. --sync has cp followed by a sync of its file.
+reads the pieces, compares every digest, and writes the files with fsync. So cp is timed by itself and with a sync of
+its file. Torch's own converter (torch.distributed.checkpoint.format_utils.dcp_to_torch_save) reads the same checkpoint:
+it makes one pickle of Megatron's tensors, compares no digest, forces nothing onto the disk, and holds the model in
+memory. Slime's converter needs Megatron and a package that builds for CUDA alone; it is not here.
+
+The prediction is what one core needs to read, hash and write a megabyte that is in its cache, measured first, over the
+cores that merge; or cp with sync, if the disk is slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -18,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 
 LAYERS = 8
+SAMPLE_BYTES = 2**28
 IMPORTS = "import time; start = time.perf_counter(); import scalerl.merge; print(time.perf_counter() - start)"
 
 
@@ -34,7 +44,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=None, help="threads of the merge")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
-    parser.add_argument("--sync", action="store_true", help="cp, then sync of its file, as the merge does")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-merge.json")
     return parser.parse_args(arguments)
 
@@ -93,11 +102,52 @@ def resident(field: str) -> int:
 
 
 def copied(source: Path, target: Path, *, sync: bool) -> float:
+    """Seconds of a cp, and of the sync of its files; the copy is removed."""
     start = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     if sync:
         subprocess.run(["sync", *map(str, target.iterdir())], check=True)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    shutil.rmtree(target)
+    return seconds
+
+
+def one_core(directory: Path) -> dict[str, float]:
+    """GB/s of one core that reads a file of the page cache, hashes what its cache holds, and writes a new file."""
+    from scalerl.checkpoint.digest import CACHED_BYTES, Digest
+    from scalerl.checkpoint.writeback import reserve
+
+    part, best = bytearray(os.urandom(CACHED_BYTES)), dict.fromkeys(("write", "read", "hash"), 0.0)
+    for _ in range(3):
+        file = os.open(directory / "sample", os.O_RDWR | os.O_CREAT)
+        reserve(file, SAMPLE_BYTES)
+        works: dict[str, Callable[[int], object]] = {
+            "write": functools.partial(os.pwrite, file, part),
+            "read": functools.partial(os.preadv, file, [part]),
+            "hash": lambda _: Digest().update(part),
+        }
+        for name, work in works.items():
+            began_s = time.thread_time()
+            for start in range(0, SAMPLE_BYTES, CACHED_BYTES):
+                work(start)
+            best[name] = max(best[name], SAMPLE_BYTES / (time.thread_time() - began_s) / 1e9)
+        os.close(file)
+        (directory / "sample").unlink()
+    return best
+
+
+def torch_converted(actor: Path, target: Path) -> float | None:
+    """Seconds that torch's converter takes; None where the model would fill half of the memory."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    size = sum(file.stat().st_size for file in (actor / "dist_ckpt").iterdir())
+    if 2 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        return None
+    start = time.perf_counter()
+    dcp_to_torch_save(actor / "dist_ckpt", target)
+    seconds = time.perf_counter() - start
+    target.unlink()
+    return seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,15 +159,17 @@ def main(arguments: list[str] | None = None) -> int:
         for _ in range(3)
     ]
     from scalerl.merge import merge
+    from scalerl.merge.copy import MAX_WORKERS
 
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
+        rates = one_core(Path(root))
         actor = make_checkpoint(Path(root), args.gb, args.ranks)
         merged, copy = Path(root) / "merged", Path(root) / "copy"
         summary = merge(actor, merged, num_workers=args.workers)
-        cp_s, merge_s, peaks = [], [], []
+        cp_s, synced_cp_s, merge_s, torch_s, peaks = [], [], [], [], []
         for _ in range(args.repeats):
-            cp_s.append(copied(merged, copy, sync=args.sync))
-            shutil.rmtree(copy)
+            cp_s.append(copied(merged, copy, sync=False))
+            synced_cp_s.append(copied(merged, copy, sync=True))
             shutil.rmtree(merged)
             before = resident("VmRSS")
             if os.access("/proc/self/clear_refs", os.W_OK):
@@ -126,26 +178,38 @@ def main(arguments: list[str] | None = None) -> int:
             merge(actor, merged, num_workers=args.workers)
             merge_s.append(time.perf_counter() - start)
             peaks.append(resident("VmHWM") - before)
+            torch_s.append(torch_converted(actor, Path(root) / "model.pt"))
     size = summary.num_bytes
+    workers = args.workers or min(MAX_WORKERS, ran_on["cores"])
+    predicted = min(
+        size / median(synced_cp_s) / 1e9, min(workers, ran_on["cores"]) / sum(1 / rate for rate in rates.values())
+    )
+    converted = [size / s / 1e9 for s in torch_s if s is not None]
     result = {
         "model_bytes": size,
         "merge_gb_per_s": record.spread([size / s / 1e9 for s in merge_s]),
+        "predicted_gb_per_s": predicted,
+        "one_core_gb_per_s": rates,
         "cp_gb_per_s": record.spread([size / s / 1e9 for s in cp_s]),
+        "synced_cp_gb_per_s": record.spread([size / s / 1e9 for s in synced_cp_s]),
+        "torch_converter_gb_per_s": record.spread(converted) if converted else None,
         "merge_over_cp": record.spread([c / m for c, m in zip(cp_s, merge_s, strict=True)]),
+        "merge_over_synced_cp": record.spread([c / m for c, m in zip(synced_cp_s, merge_s, strict=True)]),
         "peak_bytes_over_imports": max(peaks),
         "import_s": record.spread(import_s),
     }
-    print(
-        record.table(
-            [
-                ("merge", f"{result['merge_gb_per_s']['median']:.2f} GB/s", f"of {size / 1e9:.2f} GB, digests checked"),
-                ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", "then sync" if args.sync else "page cache"),
-                ("ratio", f"{result['merge_over_cp']['median']:.2f}", "in the same run, median"),
-                ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
-                ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),
-            ]
-        )
-    )
+    ratio, synced_ratio = (result[f"merge_over_{name}"]["median"] for name in ("cp", "synced_cp"))
+    rows = [
+        ("merge", f"{result['merge_gb_per_s']['median']:.2f} GB/s", f"of {size / 1e9:.2f} GB, digests checked, fsync"),
+        ("predicted", f"{predicted:.2f} GB/s", "from one core's reading, hashing and writing, and the disk"),
+        ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", f"page cache; merge {ratio:.2f} of it, median"),
+        ("cp, sync", f"{result['synced_cp_gb_per_s']['median']:.2f} GB/s", f"merge {synced_ratio:.2f} of it, median"),
+        ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
+        ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),
+    ]
+    if converted:
+        rows.insert(4, ("torch", f"{median(converted):.2f} GB/s", "dcp_to_torch_save, no digests, no fsync"))
+    print(record.table(rows))
     return record.keep("merge", arguments, vars(args), ran_on, result)
 
 

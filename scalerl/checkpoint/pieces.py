@@ -21,8 +21,9 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, Data, Digest, digest_of_blocks
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
 from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
+from scalerl.checkpoint.writeback import Writeback
 from scalerl.whole_file import fsync
 
 # Subdirectory of a model's directory in a checkpoint.
@@ -30,7 +31,7 @@ DIST_CKPT = "dist_ckpt"
 # Bytes of a tensor that are copied from its device, read or checked at a time.
 MAX_PIECE_BYTES = 64 * 2**20
 # Small writes are collected up to this.
-_BUFFER_BYTES = 2**20
+_BUFFER_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
+        self._writeback = Writeback(self._file.fileno())
         self._position = 0
         self._digest = Digest()
         self._hashes: list[np.ndarray] = []
@@ -149,8 +151,12 @@ class _File:
         view = np.frombuffer(data, np.uint8)
         if view.size and view.ctypes.data == self._address:
             self._payload = self._position
-        self._digest.update(view)
-        self._file.write(view.data)
+        # A part is written while the processor's cache still has it.
+        for start in range(0, view.size, CACHED_BYTES):
+            part = view[start : start + CACHED_BYTES]
+            self._digest.update(part)
+            self._file.write(part.data)
+            self._writeback.written(part.size)
         self._position += view.size
         return view.size
 

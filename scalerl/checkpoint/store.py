@@ -177,14 +177,14 @@ def _damaged_tensor(file: Path) -> str:
     """The end of a message: which tensor of a file of tensors is damaged."""
     if not _is_data(file.name):
         return ""
-    from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+    from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader
 
     try:
         with DistCheckpoint(file.parent) as stored:
             for key in stored.tensors:
                 for piece in stored.pieces(key):
                     if piece.file == file.name:
-                        stored.read_piece(piece)
+                        PieceReader(stored, piece).finish()
     except DamagedCheckpointError as error:
         return f": {str(error).removeprefix(f'{file}: ')}"
     return ", between its tensors"

@@ -192,29 +192,20 @@ class DistCheckpoint:
             if shared is None:
                 continue
             missing -= prod(shared[1])
+            reader = PieceReader(self, piece)
             target = box_view(out, shared, offsets)
-            if shared[1] == piece.sizes and _is_plain(target, piece):
-                self._read_into(piece, target)
+            if shared[1] == piece.sizes and reader.fills(target):
+                reader.read_into(target)
             else:
-                target.copy_(box_view(self.read_piece(piece), shared, piece.offsets))
+                for place, rows in reader.rows():
+                    rows_shared = intersection(shared, (place, tuple(rows.shape)))
+                    if rows_shared is not None:
+                        box_view(out, rows_shared, offsets).copy_(box_view(rows, rows_shared, place))
+            reader.finish()
         if missing:
             raise DamagedCheckpointError(
                 f"{self.dir}: {key}: {missing} of {prod(sizes)} elements at {offsets} were not saved"
             )
-
-    def read_piece(self, piece: StoredPiece) -> torch.Tensor:
-        """Reads one piece as a tensor of its sizes.  Raises DamagedCheckpointError."""
-        if piece.payload is None:
-            return self._unpickle(piece)
-        tensor = torch.empty(piece.sizes, dtype=piece.dtype)
-        self._read_into(piece, tensor)
-        return tensor
-
-    def _read_into(self, piece: StoredPiece, target: torch.Tensor) -> None:
-        """Reads a piece into `target`, which is contiguous, of its sizes and dtype, on the CPU."""
-        reader = PieceReader(self, piece)
-        reader.read_into(target)
-        reader.finish()
 
     def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
         data = bytearray(piece.num_bytes)
@@ -278,12 +269,31 @@ class PieceReader:
         if self._whole is not None:
             numbers, self._whole = self._whole[: target.numel()], self._whole[target.numel() :]
             target.copy_(numbers.view(target.shape))
-        elif _is_plain(target, self._piece):
+        elif self.fills(target):
             self._read(as_bytes(target))
         else:
             numbers = torch.empty(target.shape, dtype=self._piece.dtype)
             self._read(as_bytes(numbers))
             target.copy_(numbers)
+
+    def fills(self, target: torch.Tensor) -> bool:
+        """Whether the piece's bytes go right into the memory of `target`."""
+        is_plain = target.device.type == "cpu" and target.dtype == self._piece.dtype and target.is_contiguous()
+        return is_plain and self._whole is None
+
+    def rows(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yields the whole piece, a few rows at a time: (offsets in the stored tensor, rows). They share memory."""
+        sizes, offsets = self._piece.sizes, self._piece.offsets
+        if not sizes:
+            self.read_into(number := torch.empty((), dtype=self._piece.dtype))
+            yield offsets, number
+            return
+        step = max(1, CACHED_BYTES // (prod(sizes[1:]) * self._piece.dtype.itemsize))
+        buffer = torch.empty((min(step, sizes[0]), *sizes[1:]), dtype=self._piece.dtype)
+        for first in range(0, sizes[0], step):
+            part = buffer[: min(step, sizes[0] - first)]
+            self.read_into(part)
+            yield (offsets[0] + first, *offsets[1:]), part
 
     def finish(self) -> None:
         """Reads what is left of the piece; raises DamagedCheckpointError if its bytes are not those that were saved."""
@@ -294,7 +304,9 @@ class PieceReader:
             raise self._checkpoint._damaged(self._piece, "its bytes are not those that were saved")
 
     def _skip(self, num_bytes: int) -> None:
-        self._read(memoryview(bytearray(num_bytes)))
+        buffer = memoryview(bytearray(min(num_bytes, CACHED_BYTES)))
+        for start in range(0, num_bytes, CACHED_BYTES):
+            self._read(buffer[: num_bytes - start])
 
     def _read(self, out: memoryview) -> None:
         # A part is hashed while the processor's cache still has it.
@@ -320,16 +332,6 @@ def fresh_bytes(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-
-
-def _is_plain(target: torch.Tensor, piece: StoredPiece) -> bool:
-    """Whether the piece's bytes may be read right into it."""
-    return (
-        piece.payload is not None
-        and target.device.type == "cpu"
-        and target.dtype == piece.dtype
-        and target.is_contiguous()
-    )
 
 
 def intersection(one: Box, other: Box) -> Box | None:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,14 @@ class MergeSummary:
     num_files: int
     dtype: str
     seconds: float
+
+    @classmethod
+    def of(
+        cls, target: Path, specs: Mapping[str, TensorSpec], num_files: int, dtype: torch.dtype, start: float
+    ) -> MergeSummary:
+        """specs: of what was written, by name.  start: time.monotonic() when the merge began."""
+        num_bytes = sum(spec.num_bytes for spec in specs.values())
+        return cls(target, len(specs), num_bytes, num_files, dtype_name(dtype), time.monotonic() - start)
 
 
 def merge(
@@ -71,14 +79,7 @@ def merge(
         copy_beside(hf_dir, directory, out_dtype)
         with HFWeights(directory) as written:
             written.check(family, ModelShape.from_hf(directory))
-    return MergeSummary(
-        target_dir=target,
-        num_tensors=len(specs),
-        num_bytes=sum(s.num_bytes for s in specs.values()),
-        num_files=num_files,
-        dtype=dtype_name(out_dtype),
-        seconds=time.monotonic() - start,
-    )
+    return MergeSummary.of(target, specs, num_files, out_dtype, start)
 
 
 def _actor_dir(local_dir: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from scalerl.families import Family, ModelShape, family_of, read_config, value_model_config
-from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside, dtype_name
+from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, Shard, ShardedTensor
 from scalerl.merge.whole_directory import whole_directory
@@ -70,14 +70,7 @@ def merge_fsdp(
             if config != read_config(hf_dir):
                 written = read_config(tmp)
                 (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
-    return MergeSummary(
-        target_dir=target,
-        num_tensors=len(specs),
-        num_bytes=sum(s.num_bytes for s in specs.values()),
-        num_files=num_files,
-        dtype=dtype_name(out_dtype),
-        seconds=time.monotonic() - start,
-    )
+    return MergeSummary.of(target, specs, num_files, out_dtype, start)
 
 
 def _model_dir(local_dir: Path) -> Path:

@@ -1,12 +1,21 @@
-"""Saves in the background: a thread of each rank writes a copy of its share while the rank continues training."""
+"""Saves in the background: threads of each rank copy its share and write the copy while the rank goes on.
+
+Weights and optimizer change in an update, some time after a save began. Only what changes or moves them waits until
+they have been copied.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scalerl.checkpoint.pieces import WrittenFile
+import torch
+
+from scalerl.checkpoint.pieces import Piece, WrittenFile
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.parallel.checkpoint import Share, own_share
 from scalerl.parallel.host_copy import HostCopy
@@ -16,21 +25,30 @@ if TYPE_CHECKING:
 
 
 class BackgroundSave:
-    """Writes one rank's shares of checkpoints, of the model of each of its roles, in a background thread."""
+    """Writes one rank's shares of checkpoints, of the model of each of its roles, in background threads."""
 
     def __init__(self) -> None:
+        # Two: the copy of one role does not wait for the disk that takes another's.
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="copy")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._memory: dict[str, HostCopy] = {}
         self._writing: dict[str, tuple[Share, Future[WrittenFile]]] = {}
 
     def begin(self, role: str, engine: MegatronEngine, directory: str | Path) -> None:
-        """Copies what this rank saves of a role's model and starts writing it; after that the weights may change.
+        """Begins to save a role's model as it is now; from now on `engine.before_change` waits until it is copied.
 
         Waits first for a save of the role that is still being written. A missing directory is made.
         """
         self.wait(role)
-        share = own_share(engine, self._memory.setdefault(role, HostCopy()))
-        self._writing[role] = share, self._writer.submit(share.write, Path(directory))
+        share, memory, copied = own_share(engine), self._memory.setdefault(role, HostCopy()), threading.Event()
+        ready = None
+        if engine.device == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        engine.before_change = copied.wait
+        copying = self._copier.submit(_copy, memory, share.pieces, ready, copied)
+        # Without the pieces: they are the engine's memory, which may leave.
+        self._writing[role] = replace(share, pieces=()), self._writer.submit(_write, share, copying, Path(directory))
 
     def wait(self, role: str) -> None:
         """Blocks until no save of that role is being written."""
@@ -54,6 +72,20 @@ class BackgroundSave:
 
     def close(self) -> None:
         """Waits for the saves that are being written, and releases the memory of their copies."""
+        self._copier.shutdown()
         self._writer.shutdown()
         for memory in self._memory.values():
             memory.release()
+
+
+def _copy(
+    memory: HostCopy, pieces: Sequence[Piece], ready: torch.cuda.Event | None, copied: threading.Event
+) -> list[Piece]:
+    try:
+        return memory.take(pieces, ready)
+    finally:
+        copied.set()
+
+
+def _write(share: Share, copying: Future[list[Piece]], directory: Path) -> WrittenFile:
+    return replace(share, pieces=copying.result()).write(directory)

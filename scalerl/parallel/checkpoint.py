@@ -7,7 +7,7 @@ tensor, so what is stored has no trace of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -26,7 +26,6 @@ from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
-from scalerl.parallel.host_copy import HostCopy
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
 from scalerl.whole_file import fsync
 
@@ -78,7 +77,7 @@ class Share:
     """What one rank writes of a checkpoint, and the state that is the same on all ranks (`common`)."""
 
     rank: int
-    pieces: Iterable[Piece]
+    pieces: Sequence[Piece]
     rng: dict[str, torch.Tensor]
     common: dict[str, Any]
 
@@ -109,16 +108,13 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
         _together(lambda: write_index(directory / DIST_CKPT, files, share.common))
 
 
-def own_share(engine: MegatronEngine, memory: HostCopy | None = None) -> Share:
-    """This rank's share of a checkpoint: with `memory` a copy of it as it is now, else as it is when it is written.
+def own_share(engine: MegatronEngine) -> Share:
+    """This rank's share of a checkpoint. Its pieces are the engine's own memory: they are as they are when written.
 
     No collective.
     """
     engine.require_on_device(*_STATE, work="saving a checkpoint")
-    pieces = _own_pieces(engine)
-    return Share(
-        dist.get_rank(), pieces if memory is None else memory.take(pieces), _rng_state(), _common_state(engine)
-    )
+    return Share(dist.get_rank(), list(_own_pieces(engine)), _rng_state(), _common_state(engine))
 
 
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
@@ -130,11 +126,13 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """
     directory = Path(directory)
     engine.require_on_device(*_STATE, work="loading a checkpoint")
+    engine.before_change()
     with DistCheckpoint(directory / DIST_CKPT) as stored:
         _check_model(engine, stored)
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
-        _together(lambda: _read(engine, stored))
-    adopt_main_parameters(engine.optimizer)
+        reads_weights = _reads_weights(engine, stored)
+        _together(lambda: _read(engine, stored, weights=reads_weights))
+    adopt_main_parameters(engine.optimizer, gather=not reads_weights)
     engine.num_updates = int(common["num_updates"])
     set_num_updates(engine.optimizer, engine.num_updates)
     _set_loss_scale(engine.optimizer, common)
@@ -192,20 +190,40 @@ def _pieces(
                 yield Piece(key.format(key=part.key), part.shape, offsets, tensor)
 
 
-def _read(engine: MegatronEngine, stored: DistCheckpoint) -> None:
-    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds."""
+def _reads_weights(engine: MegatronEngine, stored: DistCheckpoint) -> bool:
+    """Whether ranks read the weights that others update, instead of gathering them: faster than gloo, slower than NCCL.
+
+    Only where they are stored in the dtype that the model has. The same on all ranks.
+    """
+    dtypes = {
+        param.name: torch.float32 if param.keeps_float32 else engine.config.params_dtype
+        for param in engine.family.params(engine.shape)
+    }
+    return dist.get_backend() == dist.Backend.GLOO and all(
+        stored.tensors[name].dtype == dtype for name, dtype in dtypes.items()
+    )
+
+
+def _read(engine: MegatronEngine, stored: DistCheckpoint, *, weights: bool) -> None:
+    """Reads this rank's range of the optimizer's state in place, and what no optimizer holds.
+
+    weights: reads the weights that only other ranks' optimizers hold, too.
+    """
     parts_by_tensor = {tensor: parts for tensor, parts, _ in _model_tensors(engine)}
-    held = set()
+    held = {}
     for parameter, start, tensors, _ in main_tensors(engine.optimizer):
-        held.add(parameter)
+        held[parameter] = start, start + tensors["param"].numel()
         for name, tensor in tensors.items():
             for part in parts_by_tensor[parameter]:
                 key = _OPTIMIZER_KEY.format(name=name, key=part.key)
                 _read_part(stored, key, part, start, tensor.detach().view(-1))
     for tensor, parts in parts_by_tensor.items():
-        if tensor not in held and not getattr(tensor, "requires_grad", False):
+        if weights or not getattr(tensor, "requires_grad", False):
+            start, stop = held.get(tensor, (0, 0))
+            flat = tensor.detach().view(-1)
             for part in parts:
-                _read_part(stored, part.key, part, 0, tensor.detach().view(-1))
+                _read_part(stored, part.key, part, 0, flat[:start])
+                _read_part(stored, part.key, part, stop, flat[stop:])
 
 
 def _read_part(stored: DistCheckpoint, key: str, part: _Part, start: int, flat: torch.Tensor) -> None:

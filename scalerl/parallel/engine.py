@@ -116,9 +116,12 @@ class MegatronEngine:
         self._offload = Offload(self.chunks, self._forward_chunks if optim is not None else (), self.optimizer)
         offloaded = {PARAMS: config.param_offload, GRADS: config.grad_offload, OPTIMIZER: config.optimizer_offload}
         self._leaves = {part: True for part, leaves in offloaded.items() if leaves}
+        # Called before weights or optimizer change or leave the device; a save that still copies them waits here.
+        self.before_change: Callable[[], object] = lambda: None
 
     def to_host(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
         """Frees the device memory of the named parts; the model then refuses work that needs them (OffloadedError)."""
+        self.before_change()
         self._offload.to_host(params=params, grads=grads, optimizer=optimizer)
 
     def to_device(self, *, params: bool = True, grads: bool = True, optimizer: bool = True) -> None:
@@ -132,7 +135,8 @@ class MegatronEngine:
 
     def leave_device(self) -> None:
         """Sends to the host what param_offload, grad_offload and optimizer_offload name."""
-        self._offload.to_host(**self._leaves)
+        if self._leaves:
+            self.to_host(**{part: part in self._leaves for part in PARTS})
 
     @contextmanager
     def on_device(self, *parts: str) -> Iterator[None]:
@@ -269,6 +273,8 @@ class MegatronEngine:
         packed = self._pack(shard, micro_batches)
         # megatron moves the biases of routers while it gathers the gradients, before anyone has looked at these.
         biases = [(bias, bias.clone()) for chunk in self.chunks for bias in router_biases(chunk).values()]
+        if biases:
+            self.before_change()
         outputs = self._run(packed, self._reader(temperature), objective, forward_only=False)
         kept = [{name: output.pop(name) for name in columns} for output in outputs]
         step_metrics = self._step()
@@ -283,6 +289,7 @@ class MegatronEngine:
     @torch.no_grad()
     def _step(self) -> dict[str, float]:
         """Does megatron's optimizer.step() with a check of the gradients in the middle. grad_norm: before clipping."""
+        self.before_change()
         # Read before the step, which may change both.
         metrics = {"lr": self.optimizer.param_groups[0]["lr"]}
         scale = loss_scale(self.optimizer)

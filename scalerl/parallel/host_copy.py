@@ -1,10 +1,11 @@
-"""A rank's share of a checkpoint in host memory: copied at a step boundary, written while the next step runs."""
+"""A rank's share of a checkpoint in host memory: copied before the next update, written while the run goes on."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +24,21 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Copies the pieces as they are now to host memory. The copies stay until the next call."""
-        taken = list(pieces)
-        sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in taken)
+    def take(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
+        """Copies the pieces to host memory. The copies stay until the next call.
+
+        ready: of pieces on a GPU, from when on they are what is to be copied; the copies have a stream of their own.
+        """
+        sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in pieces)
         starts = list(itertools.accumulate(sizes, initial=0))
-        is_cuda = any(piece.tensor.is_cuda for piece in taken)
-        self._reserve(starts[-1], pin=is_cuda)
+        self._reserve(starts[-1], pin=ready is not None)
         copies = []
-        for piece, start in zip(taken, starts, strict=False):
-            memory = self._memory[start : start + piece.tensor.nbytes]
-            host = memory.view(piece.tensor.dtype).view(piece.tensor.shape)
-            host.copy_(piece.tensor.detach(), non_blocking=True)
-            copies.append(replace(piece, tensor=host))
-        if is_cuda:
-            # The copies run behind Python's back: only now the weights may change.
-            torch.cuda.synchronize()
+        with _own_stream(ready):
+            for piece, start in zip(pieces, starts, strict=False):
+                memory = self._memory[start : start + piece.tensor.nbytes]
+                host = memory.view(piece.tensor.dtype).view(piece.tensor.shape)
+                host.copy_(piece.tensor.detach(), non_blocking=True)
+                copies.append(replace(piece, tensor=host))
         return copies
 
     def release(self) -> None:
@@ -59,6 +59,20 @@ class HostCopy:
         if pin:
             # torch's own pinned memory comes in powers of two. Where it is refused the copies are slower, no more.
             self._pinned = int(_cuda_runtime().cudaHostRegister(self._memory.data_ptr(), num_bytes, 0)) == 0
+
+
+@contextmanager
+def _own_stream(ready: torch.cuda.Event | None) -> Iterator[None]:
+    """Runs the block's work for the GPU after `ready`, beside the other streams, and waits for it."""
+    if ready is None:
+        yield
+        return
+    with torch.cuda.device(ready.device):
+        stream = torch.cuda.Stream()
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
 
 def _cuda_runtime() -> Any:

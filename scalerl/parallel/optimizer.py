@@ -152,12 +152,17 @@ def _with_moments(part: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def adopt_main_parameters(optimizer: Any) -> None:
-    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective."""
+def adopt_main_parameters(optimizer: Any, *, gather: bool = True) -> None:
+    """Copies the main parameters into the model's: those of this rank's range, then those of all ranks. Collective.
+
+    gather: False if the model has those of other ranks already.
+    """
     parts = [part for part in optimizer_parts(optimizer) if not part.is_stub_optimizer]
     for part in parts:
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params()
+    if not gather:
+        return
     chunks = {
         id(chunk): chunk
         for part in optimizer_parts(optimizer)

@@ -205,7 +205,7 @@ class _Running:
         write: Callable[..., None],
         publish: Callable[..., Path],
     ) -> None:
-        """Starts the save; every rank has copied the state that it saves when this returns."""
+        """Starts the save; what every rank changes when this has returned is not in it."""
         self.step, self.given_up, self.may_commit = step, threading.Event(), threading.Event()
         self.directory: Path | None = None
         self.error: Exception | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from scalerl.checkpoint.digest import digest_of_file
 from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.parallel import checkpoint
 from scalerl.parallel.background_save import BackgroundSave
+from scalerl.parallel.host_copy import HostCopy
 from scalerl.parallel.optimizer import main_tensors
 from tests.dist.launch import run_ranks
 from tests.dist.trainee import Trainee
@@ -83,6 +85,46 @@ def test_what_is_written_beside_the_next_updates_is_what_was_there(model: Path, 
     ):
         assert waited == beside and waited_again == beside_again
         assert waited != waited_again
+
+
+def change_while_copying(model: str, layout: tuple[int, int, int], root: str) -> list[tuple[dict[str, str], ...]]:
+    """Digests of a save that waits and of one in the background, whose copy is held until the change has begun."""
+    trainee, saves, found = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
+    engine, rank, take = trainee.engine, torch.distributed.get_rank(), HostCopy.take
+    first = Path(root) / "first"
+    checkpoint.save_engine(engine, first)
+    changes: dict[str, Callable[[], object]] = {
+        "update": trainee.update,
+        "to_host": engine.to_host,
+        "load": lambda: checkpoint.load_engine(engine, first),
+    }
+    for name, change in changes.items():
+        trainee.update()
+        waited, beside = Path(root) / f"waited_{name}", Path(root) / f"beside_{name}"
+        checkpoint.save_engine(engine, waited)
+        go = threading.Event()
+
+        def held(memory: HostCopy, *arguments: Any, go: threading.Event = go) -> Any:
+            assert go.wait(60)
+            return take(memory, *arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostCopy, "take", held)
+            saves.begin("actor", engine, beside)
+            threading.Timer(1.0, go.set).start()
+            change()
+            assert go.is_set(), f"{name} did not wait for the copy"
+            saves.wait("actor")
+        if name == "to_host":
+            engine.to_device()
+        found.append((digests(waited, rank), digests(beside, rank)))
+    saves.close()
+    return found
+
+
+def test_what_changes_or_moves_the_weights_waits_for_the_copy(model: Path, tmp_path: Path) -> None:
+    for found in run_ranks(2, change_while_copying, str(model), LAYOUTS["dp2"], str(tmp_path)):
+        assert len(found) == 3 and all(waited == beside for waited, beside in found)
 
 
 def begin_nowhere(model: str, directory: str) -> str:

@@ -290,6 +290,18 @@ def test_checkpoint_and_merge(layout: str, tmp_path: Path) -> None:
     assert all(torch.equal(merged[name], ranks[0][0][name]) for name in merged)
     _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    check_token_classifier(tmp_path / "merged")
+
+
+def check_token_classifier(path: Path) -> None:
+    """The logits of transformers' token classification are the value of every token: the bias that it adds is zero."""
+    model, info = AutoModelForTokenClassification.from_pretrained(path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.bias"} and not info["unexpected_keys"]
+    assert not model.score.bias.any()
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        values = load_file(path / "model.safetensors")["score.weight"] @ model.model(ids).last_hidden_state[0].T
+        assert torch.allclose(model.eval()(ids).logits[0, :, 0], values[0], rtol=0, atol=1e-6)
 
 
 # --- refusals ---

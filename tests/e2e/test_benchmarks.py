@@ -226,7 +226,8 @@ def test_checkpoint(tmp_path: Path) -> None:
         "checkpoint.py", tmp_path / "result.json",
         *("--hidden", "128", "--layers", "2", "--repeats", "1"),
     )  # fmt: skip
-    assert_positive(result)
+    # Their memory is there from the repeat before.
+    assert_positive(result, may_be_zero=("/peak_bytes_of_a_rank/",))
     assert result["save_over_dd"] == pytest.approx(
         result["save_gb_per_s"]["median"] / result["dd_write_gb_per_s"]["median"]
     )

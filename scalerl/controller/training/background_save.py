@@ -22,7 +22,7 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
 
 
 def begin_save(workers: WorkerGroup, role: str, directory: str) -> Writing:
-    """Begins a save: when this returns every rank has copied what it saves, and writes it into the directory."""
+    """Begins a save: every rank writes into the directory the weights and optimizer that it has when this returns."""
     workers.call(MegatronWorker.begin_save_checkpoint, role, directory)
     return functools.partial(_finish, workers, role, Path(directory))
 

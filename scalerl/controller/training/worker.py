@@ -228,7 +228,7 @@ class MegatronWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
     def begin_save_checkpoint(self, role: str, directory: str) -> None:
-        """Begins a save as `save_checkpoint`, but only copies what this rank saves; a thread writes it."""
+        """Begins a save as `save_checkpoint`: threads copy what this rank saves, before it changes, and write it."""
         from scalerl.parallel.background_save import BackgroundSave
 
         if self.background_save is None:

@@ -96,7 +96,7 @@ def test_merged_model_is_the_original_byte_for_byte(tmp_path, family, tied, dtyp
     assert summary.num_tensors == len(original)
     assert summary.num_bytes == sum(t.nbytes for t in original.values())
     others = {p.name for p in hf_dir.iterdir()} - {"model.safetensors"}
-    assert "config.json" in others
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= others
     for name in others:
         assert (target / name).read_bytes() == (hf_dir / name).read_bytes()
     assert {p.name for p in target.iterdir()} == others | {"model.safetensors"}

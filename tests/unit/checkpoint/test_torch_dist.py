@@ -1,0 +1,84 @@
+"""Reading boxes of stored tensors: of any pieces, into any memory, with every digest compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.checkpoint import torch_dist
+from scalerl.checkpoint.pieces import Piece, write_file, write_index
+from scalerl.checkpoint.torch_dist import INDEX_NAME, DamagedCheckpointError, DistCheckpoint, PieceReader
+
+WHOLE = torch.arange(7 * 5 * 4, dtype=torch.float32).view(7, 5, 4)
+# (offsets, sizes): rows, a row in two parts, columns, and columns of columns.
+BOXES = [
+    ((0, 0, 0), (2, 5, 4)),
+    ((2, 0, 0), (1, 2, 4)),
+    ((2, 2, 0), (1, 3, 4)),
+    ((3, 0, 0), (3, 3, 4)),
+    ((3, 3, 0), (3, 2, 1)),
+    ((3, 3, 1), (3, 2, 3)),
+    ((6, 0, 0), (1, 5, 4)),
+]
+
+
+def part_of_whole(box: torch_dist.Box) -> torch.Tensor:
+    return torch_dist.box_view(WHOLE, box, (0, 0, 0))
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """WHOLE as two files, read in parts of a row or two; and a number without dimensions."""
+    monkeypatch.setattr(torch_dist, "CACHED_BYTES", 100)
+    pieces = [
+        Piece(
+            "whole", tuple(WHOLE.shape), offsets, torch_dist.box_view(WHOLE, (offsets, sizes), (0, 0, 0)).contiguous()
+        )
+        for offsets, sizes in BOXES
+    ]
+    pieces.append(Piece("number", (), (), torch.tensor(3.0)))
+    files = [write_file(tmp_path / f"__{rank}_0.distcp", pieces[rank::2]) for rank in range(2)]
+    write_index(tmp_path, files, {})
+    return tmp_path
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_box_of_any_pieces(directory: Path, dtype: torch.dtype, with_index: bool) -> None:
+    if not with_index:
+        (directory / INDEX_NAME).unlink()
+    with DistCheckpoint(directory) as stored:
+        assert torch.equal(stored.read("whole"), WHOLE) and stored.read("number") == 3.0
+        for offsets in [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 1)]:
+            for end in [(4, 5, 4), (7, 5, 4), (7, 4, 2), (5, 4, 4)]:
+                sizes = tuple(stop - start for start, stop in zip(offsets, end, strict=True))
+                out = torch.full(sizes, torch.nan, dtype=dtype)
+                stored.read_box("whole", (offsets, sizes), out)
+                assert torch.equal(out, part_of_whole((offsets, sizes)).to(dtype))
+                # Memory in another order.
+                turned = torch.empty(tuple(reversed(sizes)), dtype=dtype).permute(2, 1, 0)
+                stored.read_box("whole", (offsets, sizes), turned)
+                assert torch.equal(turned, out)
+
+
+def test_a_flipped_byte_is_found_by_who_reads_any_part_of_its_piece(directory: Path) -> None:
+    with DistCheckpoint(directory) as stored:
+        piece = next(piece for piece in stored.pieces("whole") if piece.offsets == (3, 0, 0))
+        assert piece.payload is not None
+        for at in (0, piece.payload, piece.payload + piece.payload_bytes - 1, piece.num_bytes - 1):
+            with (directory / piece.file).open("r+b") as file:
+                file.seek(piece.start + at)
+                byte = file.read(1)[0]
+                file.seek(piece.start + at)
+                file.write(bytes([byte ^ 1]))
+            with pytest.raises(DamagedCheckpointError, match=r"tensor whole at \[3, 0, 0\]"):
+                stored.read_box("whole", ((5, 0, 0), (1, 1, 1)), torch.empty(1, 1, 1))
+            with pytest.raises(DamagedCheckpointError):
+                PieceReader(stored, piece).finish()
+            stored.read_box("whole", ((0, 0, 0), (3, 5, 4)), torch.empty(3, 5, 4))
+            with (directory / piece.file).open("r+b") as file:
+                file.seek(piece.start + at)
+                file.write(bytes([byte]))
+        PieceReader(stored, piece).finish()
