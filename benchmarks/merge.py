@@ -117,7 +117,8 @@ def one_core(directory: Path) -> dict[str, float]:
     from scalerl.checkpoint.digest import CACHED_BYTES, Digest
     from scalerl.checkpoint.writeback import reserve
 
-    part, best = bytearray(os.urandom(CACHED_BYTES)), dict.fromkeys(("write", "read", "hash"), 0.0)
+    part = bytearray(os.urandom(CACHED_BYTES))
+    best: dict[str, float] = {"write": 0.0, "read": 0.0, "hash": 0.0}
     for _ in range(3):
         file = os.open(directory / "sample", os.O_RDWR | os.O_CREAT)
         reserve(file, SAMPLE_BYTES)
