@@ -7,7 +7,7 @@ they have been copied.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class BackgroundSave:
 
 
 def _copy(
-    memory: HostCopy, pieces: Sequence[Piece], ready: torch.cuda.Event | None, copied: threading.Event
+    memory: HostCopy, pieces: Iterable[Piece], ready: torch.cuda.Event | None, copied: threading.Event
 ) -> list[Piece]:
     try:
         return memory.take(pieces, ready)

@@ -7,7 +7,7 @@ tensor, so what is stored has no trace of the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -77,7 +77,7 @@ class Share:
     """What one rank writes of a checkpoint, and the state that is the same on all ranks (`common`)."""
 
     rank: int
-    pieces: Sequence[Piece]
+    pieces: Iterable[Piece]
     rng: dict[str, torch.Tensor]
     common: dict[str, Any]
 
@@ -109,12 +109,9 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
 
 def own_share(engine: MegatronEngine) -> Share:
-    """This rank's share of a checkpoint. Its pieces are the engine's own memory: they are as they are when written.
-
-    No collective.
-    """
+    """This rank's share of a checkpoint; no collective. Its pieces are the engine's memory, as it is when read."""
     engine.require_on_device(*_STATE, work="saving a checkpoint")
-    return Share(dist.get_rank(), list(_own_pieces(engine)), _rng_state(), _common_state(engine))
+    return Share(dist.get_rank(), _own_pieces(engine), _rng_state(), _common_state(engine))
 
 
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:

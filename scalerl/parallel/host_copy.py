@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,17 +24,18 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def take(self, pieces: Sequence[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
+    def take(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
         """Copies the pieces to host memory. The copies stay until the next call.
 
         ready: of pieces on a GPU, from when on they are what is to be copied; the copies have a stream of their own.
         """
-        sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in pieces)
+        taken = list(pieces)
+        sizes = (-(-piece.tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for piece in taken)
         starts = list(itertools.accumulate(sizes, initial=0))
         self._reserve(starts[-1], pin=ready is not None)
         copies = []
         with _own_stream(ready):
-            for piece, start in zip(pieces, starts, strict=False):
+            for piece, start in zip(taken, starts, strict=False):
                 memory = self._memory[start : start + piece.tensor.nbytes]
                 host = memory.view(piece.tensor.dtype).view(piece.tensor.shape)
                 host.copy_(piece.tensor.detach(), non_blocking=True)
