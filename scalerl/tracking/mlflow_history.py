@@ -11,10 +11,10 @@ def read_histories(tracking_uri: str) -> Histories:
 
     client = MlflowClient(tracking_uri=tracking_uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    found: Histories = {}
+    histories: Histories = {}
     for run in client.search_runs(experiments):
-        steps = found.setdefault(run.info.run_id, {})
+        steps = histories.setdefault(run.info.run_id, {})
         for key in run.data.metrics:
             for entry in client.get_metric_history(run.info.run_id, key):
                 steps.setdefault(entry.step, {})[key] = entry.value
-    return found
+    return histories

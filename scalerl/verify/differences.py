@@ -67,7 +67,7 @@ def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Fi
     roles = [{path.parent.name for path in at.glob("*/dist_ckpt")} for at in (one, other)]
     if roles[0] != roles[1]:
         return [Finding("models", ", ".join(sorted(roles[0])), f"{sorted(roles[0])}, {sorted(roles[1])}")]
-    found = []
+    findings = []
     for role in sorted(roles[0]):
         with DistCheckpoint(one / role / "dist_ckpt") as ours, DistCheckpoint(other / role / "dist_ckpt") as theirs:
             for what, wanted in (
@@ -76,14 +76,14 @@ def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Fi
             ):
                 keys = [sorted(filter(wanted, stored.tensors)) for stored in (ours, theirs)]
                 differences = _tensors(ours, theirs, keys, tolerance)
-                found.append(finding(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
+                findings.append(finding(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
         updates = [torch.load(at / role / "dist_ckpt" / "common.pt", weights_only=True) for at in (one, other)]
         names = ("num_updates", "grad_scaler")
         states = [{name: common[name] for name in names if name in common} for common in updates]
-        found.append(
+        findings.append(
             finding(f"{role}: number of updates", str(states[0]["num_updates"]), _values(states[0], states[1]))
         )
-    return found
+    return findings
 
 
 def compare_random_states(one: Path, other: Path) -> Finding:
@@ -144,15 +144,15 @@ def _short(value: Any) -> str:
 
 def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl as step -> numbers; a resume replaces what the process before it logged later. {}: no file."""
-    found: dict[int, dict[str, float]] = {}
+    steps: dict[int, dict[str, float]] = {}
     path = run_dir / "metrics.jsonl"
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         line = json.loads(text)
         if "resumed_from" in line:
-            found = {step: data for step, data in found.items() if step <= line["resumed_from"]}
+            steps = {step: data for step, data in steps.items() if step <= line["resumed_from"]}
         else:
-            found.setdefault(line["step"], {}).update(line["data"])
-    return found
+            steps.setdefault(line["step"], {}).update(line["data"])
+    return steps
 
 
 def reproducible(data: Mapping[str, float]) -> dict[str, float]:

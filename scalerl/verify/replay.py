@@ -104,7 +104,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(table(findings))
-    return 0 if all(found.difference is None for found in findings) else 1
+    return 0 if all(each.difference is None for each in findings) else 1
 
 
 def config_of(run_dir: Path, keys: Sequence[str] = ()) -> PPOConfig:
@@ -142,8 +142,8 @@ def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> Source:
     if step > 1:
         before = run_dir / f"global_step_{step - 1}"
         if not before.is_dir():
-            found = sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_[0-9]*"))
-            steps = ", ".join(str(n + 1) for n in [0, *found])
+            saved = sorted(int(path.name.rpartition("_")[2]) for path in run_dir.glob("global_step_[0-9]*"))
+            steps = ", ".join(str(n + 1) for n in [0, *saved])
             raise UserError(
                 f"{before} is not there: step {step} began from it. Of this run, steps {steps} can be computed again, "
                 "where they were dumped"
@@ -168,25 +168,25 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
 
     from scalerl.protocol import DataProto, Jagged
 
-    found = pq.read_table(path)
-    missing = [name for name in _NEEDED if name not in found.column_names]
+    dump = pq.read_table(path)
+    missing = [name for name in _NEEDED if name not in dump.column_names]
     if missing:
         raise UserError(
             f"{path} has no column {', '.join(missing)}: an earlier version of scalerl wrote it, without all that a "
             "step is computed from; it cannot be computed again"
         )
     dtypes = dict(zip(TOKEN_COLUMNS, (torch.int64, torch.bool, torch.float32), strict=True))
-    tokens = {name: Jagged.from_list(found[name].to_pylist(), dtype) for name, dtype in dtypes.items()}
+    tokens = {name: Jagged.from_list(dump[name].to_pylist(), dtype) for name, dtype in dtypes.items()}
     samples: dict[str, np.ndarray] = {}
-    for name in found.column_names:
-        if name in _MADE or pa.types.is_list(found.schema.field(name).type):
+    for name in dump.column_names:
+        if name in _MADE or pa.types.is_list(dump.schema.field(name).type):
             continue
-        values = found[name].to_pylist()
-        if pa.types.is_string(found.schema.field(name).type):
+        values = dump[name].to_pylist()
+        if pa.types.is_string(dump.schema.field(name).type):
             samples[name] = np.empty(len(values), dtype=object)
             samples[name][:] = [json.loads(value) for value in values] if name == "reward_extra" else values
         else:
-            samples[name] = found[name].to_numpy()
+            samples[name] = dump[name].to_numpy()
     return DataProto(tokens), samples
 
 
@@ -324,7 +324,7 @@ def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: 
     if tolerance:
         both = [key for key in both if key in _ANY_LAYOUT]
     how = "bit for bit" if not tolerance else f"within {tolerance:g}, of another layout"
-    found = []
+    findings = []
     for what, wanted in (
         ("loss", [key for key in both if key in ("actor/pg_loss", "critic/vf_loss")]),
         ("gradient norm", [key for key in both if key.endswith("/grad_norm")]),
@@ -334,14 +334,16 @@ def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: 
             differences = metric_differences(
                 {source.step: logged}, {source.step: metrics}, wanted=set(wanted).__contains__, tolerance=tolerance
             )
-            found.append(finding(what, f"{len(wanted)} numbers {how}", differences))
-    if not found:
-        found.append(Finding("loss", "the run has no metrics.jsonl (trainer.logger without file)", is_compared=False))
+            findings.append(finding(what, f"{len(wanted)} numbers {how}", differences))
+    if not findings:
+        findings.append(
+            Finding("loss", "the run has no metrics.jsonl (trainer.logger without file)", is_compared=False)
+        )
     if source.after is None:
-        found.append(Finding("weights", f"there is no global_step_{source.step}", is_compared=False))
+        findings.append(Finding("weights", f"there is no global_step_{source.step}", is_compared=False))
     else:
-        found += compare_models(source.after, work, tolerance=tolerance)
-    return found
+        findings += compare_models(source.after, work, tolerance=tolerance)
+    return findings
 
 
 def is_same_layout(source: Source, cfg: PPOConfig) -> bool:

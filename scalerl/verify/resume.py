@@ -102,7 +102,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
             f"{cfg.actor_rollout_ref.rollout.name} draws others after a resume: its sampler has no state that could be "
             "saved (rollout.name=embedded has)"
         )
-    same = all(found.difference is None for found in findings)
+    same = all(each.difference is None for each in findings)
     if same and not options.keep:
         shutil.rmtree(root)
     else:
@@ -147,18 +147,18 @@ def compare(pair: Pair, *, is_exact: bool) -> list[Finding]:
     metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
     dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]
     lr = {"actor/lr", "critic/lr"}
-    found = [
+    findings = [
         Finding("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
         compare_samples(dumps[0], dumps[1], steps, None if is_exact else _ASKED),
         compare_states(*pair.checkpoints),
         finding("learning rates", f"{pair.num_steps} steps", metric_differences(*metrics, wanted=lr.__contains__)),
     ]
     if is_exact:
-        found += compare_models(*pair.checkpoints)
-        found.append(compare_random_states(*pair.checkpoints))
+        findings += compare_models(*pair.checkpoints)
+        findings.append(compare_random_states(*pair.checkpoints))
         num_metrics = sum(map(len, metrics[0].values()))
-        found.append(finding("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
-    return [*found, _histories(pair, is_exact)]
+        findings.append(finding("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
+    return [*findings, _histories(pair, is_exact)]
 
 
 def _steps(metrics: dict[int, dict[str, float]], num_steps: int) -> str | None:
@@ -168,14 +168,14 @@ def _steps(metrics: dict[int, dict[str, float]], num_steps: int) -> str | None:
 def _histories(pair: Pair, is_exact: bool) -> Finding:
     from scalerl.tracking.mlflow_history import read_histories
 
-    found = [read_histories(_mlflow_uri(at)) for at in (pair.straight, pair.resumed)]
-    numbers = sum(len(data) for history in found[0].values() for data in history.values())
+    histories = [read_histories(_mlflow_uri(at)) for at in (pair.straight, pair.resumed)]
+    numbers = sum(len(data) for run in histories[0].values() for data in run.values())
 
     def differences() -> Iterator[str]:
-        if len(found[1]) != 1:
-            yield f"the resumed run is {len(found[1])} runs in MLflow"
+        if len(histories[1]) != 1:
+            yield f"the resumed run is {len(histories[1])} runs in MLflow"
             return
-        ours, theirs = (next(iter(histories.values())) for histories in found)
+        ours, theirs = (next(iter(runs.values())) for runs in histories)
         yield from metric_differences(ours, theirs, wanted=is_of_history if is_exact else "training/global_step".__eq__)
 
     return finding(MLFLOW, f"{numbers} numbers of one run", differences())
