@@ -91,7 +91,9 @@ def report_on(command: str, kind: str, arguments: list[str]) -> Report:
             rows.append(Row(translation.written, translation.verdict, translation.becomes, translation.why))
     for violation in result.violations:
         written, _, why = violation.partition(": ")
-        rows.append(Row(written, "dropped", why=why))
+        # What only the shell knows is judged when the command runs.
+        if not _left_to_the_shell(written):
+            rows.append(Row(written, "dropped", why=why))
     if kind == "ppo":
         rows += _defaults(result, {_key(text) for text in open_arguments})
     return Report(command, rows)

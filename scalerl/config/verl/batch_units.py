@@ -44,11 +44,15 @@ def tokens_of_a_device(match: re.Match[str], value: Any, context: Context) -> Ou
     key = f"{section}.max_tokens_per_micro_batch"
     if isinstance(value, str) and f"{_ACTOR}.ppo_max_token_len_per_gpu" in value:
         return Becomes({key: f"${{{_ACTOR}.max_tokens_per_micro_batch}}"})
-    if type(value) is not int:
-        return Refused(f"is a number of tokens; set {key} to one")
     megatron = "megatron" if section == "data" else f"{section}.megatron"
     cp_size = _size(context, f"{megatron}.context_parallel_size")
-    return Becomes({key: value * cp_size}, f"times context_parallel_size {cp_size}" if cp_size > 1 else "")
+    why = f"times context_parallel_size {cp_size}" if cp_size > 1 else ""
+    if type(value) is int:
+        return Becomes({key: value * cp_size}, why)
+    if isinstance(value, str) and "$" in value:
+        # A script's, which only its shell knows.
+        return Becomes({key: f"$(({value} * {cp_size}))" if cp_size > 1 else value}, why)
+    return Refused(f"is a number of tokens; set {key} to one")
 
 
 def _size(context: Context, key: str) -> int:

@@ -89,3 +89,14 @@ def test_a_script_without_a_program_of_verl_is_refused(tmp_path: Path, capsys):
     assert main(["translate", str(script)]) == 0
     assert capsys.readouterr().out.startswith("scalerl train")
     assert main(["translate", str(tmp_path / "none.sh")]) == 2
+
+
+def test_what_only_the_shell_knows_is_renamed_and_multiplied_there():
+    sizes = [f"{ACTOR}.megatron.context_parallel_size=2", f"{ACTOR}.grad_clip=$CLIP"]
+    rows = report_on("train", "ppo", [*sizes, f"{ACTOR}.ppo_max_token_len_per_gpu=$TOKENS"]).rows
+    becomes = {row.written: row.becomes for row in rows if row.fate == "renamed"}
+    assert becomes == {
+        f"{ACTOR}.grad_clip=$CLIP": (f"{ACTOR}.optim.clip_grad=$CLIP",),
+        f"{ACTOR}.ppo_max_token_len_per_gpu=$TOKENS": (f"{ACTOR}.max_tokens_per_micro_batch=$(($TOKENS * 2))",),
+    }
+    assert not [row for row in rows if row.fate == "dropped"]
