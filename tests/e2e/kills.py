@@ -202,7 +202,7 @@ def _in_mlflow(pair: Pair, is_exact: bool) -> Finding:
                 yield f"run {other}, which is not the checkpoint's, goes on to step {max(steps)}"
 
     numbers = sum(len(data) for data in wanted.values())
-    return finding(MLFLOW, f"{numbers} numbers; {len(others)} runs before the first checkpoint", differences())
+    return finding(MLFLOW, f"{numbers} numbers; runs before the first checkpoint: {len(others)}", differences())
 
 
 def _other_lines(
