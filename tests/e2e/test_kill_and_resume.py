@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
 from scalerl.merge import merge
 from scalerl.runtime.stop import EXIT_REQUEUE
 from scalerl.verify.differences import reproducible
@@ -204,8 +205,8 @@ def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -
     struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 15.0}))
     print(struck)
     assert len(struck) == 2
-    tracker = run_dir / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
+    latest = find_latest_ckpt_path(run_dir)
+    return 0 if latest is None else int(read_trainer_state(latest)["step"])
 
 
 def assert_merged_model_is_the_trained_one(inputs: Inputs, start_job: StartJob, run_dir: Path, target: Path) -> None:
