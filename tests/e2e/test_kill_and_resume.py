@@ -202,7 +202,7 @@ def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -
         kills.Moment(phase, chosen.random(), 0 if phase in kills.RARE else chosen.randrange(kills.SAVE_FREQ)),
     ]
     watched = main_ppo([*arguments, f"trainer.custom_fit.path={watched_loop.__file__}"])
-    struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 15.0}))
+    struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 5.0}))
     print(struck)
     assert len(struck) == 2
     latest = find_latest_ckpt_path(run_dir)
