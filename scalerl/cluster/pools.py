@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,14 +125,36 @@ ANSWER_TIMEOUT_S = 10.0
 POLL_S = 0.2
 
 
+# A label of Ray's nodes: where a node is in the network, from the outermost switch inwards. The launcher sets it.
+TOPOLOGY_LABEL = "scalerl-topology"
+
+
+def in_network_order(nodes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Orders nodes so that neighbours in the network are neighbours; returns their indices.
+
+    nodes: as of `ray.nodes()`.  Without a place in the network a node's name counts, and the numbers in it as numbers.
+    """
+
+    def place(index: int) -> list[tuple[bool, int, str]]:
+        text = nodes[index]["Labels"].get(TOPOLOGY_LABEL) or nodes[index]["NodeName"]
+        parts = re.findall(r"\d+|\D", text)
+        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+    return sorted(range(len(nodes)), key=place)
+
+
 @dataclass(frozen=True)
 class ResourcePool:
-    """Devices reserved in the Ray cluster: nnodes bundles of devices_per_node devices each, one bundle per node."""
+    """Devices reserved in the Ray cluster: nnodes bundles of devices_per_node devices each, one bundle per node.
+
+    bundles: of the nodes of the pool, in their order in the network.
+    """
 
     group: PlacementGroup
     nnodes: int
     devices_per_node: int
     device: str
+    bundles: Sequence[int]
     # Idle actors that earlier runs left, the longest unused first.
     idle: list[tuple[ActorSpec, ActorHandle]] = field(default_factory=list, compare=False)
 
@@ -154,18 +177,23 @@ class ResourcePool:
                 f"no {nnodes} nodes with {bundle} each within {timeout_s:.0f} s; the cluster has "
                 f"{ray.cluster_resources()}. Set {section}.nnodes and {section}.n_gpus_per_node to what is there"
             )
-        return cls(group, nnodes, devices_per_node, device)
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        places = placement_group_table(group)["bundles_to_node_id"]
+        bundles = in_network_order([nodes[places[bundle]] for bundle in range(nnodes)])
+        return cls(group, nnodes, devices_per_node, device, bundles)
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.devices_per_node
 
     def place(self, node: int, *, num_devices: float) -> dict:
-        """Ray options for an actor on that node's bundle."""
+        """Ray options for an actor on that node's bundle.  node: index of a node in the pool."""
         return {
             "num_cpus": num_devices,
             "num_gpus": num_devices if self.device == "cuda" else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self.group, placement_group_bundle_index=self.bundles[node]
+            ),
         }
 
     def node_ids(self) -> set[str]:

@@ -16,7 +16,7 @@ from scalerl.servers.server_set import ReplicaPlan, plan_replicas
 
 
 def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:
-    return ResourcePool(None, nnodes, devices_per_node, device)
+    return ResourcePool(None, nnodes, devices_per_node, device, range(nnodes))
 
 
 def test_replicas_fill_the_nodes_in_order() -> None:
