@@ -57,6 +57,7 @@ TWO_SIZES = Domain(
 )
 STEPS = Domain(lambda v: _are_distinct(v, low=1), "a list of different steps, the first being 1", "[]")
 RANKS = Domain(lambda v: _are_distinct(v, low=0) and len(v) > 0, "a list of at least one rank, each once", "[0]")
+SEEDS = Domain(lambda v: _are_distinct(v, low=0), "a list of different whole numbers, each at least 0", "[0,1,2]")
 
 
 def _are_distinct(value: Any, *, low: int) -> bool:

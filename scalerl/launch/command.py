@@ -6,10 +6,17 @@ import argparse
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scalerl.errors import CommandParser, UserError
+
+if TYPE_CHECKING:
+    from scalerl.launch.plan import Plan
+    from scalerl.launch.record import Record
+    from scalerl.launch.slurm import Job
 
 USAGE = """\
 usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
@@ -25,7 +32,8 @@ usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--d
   attach    a shell, or a command, on a node of the job
   cancel    end the job for good; with trainer.save_deadline_s the run saves first
 
-RUN is trainer.default_local_dir. docs/slurm.md says what a job does.
+RUN is trainer.default_local_dir. With slurm.seeds each run has RUN/seed_K; status and cancel take RUN for all of them.
+docs/slurm.md says what a job does.
 """
 LAUNCHERS_OWN = "[scalerl "
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -46,13 +54,14 @@ def _slurm(arguments: list[str]) -> int:
     from scalerl.config import help_text
     from scalerl.launch import slurm
     from scalerl.launch.plan import make_plan
-    from scalerl.launch.record import Record
 
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(f"{USAGE}\n{help_text('launch')}\n\nKeys of the run: scalerl train --help")
         return 0
     plan = make_plan([text for text in arguments if text != "--dry-run"])
-    _refuse_second_job(plan.run_dir)
+    live = {run_dir: _live_jobs(run_dir) for run_dir in plan.run_dirs}
+    if "dependency" not in plan.script.options:
+        _refuse_second_job(live)
     script = plan.write()
     print(f"script  {script}")
     print(f"checked {slurm.test_only(script)}")
@@ -60,48 +69,103 @@ def _slurm(arguments: list[str]) -> int:
         print(f"Everything checked; --dry-run submits nothing. By hand: sbatch {script}")
         return 0
     job_id = slurm.submit(script)
-    output = str(plan.script.options["output"]).replace("%j", job_id)
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    Record(job_id, now, str(script), output, str(plan.run_dir / "logs" / job_id)).write(plan.run_dir)
-    devices = f" x {plan.gpus_per_node} GPUs" if plan.gpus_per_node else ""
-    print(
-        f"job     {job_id}: {plan.num_nodes} node{'s' * (plan.num_nodes != 1)}{devices}\n"
-        f"output  {output}\n"
-        f"logs    {plan.run_dir / 'logs' / job_id / 'latest'}\n"
-        f"status  scalerl launch status {plan.run_dir}\n"
-        f"attach  scalerl launch attach {plan.run_dir}    (srun --overlap --jobid={job_id} --pty bash)\n"
-        f"cancel  scalerl launch cancel {plan.run_dir}    (scancel {job_id})"
-    )
+    _write_records(plan, job_id, script, live)
+    _say_submitted(plan, job_id)
     return 0
 
 
-def _refuse_second_job(run_dir: Path) -> None:
-    from scalerl.launch import slurm
+def _live_jobs(run_dir: Path) -> list[tuple[Record, Job]]:
+    """The jobs of a run that are not over, in the order of their submission."""
     from scalerl.launch.record import read_record
 
     record = read_record(run_dir)
-    job = None if record is None else slurm.job(record.job_id)
-    if record is not None and job is not None and not job.is_over:
-        raise UserError(
-            f"{run_dir}: its job {record.job_id} is {job.state}; wait for it, end it with scalerl launch cancel "
-            f"{run_dir}, or give another trainer.default_local_dir"
-        )
+    jobs = [] if record is None else _jobs(record)
+    return [(each, job) for each, job in jobs if job is not None and not job.is_over]
+
+
+def _jobs(record: Record) -> list[tuple[Record, Job | None]]:
+    """The record's jobs and what Slurm says of each, in the order of their submission."""
+    from scalerl.launch import slurm
+
+    return [(each, slurm.job(each.job_id)) for each in (*record.earlier, record)]
+
+
+def _refuse_second_job(live: dict[Path, list[tuple[Record, Job]]]) -> None:
+    """A second job would find the run's directory locked, unless it waits for the first."""
+    for run_dir, jobs in live.items():
+        for record, job in jobs:
+            raise UserError(
+                f"{run_dir}: its job {record.job_id} is {job.state}; wait for it, end it with scalerl launch cancel "
+                f"{run_dir}, give another trainer.default_local_dir, or let the new job wait for it: "
+                "slurm.options={dependency:singleton}"
+            )
+
+
+def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[tuple[Record, Job]]]) -> None:
+    from scalerl.launch.record import Record
+
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    output = str(plan.script.options["output"]).replace("%j", job_id).replace("%A", job_id)
+    for place, run_dir in enumerate(plan.run_dirs):
+        own_id = f"{job_id}_{place}" if plan.script.seeds else job_id
+        earlier = [replace(record, earlier=[]) for record, _ in live[run_dir]]
+        logs = str(run_dir / "logs" / own_id)
+        Record(own_id, now, str(script), output.replace("%a", str(place)), logs, earlier).write(run_dir)
+    if plan.script.seeds:
+        seeds = list(plan.script.seeds)
+        Record(job_id, now, str(script), output, str(plan.run_dir), seeds=seeds).write(plan.run_dir)
+
+
+def _say_submitted(plan: Plan, job_id: str) -> None:
+    from scalerl.launch.record import read_record
+
+    devices = f" x {plan.gpus_per_node} GPUs" if plan.gpus_per_node else ""
+    tasks = f"{len(plan.script.seeds)} runs of " if plan.script.seeds else ""
+    print(f"job     {job_id}: {tasks}{plan.num_nodes} node{'s' * (plan.num_nodes != 1)}{devices}")
+    for run_dir in plan.run_dirs:
+        record = read_record(run_dir)
+        assert record is not None, "just written"
+        if plan.script.seeds:
+            print(f"run     {run_dir}: job {record.job_id}")
+        print(f"output  {record.output}\nlogs    {Path(record.logs) / 'latest'}")
+    one = plan.run_dirs[0]
+    attach_by_hand = "" if plan.script.seeds else f"    (srun --overlap --jobid={job_id} --pty bash)"
+    print(
+        f"status  scalerl launch status {plan.run_dir}\n"
+        f"attach  scalerl launch attach {one}{attach_by_hand}\n"
+        f"cancel  scalerl launch cancel {plan.run_dir}    (scancel {job_id})"
+    )
 
 
 def _status(arguments: list[str]) -> int:
-    from scalerl.launch import slurm
+    from scalerl.launch.plan import seed_dir
 
     run_dir = _run_dir("status", arguments)
     record = _record(run_dir)
-    job = slurm.job(record.job_id)
-    if job is None:
-        print(f"job {record.job_id}, submitted {record.submitted_at}: Slurm no longer knows it")
-    else:
+    for place, seed in enumerate(record.seeds):
+        own_dir = Path(seed_dir(run_dir, seed))
+        print(f"{chr(10) if place else ''}run     {own_dir}")
+        _print_status(own_dir, _record(own_dir))
+    if not record.seeds:
+        _print_status(run_dir, record)
+    return 0
+
+
+def _print_status(run_dir: Path, record: Record) -> None:
+    jobs = _jobs(record)
+    for each, job in jobs:
+        if job is None:
+            print(f"job {each.job_id}, submitted {each.submitted_at}: Slurm no longer knows it")
+            continue
+        # Of earlier jobs only what is still to come.
+        if job.is_over and each is not record:
+            continue
         reason = f" ({job.reason})" if job.reason != "None" else ""
         code = f", exit code {job.exit_code}" if job.is_over else ""
         nodes = f", on {job.nodes}" if job.nodes else ""
-        print(f"job {record.job_id}: {job.state}{reason}{code}, attempt {job.restarts}{nodes}")
-        print(f"time    {job.run_time} of {job.time_limit}, submitted {record.submitted_at}")
+        print(f"job {each.job_id}: {job.state}{reason}{code}, attempt {job.restarts}{nodes}")
+        print(f"time    {job.run_time} of {job.time_limit}, submitted {each.submitted_at}")
+    record, _ = _current(jobs)
     print(f"output  {record.output}")
     launcher_lines = [line for line in _last_lines(Path(record.output), 200) if line.startswith(LAUNCHERS_OWN)]
     if launcher_lines:
@@ -109,7 +173,22 @@ def _status(arguments: list[str]) -> int:
     tracker = run_dir / TRACKER
     if tracker.exists():
         print(f"newest  {run_dir / f'global_step_{tracker.read_text().strip()}'}")
-    return 0
+
+
+def _current(jobs: list[tuple[Record, Job | None]]) -> tuple[Record, Job | None]:
+    """The job of a run that is its turn: the first that is not over, else the last."""
+    return next(((record, job) for record, job in jobs if job is not None and not job.is_over), jobs[-1])
+
+
+def _one_job(run_dir: Path) -> tuple[Record, Job | None]:
+    """The current job of a run. Raises UserError for the directory of an array, of which each run has its own."""
+    from scalerl.launch.plan import seed_dir
+
+    record = _record(run_dir)
+    if record.seeds:
+        runs = ", ".join(seed_dir(run_dir, seed) for seed in record.seeds)
+        raise UserError(f"{run_dir}: has a run for each of its slurm.seeds; give one of {runs}")
+    return _current(_jobs(record))
 
 
 def _logs(arguments: list[str]) -> int:
@@ -118,7 +197,7 @@ def _logs(arguments: list[str]) -> int:
     parser.add_argument("--follow", "-f", action="store_true")
     parser.add_argument("--all", "-a", action="store_true")
     options = parser.parse_args(arguments)
-    record = _record(Path(options.run))
+    record, _ = _one_job(Path(options.run))
     if options.all:
         return _all_logs(Path(record.logs) / "latest", options.lines, options.follow)
     output = Path(record.output)
@@ -151,20 +230,23 @@ def _attach(arguments: list[str]) -> int:
     parser.add_argument("--node", help="default: the one that the run's driver is on")
     num_own = 3 if arguments[1:2] == ["--node"] else 1
     options, command = parser.parse_args(arguments[:num_own]), arguments[num_own:]
-    record = _record(Path(options.run))
-    job = slurm.job(record.job_id)
+    record, job = _one_job(Path(options.run))
     if job is None or job.state != "RUNNING":
         state = "over" if job is None else job.state
         raise UserError(f"job {record.job_id} is {state}: there is no node to attach to")
-    return slurm.attach(record.job_id, options.node or job.head, command)
+    return slurm.attach(job.number, options.node or job.head, command)
 
 
 def _cancel(arguments: list[str]) -> int:
     from scalerl.launch import slurm
 
-    record = _record(_run_dir("cancel", arguments))
-    slurm.cancel(record.job_id)
-    print(f"job {record.job_id}: cancelled")
+    run_dir = _run_dir("cancel", arguments)
+    record = _record(run_dir)
+    # The last first: a job that waits for another would begin.
+    waiting = [] if record.seeds else [each for each, _ in _live_jobs(run_dir) if each.job_id != record.job_id]
+    for each in (record, *reversed(waiting)):
+        slurm.cancel(each.job_id)
+        print(f"job {each.job_id}: cancelled")
     return 0
 
 
@@ -178,7 +260,7 @@ def _run_dir(command: str, arguments: list[str]) -> Path:
     return Path(_parser(command).parse_args(arguments).run)
 
 
-def _record(run_dir: Path):
+def _record(run_dir: Path) -> Record:
     from scalerl.launch.record import RECORD, read_record
 
     record = read_record(run_dir)

@@ -6,15 +6,16 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
-from scalerl.launch.script import SCRIPTS, Script
+from scalerl.launch.script import SCRIPTS, SEED, Script
 from scalerl.launch.slurm import Partition, has_pyxis, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
 
@@ -24,7 +25,8 @@ COMMANDS = ("train", "sft")
 # Folders in trainer.default_local_dir.
 LAUNCH, LOGS = "launch", "logs"
 SCRIPT, NEEDS = "job.sbatch", "needs.txt"
-OUTPUT = "slurm-%j.out"
+OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
+ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "SCALERL_*")
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
 
 
@@ -51,14 +53,25 @@ class Plan:
     def launch_dir(self) -> Path:
         return self.run_dir / LAUNCH
 
+    @property
+    def run_dirs(self) -> list[Path]:
+        """The directories of the runs: of each seed its own, in their order; without seeds run_dir."""
+        return [Path(seed_dir(self.run_dir, seed)) for seed in self.script.seeds] or [self.run_dir]
+
     def write(self) -> Path:
         """Writes the sbatch file and the files that it reads, and returns its path."""
         self.launch_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / LOGS).mkdir(exist_ok=True)
+        for run_dir in (self.run_dir, *self.run_dirs):
+            (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         (self.launch_dir / NEEDS).write_text("".join(f"{path}\n" for path in self.needs), encoding="utf-8")
         script = self.launch_dir / SCRIPT
         script.write_text(self.script.text(), encoding="utf-8")
         return script
+
+
+def seed_dir(run_dir: Path, seed: int | str) -> str:
+    """The directory of the run that a job array makes with a seed."""
+    return str(run_dir / f"seed_{seed}")
 
 
 def make_plan(arguments: Sequence[str]) -> Plan:
@@ -94,7 +107,8 @@ def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[st
     script = Script(
         options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
         variables=_variables(slurm, run_dir, num_nodes),
-        command=command,
+        command=[*command, *(_seed_overrides(cfg, run_dir) if slurm.seeds else [])],
+        seeds=slurm.seeds,
     )
     return Plan(run_dir, script, num_nodes, gpus_per_node, needed_paths(cfg))
 
@@ -272,19 +286,52 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+def _seed_overrides(cfg: PPOConfig | SFTConfig, run_dir: Path) -> list[str]:
+    """The keys in which the runs of an array differ; they come after the user's own and win."""
+    keys = ["data.seed"]
+    if isinstance(cfg, SFTConfig):
+        keys.append("megatron.seed")
+    else:
+        keys += ["actor_rollout_ref.actor.megatron.seed", "actor_rollout_ref.rollout.seed"]
+        keys += [f"{role.section}.megatron.seed" for role in model_roles(cfg) if role.name == "critic"]
+    return [
+        *(f"{key}={SEED}" for key in keys),
+        f"trainer.experiment_name={cfg.trainer.experiment_name}-seed-{SEED}",
+        f"trainer.default_local_dir={_as_value(seed_dir(run_dir, SEED))}",
+    ]
+
+
+def _as_value(text: str) -> str:
+    """The text as a value on a command line of Hydra, in quotes where it needs them."""
+    if re.fullmatch(rf"[\w/.:@+{SEED}-]+", text):
+        return text
+    return "'" + text.replace("'", r"\'") + "'"
+
+
+def exported(patterns: Sequence[str], environment: Iterable[str]) -> list[str]:
+    """The names of an environment that match one of the patterns (* for any characters) or are always exported."""
+    wanted = (*ALWAYS_EXPORTED, *patterns)
+    return sorted(name for name in environment if any(fnmatchcase(name, pattern) for pattern in wanted))
+
+
 def _options(
     slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, run_dir: Path, num_nodes: int, gpus_per_node: int
 ) -> dict[str, str | None]:
     options: dict[str, str | None] = {
         "job-name": cfg.trainer.experiment_name,
         "chdir": str(Path.cwd()),
-        "output": str(run_dir / LOGS / OUTPUT),
+        "output": str(run_dir / LOGS / (ARRAY_OUTPUT if slurm.seeds else OUTPUT)),
         "nodes": str(num_nodes + slurm.spare_nodes),
         "signal": f"B:USR1@{slurm.notice_s}",
     }
+    if slurm.seeds:
+        options["array"] = f"0-{len(slurm.seeds) - 1}"
     for name in ("time", "partition", "account", "qos"):
         if (value := getattr(slurm, name)) is not None:
             options[name] = value
+    if slurm.export is not None:
+        # NIL: none at all; with NONE Slurm would read the user's login files.
+        options["export"] = ",".join(exported(slurm.export, os.environ)) or "NIL"
     if gpus_per_node and slurm.gpu_option == "gres":
         options["gres"] = f"gpu:{gpus_per_node}"
     elif gpus_per_node:
@@ -295,7 +342,7 @@ def _options(
 def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int) -> dict[str, str]:
     variables = {
         "SCALERL_VENV": slurm.venv or sys.prefix,
-        "SCALERL_LOG_DIR": str(run_dir / LOGS),
+        "SCALERL_LOG_DIR": str(Path(seed_dir(run_dir, SEED) if slurm.seeds else run_dir) / LOGS),
         "SCALERL_NEEDS": str(run_dir / LAUNCH / NEEDS),
         "SCALERL_MAX_RESTARTS": str(slurm.max_restarts),
         "SCALERL_MAX_FAILURES": str(slurm.max_failures),

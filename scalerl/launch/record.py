@@ -1,9 +1,9 @@
-"""The record of a run's job: `launch/job.json` in the run's directory, written at each submission."""
+"""The record of a run's jobs: `launch/job.json` in the run's directory, written at each submission."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from scalerl.errors import UserError
@@ -14,17 +14,25 @@ RECORD = Path("launch/job.json")
 
 @dataclass(frozen=True)
 class Record:
-    """The last job of a run that was submitted.  submitted_at: ISO time, with the zone."""
+    """The last job of a run that was submitted.
+
+    submitted_at: ISO time, with the zone.  earlier: jobs of the run that were not over when this one was submitted.
+    seeds: of an array, whose runs have records of their own.
+    """
 
     job_id: str
     submitted_at: str
     script: str
     output: str
     logs: str
+    earlier: list[Record] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
 
     def write(self, run_dir: Path) -> None:
         """Writes the record into a run's directory, whole or not at all."""
-        with whole_file(run_dir / RECORD) as file:
+        path = run_dir / RECORD
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
             file.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
@@ -34,6 +42,7 @@ def read_record(run_dir: Path) -> Record | None:
     if not path.exists():
         return None
     try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Record(**fields | {"earlier": [Record(**each) for each in fields.get("earlier", [])]})
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not a record of a launched job ({error}); remove it") from None

@@ -10,6 +10,8 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 LAUNCHER = "ray.sbatch"
+# In variables and command: stands for the seed of a task of an array.
+SEED = "\0"
 HEAD = """\
 #!/bin/bash
 # Written by `scalerl launch slurm`. It may be edited, and submitted by hand: sbatch THIS_FILE
@@ -22,20 +24,24 @@ class Script:
     """An sbatch file.
 
     options: options of sbatch by name, without dashes; None for an option without a value.
+    seeds: one for each task of the array; () for a job that is none.
     """
 
     options: Mapping[str, str | None]
     variables: Mapping[str, str]
     command: Sequence[str]
+    seeds: Sequence[int] = ()
 
     def text(self) -> str:
         """The content of the file."""
         options = {**launcher_options(), **self.options}
         lines = [HEAD.rstrip(), *(_directive(name, value) for name, value in options.items()), ""]
+        if self.seeds:
+            lines += [f"seeds=({' '.join(map(str, self.seeds))})", "seed=${seeds[SLURM_ARRAY_TASK_ID]}"]
         variables = {"SCALERL_LAUNCHER": str(SCRIPTS), **self.variables}
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        lines += [f"export {name}={_quoted(value)}" for name, value in variables.items()]
         program = f'exec bash "$SCALERL_LAUNCHER/{LAUNCHER}" {shlex.join(self.command[:2])}'
-        return "\n".join([*lines, "", " \\\n  ".join([program, *map(shlex.quote, self.command[2:])]), ""])
+        return "\n".join([*lines, "", " \\\n  ".join([program, *map(_quoted, self.command[2:])]), ""])
 
 
 def launcher_options() -> dict[str, str | None]:
@@ -43,6 +49,10 @@ def launcher_options() -> dict[str, str | None]:
     text = (SCRIPTS / LAUNCHER).read_text(encoding="utf-8")
     directives = re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE)
     return {name: value or None for name, value in directives}
+
+
+def _quoted(text: str) -> str:
+    return '"$seed"'.join(shlex.quote(part) if part else "" for part in text.split(SEED)) or "''"
 
 
 def _directive(name: str, value: str | None) -> str:

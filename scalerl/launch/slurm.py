@@ -37,9 +37,11 @@ class Partition:
 class Job:
     """What Slurm says of a job.
 
-    state: RUNNING, PENDING, ...  nodes: empty until it runs.  head: the node that its batch script is on.
+    number: a task of an array has one of its own, too.  state: RUNNING, PENDING, ...  nodes: empty until it runs.
+    head: the node that its batch script is on.
     """
 
+    number: str
     state: str
     reason: str
     nodes: str
@@ -101,12 +103,17 @@ def _sbatch(option: str, script: Path) -> str:
 
 
 def job(job_id: str) -> Job | None:
-    """Asks Slurm about a job; None where Slurm no longer knows it, some minutes after its end."""
+    """Asks Slurm about a job; None where Slurm no longer knows it, some minutes after its end.
+
+    job_id: 12, or 12_0 for a task of an array.
+    """
     done = _call("scontrol", "-o", "show", "job", job_id)
-    if done.returncode and "Invalid job id" in done.stderr:
+    # The latter of a task of an array that ended before it began.
+    if done.returncode and any(words in done.stderr for words in ("Invalid job id", "not found")):
         return None
     fields = _fields(_checked(done))
     return Job(
+        number=fields["JobId"],
         state=fields["JobState"],
         reason=fields["Reason"],
         nodes=fields.get("NodeList", "").replace("(null)", ""),
@@ -119,7 +126,7 @@ def job(job_id: str) -> Job | None:
 
 
 def cancel(job_id: str) -> None:
-    """Cancels a job."""
+    """Cancels a job; an array with all its tasks."""
     _run("scancel", job_id)
 
 

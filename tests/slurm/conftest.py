@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.jobs import Inputs
-from tests.slurm.jobs import LAUNCHER, Launch
+from tests.slurm.jobs import LAUNCHER, Launch, launch_on
 from tests.slurm.minislurm import MiniSlurm, why_not
 from tests.tiny_models import make_tiny_model
 
@@ -52,8 +52,7 @@ def launch(slurm: MiniSlurm, submit: object, tmp_path: Path) -> Launch:
     """`scalerl launch ...` on the login node. submit: for the variables that it sets."""
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "scalerl.cli", "launch", *arguments]
-        return slurm.run(*command, cwd=tmp_path, check=False, timeout_s=200)
+        return launch_on(slurm, tmp_path, *arguments)
 
     return run
 

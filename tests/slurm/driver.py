@@ -1,6 +1,7 @@
 """What the jobs of test_ray_job.py run on the head: a real Ray driver.
 
-Modes: `report`; `wait`, until USR1 or TERM: then it asks every node, as a checkpoint does, and ends with 75.
+Modes: `report`; `wait`, until USR1 or TERM: then it asks every node, as a checkpoint does, and ends with 75, with
+`wait slowly` some seconds later, in which it listens to no signal any more.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from scalerl.cluster.pools import ResourcePool
+
 
 @ray.remote(num_cpus=1)
 def where() -> dict[str, object]:
     leaked = [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "MPI_"))]
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return {"host": socket.gethostname(), "leaked": leaked, "devices": sorted(devices.split(","))}
+    interface = os.environ.get("NCCL_SOCKET_IFNAME")
+    return {"host": socket.gethostname(), "leaked": leaked, "devices": sorted(devices.split(",")), "network": interface}
 
 
 @ray.remote(num_cpus=1)
@@ -40,10 +44,18 @@ def report(num_nodes: int, gpus: int) -> dict[str, object]:
     nodes = {node["NodeName"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     leaked = [name for name in os.environ if name.startswith("SLURM")]
     cpus = ray.cluster_resources()["CPU"]
-    return {"nodes": nodes, "tasks": ray.get(tasks, timeout=60), "driver_leaked": leaked, "cpus": cpus}
+    found: dict[str, object] = {
+        "nodes": nodes,
+        "tasks": ray.get(tasks, timeout=60),
+        "driver_leaked": leaked,
+        "cpus": cpus,
+    }
+    pool = ResourcePool.create(nnodes=num_nodes, devices_per_node=1, device="cpu", timeout_s=60)
+    placed = [where.options(**pool.place(i, num_devices=1)).remote() for i in range(num_nodes)]
+    return found | {"order": [answer["host"] for answer in ray.get(placed, timeout=60)]}
 
 
-def wait() -> int:
+def wait(slowly: bool) -> int:
     told: list[signal.Signals] = []
     for signum in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: told.append(signal.Signals(number)))
@@ -59,9 +71,10 @@ def wait() -> int:
     asked = [where.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     hosts = sorted(str(answer["host"]) for answer in ray.get(asked, timeout=30))
     print("SAVED", told[0].name, *hosts, flush=True)
-    # The launcher repeats its notice, also while this process ends, which takes its handlers away.
-    for signum in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    if slowly:
+        # As Python does to a handler while it ends.
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        time.sleep(60)
     return 75
 
 
@@ -69,7 +82,7 @@ def main() -> int:
     mode, *rest = sys.argv[1:]
     ray.init(log_to_driver=False)  # the address comes from RAY_ADDRESS
     if mode == "wait":
-        return wait()
+        return wait("slowly" in rest)
     print("REPORT", json.dumps(report(int(rest[0]), int(rest[1]))), flush=True)
     return int(rest[2])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,15 @@ from tests.slurm.minislurm import POLL_S, MiniSlurm
 
 REPO = Path(__file__).resolve().parents[2]
 LAUNCHER = REPO / "launchers/slurm/ray.sbatch"
+DRIVER = str(REPO / "tests/slurm/driver.py")
 Launch = Callable[..., subprocess.CompletedProcess[str]]
+# The command of a job that is to come back: it waits in the first attempt and is done in the second.
+WAIT_ONCE = ("bash", "-c", f'[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; exec python "{DRIVER}" wait')
+# What ray_node.sh is to do in the steps of a job of two nodes.
+STEPS_OF_TWO_NODES = {
+    "n1": ["clean", "head", "preflight", "python", "python", "run"],
+    "n2": ["clean", "preflight", "worker"],
+}
 # Of a training.
 STEPS = 2
 
@@ -24,6 +33,18 @@ def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not after {timeout_s} s"
         time.sleep(POLL_S)
+
+
+def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
+    """Until the job's driver holds a Ray task."""
+
+    def waiting() -> bool:
+        text = out.read_text() if out.exists() else ""
+        if slurm.job(job_id)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING"):
+            pytest.fail(f"job {job_id} ended before its driver waited:\n{text}")
+        return "WAITING" in text
+
+    wait_until("driver waits", waiting)
 
 
 def assert_nothing_left(slurm: MiniSlurm) -> None:
@@ -42,9 +63,19 @@ def assert_nothing_left(slurm: MiniSlurm) -> None:
 
 
 def assert_came_back(
-    slurm: MiniSlurm, job_id: str, out: Path, *, because: str, logs: Path | None = None, timeout_s: float = 120
+    slurm: MiniSlurm,
+    job_id: str,
+    out: Path,
+    *,
+    because: str,
+    logs: Path | None = None,
+    timeout_s: float = 120,
+    alone: bool = True,
 ) -> None:
-    """The second attempt is the last, and did what was left. logs: of all jobs; beside `out` by default."""
+    """The second attempt is the last, and did what was left.
+
+    logs: of all jobs; beside `out` by default.  alone: no other job runs, so that nothing may be left on the nodes.
+    """
     wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", timeout_s)
     job = slurm.wait(job_id, timeout_s)
     text = out.read_text()
@@ -54,7 +85,8 @@ def assert_came_back(
         "attempt_0",
         "attempt_1",
     }
-    assert_nothing_left(slurm)
+    if alone:
+        assert_nothing_left(slurm)
 
 
 def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *more: str) -> list[str]:
@@ -71,6 +103,12 @@ def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *
         "trainer.save_freq=-1",
         *more,
     )
+
+
+def launch_on(slurm: MiniSlurm, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`scalerl launch ARGUMENTS` on the login node."""
+    command = [sys.executable, "-m", "scalerl.cli", "launch", *arguments]
+    return slurm.run(*command, cwd=cwd, check=False, timeout_s=200)
 
 
 def launched_job(done: subprocess.CompletedProcess[str]) -> str:

@@ -12,9 +12,11 @@ import secrets
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-BINARIES = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip", "ps")
+BINARIES = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip", "ss", "ps")
 POLL_S = 0.1
 
 SITE_SH = r"""
@@ -88,7 +90,6 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-GresTypes=gpu
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
@@ -103,9 +104,10 @@ EnforcePartLimits=ALL
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PlugStackConfig={root}/etc/plugstack.conf
+{more}
 {node_lines}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
-PartitionName=low Nodes=ALL MaxTime=60 State=UP PriorityTier=1 GraceTime=20 PreemptMode=REQUEUE
+PartitionName=low Nodes=ALL MaxTime=60 State=UP PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
 """
 
 
@@ -121,10 +123,23 @@ def why_not() -> str | None:
 
 
 class MiniSlurm:
-    """`root` is a path without spaces, on a file system that allows device nodes; it also holds the logs."""
+    """`root` is a path without spaces, on a file system that allows device nodes; it also holds the logs.
 
-    def __init__(self, root: Path, num_nodes: int = 4, cpus: int = 16, gpus: int = 8) -> None:
+    gpus: 0 for a site that does not count devices.  options: further lines of slurm.conf.  files: name -> text of other
+    files beside it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        num_nodes: int = 4,
+        cpus: int = 16,
+        gpus: int = 8,
+        options: Sequence[str] = (),
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.root, self.num_nodes, self.cpus, self.gpus = root, num_nodes, cpus, gpus
+        self.options, self.files = list(options), files
         self.hosts = [f"n{i}" for i in range(1, num_nodes + 1)]
         self.process: subprocess.Popen[bytes] | None = None
         self.init_pid = 0
@@ -142,17 +157,29 @@ class MiniSlurm:
         addresses = {host: f"10.99.0.{10 + i}" for i, host in enumerate(self.hosts, 1)}
         hosts_lines = ["127.0.0.1 localhost", "10.99.0.1 login", *(f"{ip} {host}" for host, ip in addresses.items())]
         (root / "etc/hosts").write_text("\n".join(hosts_lines) + "\n")
-        device_files = f"{root}/dev/nvidia[0-{self.gpus - 1}]"
-        (root / "etc/gres.conf").write_text(f"NodeName=n[1-{self.num_nodes}] Name=gpu Type=h100 File={device_files}\n")
-        (root / "etc/plugstack.conf").write_text("")
+        more, gres = self.options, ""
+        if self.gpus:
+            device_files = f"{root}/dev/nvidia[0-{self.gpus - 1}]"
+            devices = f"NodeName=n[1-{self.num_nodes}] Name=gpu Type=h100 File={device_files}\n"
+            (root / "etc/gres.conf").write_text(devices)
+            more, gres = [*more, "GresTypes=gpu"], f" Gres=gpu:h100:{self.gpus}"
+        for name, text in self.files.items():
+            (root / "etc" / name).write_text(text)
+        self.plugins.write_text("")
         os.mkfifo(root / "state/boot")
         node_lines = "\n".join(
-            f"NodeName={host} NodeAddr={ip} CPUs={self.cpus} RealMemory=16000 Gres=gpu:h100:{self.gpus} State=UNKNOWN"
+            f"NodeName={host} NodeAddr={ip} CPUs={self.cpus} RealMemory=16000{gres} State=UNKNOWN"
             for host, ip in addresses.items()
         )
-        (root / "etc/slurm.conf").write_text(SLURM_CONF.format(root=root, node_lines=node_lines))
+        conf = SLURM_CONF.format(root=root, node_lines=node_lines, more="\n".join(more))
+        (root / "etc/slurm.conf").write_text(conf)
         (root / "etc/site.sh").write_text(SITE_SH)
         (root / "etc/node.sh").write_text(NODE_SH)
+
+    @property
+    def plugins(self) -> Path:
+        """The list of SPANK plugins, which every command and every step of a job reads anew."""
+        return self.root / "etc/plugstack.conf"
 
     @property
     def env(self) -> dict[str, str]:
@@ -220,6 +247,18 @@ class MiniSlurm:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{host} is {state} {timeout_s} s after it was switched on")
             time.sleep(POLL_S)
+
+    def occupy(self, port: int, host: str) -> str:
+        """The number, on the host, of a process that listens there on the port."""
+        listen = f"import socket, time; s = socket.create_server(('', {port})); time.sleep(3600)"
+        started = f'setsid python3 -c "{listen}" >/dev/null 2>&1 & echo $!'
+        pid = self.run("bash", "-c", started, host=host).stdout.strip()
+        deadline = time.monotonic() + 20
+        while not self.run("ss", "-Hltn", f"sport = :{port}", host=host).stdout:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing listens on port {port} of {host}")
+            time.sleep(POLL_S)
+        return pid
 
     def sbatch(self, *arguments: str, cwd: Path) -> str:
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd).stdout.strip().split(";")[0]

@@ -39,6 +39,7 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert (run_dir / "launch/job.sbatch").read_text() == script
     again = launch(*arguments)
     assert again.returncode == 2 and f"its job {job_id} is RUNNING" in again.stderr
+    assert "slurm.options={dependency:singleton}" in again.stderr
     status = launch("status", str(run_dir))
     assert f"job {job_id}: RUNNING, attempt 0, on n[1-2]\n" in status.stdout
     assert "[scalerl " in status.stdout

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import REPO, assert_came_back, assert_nothing_left
+from tests.slurm.jobs import DRIVER, assert_came_back, assert_nothing_left
 from tests.slurm.minislurm import MiniSlurm
-
-DRIVER = str(REPO / "tests/slurm/driver.py")
 
 
 @contextmanager

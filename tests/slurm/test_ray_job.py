@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import REPO, assert_came_back, assert_nothing_left, wait_until
+from tests.slurm.jobs import (
+    DRIVER,
+    REPO,
+    STEPS_OF_TWO_NODES,
+    WAIT_ONCE,
+    assert_came_back,
+    assert_nothing_left,
+    wait_for_driver,
+    wait_until,
+)
 from tests.slurm.minislurm import MiniSlurm
-
-DRIVER = str(REPO / "tests/slurm/driver.py")
-
-
-def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
-    """Until the job's driver holds a Ray task."""
-
-    def waiting() -> bool:
-        text = out.read_text() if out.exists() else ""
-        if slurm.job(job_id)["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING"):
-            pytest.fail(f"job {job_id} ended before its driver waited:\n{text}")
-        return "WAITING" in text
-
-    wait_until("driver waits", waiting)
 
 
 def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
@@ -40,6 +36,7 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
     assert [task["leaked"] for task in report["tasks"]] == [[]] * 4
     assert report["driver_leaked"] == []
     assert report["cpus"] == 8
+    assert report["order"] == slurm.hosts
 
     attempt = tmp_path / f"logs/{job_id}/attempt_0"
     assert sorted(path.name for path in attempt.iterdir()) == [
@@ -82,8 +79,6 @@ def test_exit_code_passes_and_paths_may_have_spaces(
 
 
 SEVERAL_AND_ONE = pytest.mark.parametrize("num_nodes", [3, pytest.param(1, marks=pytest.mark.full)])
-# The command of a job that is to come back: it waits in the first attempt and is done in the second.
-WAIT_ONCE = ("bash", "-c", f'[[ $(readlink logs/*/latest) == attempt_0 ]] || exit 0; exec python "{DRIVER}" wait')
 
 
 def hosts_text(num_nodes: int) -> str:
@@ -100,6 +95,52 @@ def test_usr1_reaches_the_command_and_requeues(
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
     assert_came_back(slurm, job_id, out, because="75")
     assert f"SAVED SIGUSR1 {hosts_text(num_nodes)}\n" in out.read_text()
+
+
+def test_a_repeated_notice_may_end_a_command_that_is_ending(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    job_id = submit(1, *WAIT_ONCE[:2], f"{WAIT_ONCE[2]} slowly")
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    assert_came_back(slurm, job_id, out, because="75")
+    assert "command ended with code 138" in out.read_text()
+
+
+def test_a_port_that_is_taken_is_told_with_its_holder(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    holder = slurm.occupy(6379, "n1")
+    try:
+        job_id = submit(1, "true")
+        job = slurm.wait(job_id)
+    finally:
+        slurm.run("kill", holder, host="n1")
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
+    assert re.search(rf'port 6379 of n1 is taken by "python[^"]*",pid={holder},', out), out
+    assert "head n1 (10.99.0.11:6380)" in out
+
+
+def test_the_network_is_chosen_by_its_addresses(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of the nodes resolve to addresses of another network."""
+    monkeypatch.setenv("SCALERL_INTERFACE", "10.98.")
+    for i, host in enumerate(slurm.hosts, 1):
+        slurm.run("ip", "addr", "add", f"10.98.0.{i}/24", "dev", "eth0", host=host)
+    try:
+        job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
+        slurm.wait(job_id)
+    finally:
+        for i, host in enumerate(slurm.hosts, 1):
+            slurm.run("ip", "addr", "del", f"10.98.0.{i}/24", "dev", "eth0", host=host)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert "REPORT" in out, out
+    report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
+    assert report["nodes"] == {"n1": "10.98.0.1", "n2": "10.98.0.2"}
+    assert [task["network"] for task in report["tasks"]] == ["eth0", "eth0"]
 
 
 @pytest.mark.full
@@ -253,11 +294,7 @@ def test_every_step_is_in_the_container(
         calls = (tmp_path / f"calls.{host}").read_text().splitlines()
         assert all(call.startswith(start) for call in calls)
         modes[host] = sorted(call.split("ray_node.sh ")[1].split()[0] for call in calls)
-    in_container = {
-        "n1": ["clean", "head", "preflight", "python", "python", "run"],
-        "n2": ["clean", "preflight", "worker"],
-    }
-    assert modes == in_container
+    assert modes == STEPS_OF_TWO_NODES
     assert_nothing_left(slurm)
 
 

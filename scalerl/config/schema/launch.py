@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalerl.config.schema.fields import key
-from scalerl.config.value_checks import TEXT, TEXTS, at_least, one_of, or_null
+from scalerl.config.value_checks import SEEDS, TEXT, TEXTS, at_least, one_of, or_null
 
 
 @dataclass
@@ -25,6 +25,8 @@ class SlurmConfig:
     qos: str | None = key(None, or_null(TEXT))
     # Devices to ask for on each node. null: trainer.n_gpus_per_node; none with trainer.device=cpu.
     gpus_per_node: int | None = key(None, or_null(at_least(0)))
+    # The same run once with each of these seeds, as the tasks of one job array: each in seed_K of the run's directory.
+    seeds: list[int] = key([], SEEDS)
     # Nodes beyond those of the run: up to this many nodes may be found sick before Ray starts, and are left out.
     spare_nodes: int = key(0, at_least(0))
     # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
@@ -42,6 +44,9 @@ class SlurmConfig:
     options: dict[str, Any] = field(default_factory=dict)
     # Environment variables of every process: {NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}.
     env: dict[str, Any] = field(default_factory=dict)
+    # Environment variables of the submitting shell that the job gets, beside PATH, HOME, USER and SCALERL_*:
+    # [HF_HOME,NCCL_*]. null: all.
+    export: list[str] | None = key(None, or_null(TEXTS))
     # Where the run's programs are: none (the virtual environment alone) | pyxis (srun --container-image) | apptainer.
     container: str = key("none", one_of("none", "pyxis", "apptainer"))
     # Container image: for pyxis a name in a registry or a .sqsh file, for apptainer a .sif file.
@@ -52,7 +57,8 @@ class SlurmConfig:
     venv: str | None = key(None, or_null(TEXT))
     # File of NAME=VALUE lines, mode 0600: variables that nobody else may read. It is read when the job starts.
     env_file: str | None = key(None, or_null(TEXT))
-    # Network interface (ib0) for Ray, NCCL and gloo. null: the one of the node's name.
+    # Network interface for Ray, NCCL and gloo: its name (ib0), or the beginning of its address (10.1.). null: that of
+    # the node's name.
     interface: str | None = key(None, or_null(TEXT))
     # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in.
     notice_s: int = key(300, at_least(1))

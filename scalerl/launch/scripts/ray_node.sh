@@ -4,18 +4,36 @@ set -uo pipefail
 
 fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
 
+# "INTERFACE ADDRESS" of SCALERL_INTERFACE, which is a name (ib0) or the beginning of an address (10.1.).
+interface_and_address() {
+  local found
+  found=$(ip -o -4 addr show 2>/dev/null | awk -v wanted="$SCALERL_INTERFACE" \
+    '{sub("/.*", "", $4); if ($2 == wanted || (wanted ~ /^[0-9]+\./ && index($4, wanted) == 1)) {print $2, $4; exit}}')
+  [[ -n $found ]] || fail "no IPv4 address for SCALERL_INTERFACE=$SCALERL_INTERFACE; there are: $(ip -o -4 addr show | awk '{printf "%s %s  ", $2, $4}')"
+  echo "$found"
+}
+
 # This node's address: of SCALERL_INTERFACE when set, else what its name resolves to (never the loopback that some
 # distributions put into /etc/hosts).
 node_ip() {
   local ip
   if [[ -n ${SCALERL_INTERFACE:-} ]]; then
-    ip=$(ip -o -4 addr show dev "$SCALERL_INTERFACE" 2>/dev/null | awk '{sub("/.*", "", $4); print $4; exit}')
-    [[ -n $ip ]] || fail "no IPv4 address on interface SCALERL_INTERFACE=$SCALERL_INTERFACE; there are: $(ip -o -4 addr show | awk '{printf "%s ", $2}')"
+    ip=$(interface_and_address) || exit
+    ip=${ip#* }
   else
     ip=$(getent ahostsv4 "$1" | awk '$1 !~ /^127\./ {print $1; exit}')
     [[ -n $ip ]] || fail "the name $1 has no IPv4 address but loopback: set SCALERL_INTERFACE to the network interface to use"
   fi
   echo "$ip"
+}
+
+# NCCL and gloo take the network that Ray takes; its interface may have another name on each node.
+use_interface() {
+  local name
+  [[ -n ${SCALERL_INTERFACE:-} ]] || return 0
+  name=$(interface_and_address) || exit
+  name=${name% *}
+  export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$name} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$name}
 }
 
 # The number of GPUs that Slurm gave; on sites without GRES, that the driver shows.
@@ -41,7 +59,7 @@ enter_venv() {
 }
 
 start_ray() { # start_ray OPTION ...
-  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code extra=()
+  local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code topology extra=()
   ip=$(node_ip "$name") || exit
   num_gpus=$(gpus)
   cpus=${SCALERL_CPUS_PER_NODE:-${SLURM_CPUS_ON_NODE:-$(nproc)}}
@@ -49,6 +67,10 @@ start_ray() { # start_ray OPTION ...
   memory=$(($(awk '/^MemTotal:/ {print $2}' /proc/meminfo) * 1024))
   [[ -r $RAY_AUTH_TOKEN_PATH ]] || fail "cannot read $RAY_AUTH_TOKEN_PATH: set SCALERL_LOG_DIR to a folder that all nodes share"
   read -ra extra <<<"${SCALERL_RAY_ARGS:-}"
+  use_interface
+  # Where the node is in the network, from the outermost switch inwards: by that the nodes of a pool are ordered.
+  topology=$(tr -c 'A-Za-z0-9_.\n' - <<<"${SLURM_TOPOLOGY_ADDR:-}")
+  [[ -z $topology ]] || ((${#topology} > 63)) || extra+=(--labels "scalerl-topology=$topology")
   enter_venv
   leave_slurm
   ulimit -n "$(ulimit -Hn)"

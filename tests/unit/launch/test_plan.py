@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -15,6 +16,7 @@ from scalerl.launch.plan import (
     Pool,
     container_violations,
     devices_to_ask_for,
+    exported,
     make_plan,
     needed_paths,
     partition_violations,
@@ -24,7 +26,7 @@ from scalerl.launch.plan import (
     size_violations,
 )
 from scalerl.launch.record import RECORD, Record, read_record
-from scalerl.launch.script import SCRIPTS
+from scalerl.launch.script import SCRIPTS, SEED
 from scalerl.launch.slurm import Partition, seconds_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,6 +53,9 @@ SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nod
          ["slurm.container=apptainer", "slurm.image=/images/scalerl.sif"]),
         ("no_gres", ["trainer.nnodes=2", *EIGHT, "trainer.default_local_dir=/runs/nine"],
          ["slurm.gpu_option=none", "slurm.preflight=false", "slurm.options={dependency:'afterany:41:42'}"]),
+        ("seeds", ["+recipe=ppo", *EIGHT, "critic.model.path=model", "trainer.experiment_name=five",
+                   "trainer.default_local_dir='/my runs/five'"],
+         ["slurm.seeds=[0,1234]"]),
         ("cpu", ["+recipe=[grpo,cpu]", "trainer.nnodes=2", "trainer.default_local_dir='/my runs/a'"], []),
     ],
 )  # fmt: skip
@@ -67,6 +72,25 @@ def test_the_script_is_the_golden_one(
         text = text.replace(path, places[path])
     assert text == (GOLDEN / f"{name}.sbatch").read_text(encoding="utf-8")
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("directory", ["/runs/five", "/my runs/it's five"])
+def test_a_seed_reaches_all_that_draws_numbers(directory: str) -> None:
+    slurm = compose("launch", ["slurm.seeds=[7,8]"]).slurm
+    sft_data = ["data.train_files=t.parquet", "model.path=model"]
+    runs: list[tuple[Literal["ppo", "sft"], list[str]]] = [("ppo", [*RUN, "+recipe=ppo"]), ("sft", sft_data)]
+    for kind, data in runs:
+        cfg: Any = compose(kind, data, rules=False)
+        cfg.trainer.default_local_dir = directory
+        command = plan_of(slurm, cfg, ["scalerl", "train", *data]).script.command
+        seeded: Any = compose(kind, [text.replace(SEED, "8") for text in command[2:]], rules=False)
+        assert seeded.trainer.default_local_dir == f"{directory}/seed_8"
+        assert seeded.trainer.experiment_name.endswith("-seed-8")
+        policy = None if kind == "sft" else seeded.actor_rollout_ref
+        models = (
+            [seeded.megatron] if policy is None else [policy.actor.megatron, policy.rollout, seeded.critic.megatron]
+        )
+        assert [each.seed for each in (seeded.data, *models)] == [8] * (1 + len(models))
 
 
 def test_pools_have_nodes_of_their_own() -> None:
@@ -150,6 +174,12 @@ def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     assert list(secret_violations(SlurmConfig(env_file=str(secrets)))) == []
 
 
+def test_variables_that_the_job_gets_are_chosen_by_name() -> None:
+    environment = ["PATH", "SCALERL_RAY_ARGS", "HF_HOME", "HF_TOKEN", "NCCL_DEBUG", "AWS_SECRET_ACCESS_KEY"]
+    assert exported([], environment) == ["PATH", "SCALERL_RAY_ARGS"]
+    assert exported(["HF_HOME", "NCCL_*"], environment) == ["HF_HOME", "NCCL_DEBUG", "PATH", "SCALERL_RAY_ARGS"]
+
+
 def test_devices_are_asked_for_where_there_are_any() -> None:
     gpu, cpu = (compose("ppo", [*RUN, *EIGHT, *more], rules=False) for more in ([], ["trainer.device=cpu"]))
     assert devices_to_ask_for(SlurmConfig(), gpu) == 8
@@ -184,6 +214,8 @@ def test_what_is_no_time_limit(text: str) -> None:
         ("slurm.max_failures=0", "slurm.max_failures = 0"),
         ("slurm.gpus_per_node=-1", "slurm.gpus_per_node = -1"),
         ("slurm.time=''", "slurm.time = ''"),
+        ("slurm.seeds=[1,1]", "slurm.seeds = [1,1]"),
+        ("slurm.seeds=[-1]", "slurm.seeds = [-1]"),
     ],
 )
 def test_what_a_key_may_not_be(override: str, text: str) -> None:
