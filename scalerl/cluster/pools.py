@@ -203,17 +203,22 @@ class ResourcePool:
     def is_whole(self, timeout_s: float) -> bool:
         """Whether every node of the pool answers; Ray has timeout_s to put another in the place of a lost one."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            entry = placement_group_table(self.group)
-            nodes = set(entry["bundles_to_node_id"].values())
-            if entry["state"] == "CREATED" and nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
-                break
+        while not self._all_answer(deadline):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(POLL_S)
-        # A node that has just gone may still be called alive.
+        return True
+
+    def _all_answer(self, deadline: float) -> bool:
+        entry = placement_group_table(self.group)
+        nodes = set(entry["bundles_to_node_id"].values())
+        if entry["state"] != "CREATED" or not nodes <= {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return False
+        # A node that has just gone may still be called alive; its task ends with an error when Ray knows better.
         asked = [_beginning_on(node) for node in nodes - {ray.get_runtime_context().get_node_id()}]
-        answered, silent = ray.wait(asked, num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+        if not asked:
+            return True
+        answered, silent = ray.wait(asked, num_returns=len(asked), timeout=max(0.0, deadline - time.monotonic()))
         try:
             ray.get(answered)
         except RayError:

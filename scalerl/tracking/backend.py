@@ -54,6 +54,8 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Step that this process resumes from; 0: it starts from the beginning.
     resumed_from: int = 0
+    # Whether this process has recorded to the same run before: it goes on after a lost rank, perhaps from step 0.
+    restarted: bool = False
     total_steps: int | None = None
     mlflow_tracking_uri: str | None = None
     # Id of the MLflow run to continue.
@@ -65,6 +67,11 @@ class RunInfo:
     datasets: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Seconds that `finish` may take; a backend that takes longer is abandoned.
     finish_timeout_s: float = FINISH_TIMEOUT_S
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of the run was recorded before."""
+        return self.resumed_from == 0 and not self.restarted
 
 
 Opener = Callable[[RunInfo], Backend]

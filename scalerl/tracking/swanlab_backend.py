@@ -26,7 +26,7 @@ class SwanlabBackend:
         mode = os.environ.get("SWANLAB_MODE", "local")
         online = {}
         if mode == "online":
-            online = {"id": kept_id(run.run_dir / "swanlab_run_id", new=run.resumed_from == 0), "resume": "allow"}
+            online = {"id": kept_id(run.run_dir / "swanlab_run_id", new=run.is_new), "resume": "allow"}
         log_dir = run.run_dir / "swanlog"
         log_dir.mkdir(exist_ok=True)
         self._swanlab = swanlab

@@ -25,7 +25,7 @@ class TensorboardBackend:
 
         self._event = Event
         self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=_FLUSH_S)
-        if run.resumed_from:
+        if not run.is_new:
             # TensorBoard drops the events of earlier files in the directory from this step on.
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=run.resumed_from + 1, session_log=start))

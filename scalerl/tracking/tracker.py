@@ -37,6 +37,7 @@ class Tracking:
     run_dir: directory for the files of this run, created if missing.  mlflow_tracking_uri: None: sqlite in run_dir.
     description, tags, datasets: what the run is, as `RunInfo` has them.
     run_id: id of the MLflow run to continue.  resumed_from: the step that this process resumes from (0: none).
+    restarted: this process has recorded to the run before, and begins again behind resumed_from.
     wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
     queue_size, start_timeout_s, stall_s: for each backend.  finish_timeout_s: for all of them together.
     Raises ValueError for an unknown backend or one that is not installed, RuntimeError or OSError with the cause when a
@@ -56,6 +57,7 @@ class Tracking:
         run_id: str | None = None,
         total_steps: int | None = None,
         resumed_from: int = 0,
+        restarted: bool = False,
         description: str = "",
         tags: Mapping[str, str] | None = None,
         datasets: Mapping[str, Sequence[str]] | None = None,
@@ -75,6 +77,7 @@ class Tracking:
             run_dir,
             config=config or {},
             resumed_from=resumed_from,
+            restarted=restarted,
             total_steps=total_steps,
             mlflow_tracking_uri=mlflow_tracking_uri,
             run_id=run_id,

@@ -31,7 +31,7 @@ class WandbBackend:
         self._run = wandb.init(
             project=run.project_name,
             name=run.experiment_name,
-            id=kept_id(run.run_dir / "wandb_run_id", new=run.resumed_from == 0),
+            id=kept_id(run.run_dir / "wandb_run_id", new=run.is_new),
             resume="allow",
             dir=str(run.run_dir),
             config=flat_config(run.config),

@@ -201,6 +201,7 @@ def open_tracker(
         run_id=run_id,
         total_steps=total_steps,
         resumed_from=resumed.step,
+        restarted=host.restarts.num_restarts > 0,
         description=description.text,
         tags=description.tags,
         datasets=description.datasets,

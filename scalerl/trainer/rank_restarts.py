@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Set by a launcher: when the job ends, in seconds since the epoch.
 JOB_END_ENV = "SCALERL_JOB_END_TIME"
-# How long Ray may take to find another node in the place of a lost one.
-REPLACE_NODE_S = 60.0
+# How long Ray may take to notice that a node is lost, and to find another in its place.
+REPLACE_NODE_S = 120.0
 
 
 class ReadyRun(Protocol):

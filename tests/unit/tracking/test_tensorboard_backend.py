@@ -44,3 +44,11 @@ def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
             for step in steps:
                 tracking.log({"x": step + 10 * resumed_from}, step)
     assert scalars(tmp_path, "x") == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+
+
+def test_a_run_that_lost_a_rank_may_repeat_all_of_its_steps(tmp_path):
+    for number, steps in enumerate(((1, 2, 3), (1, 2))):
+        with Tracking("p", "e", "tensorboard", run_dir=tmp_path, restarted=number > 0) as tracking:
+            for step in steps:
+                tracking.log({"x": step + 10 * number}, step)
+    assert scalars(tmp_path, "x") == [(1, 11.0), (2, 12.0)]
