@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import shutil
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,6 +35,8 @@ from tests.e2e.test_kill_and_resume import (
 from tests.e2e.test_sft import overrides as sft_overrides
 from tests.lanes import full
 
+# Of a Ray cluster that a test starts itself.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64}
 RESTARTS = ("training/num_rank_restarts", "training/redone_steps", "training/restart_lost_s")
 
 
@@ -112,7 +123,7 @@ def test_a_rank_that_is_lost_every_time_ends_the_run_with_70(
     assert job.finish() == EXIT_FAILED, job.tail()
     job.assert_gone()
     assert len(list(strikes.directory.glob("struck-*"))) == restarts + 1
-    error = job.stderr.rpartition("\nerror: ")[2] or job.stderr
+    error = f"\n{job.stderr}".rpartition("\nerror: ")[2]
     why = f"Not restarted: the ranks were restarted {restarts} times, trainer.max_rank_restarts={restarts}"
     assert error.startswith("update_actor") and (why in error) is (restarts > 0)
     assert "Traceback (most recent call last)" not in error
@@ -165,8 +176,74 @@ def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: P
         {s: reproducible(d) for s, d in Record.read(tmp_path / n).final.items()} for n in ("struck", "whole")
     )
     assert found == wanted and sorted(found) == list(range(1, steps + 1)) and found[steps]["train/grad_norm"] > 0
-    digests = [
-        json.loads((tmp_path / name / f"global_step_{steps}/COMPLETE").read_text()) for name in ("struck", "whole")
-    ]
-    models = [{k: v for k, v in d["digests"].items() if k.endswith(".distcp")} for d in digests]
-    assert models[0] and models[0] == models[1]
+    pieces = [final_pieces(tmp_path / name, steps) for name in ("struck", "whole")]
+    assert pieces[0] and pieces[0] == pieces[1]
+
+
+@pytest.fixture
+def three_nodes(tmp_path: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """Three nodes of a Ray cluster on this machine, a place each: its address, and the raylets, the head's first."""
+    temporary = Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp"))
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1", "--num-gpus=0"]
+    ray += ["--disable-usage-stats", "--memory=1000000000", "--object-store-memory=100000000"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | TOKEN
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*options: str) -> psutil.Process:
+        log = tmp_path / f"node-{len(started)}.txt"
+        with log.open("wb") as out:
+            started.append(subprocess.Popen([*ray, *options], env=environment, stdout=out, stderr=out))
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and started[-1].poll() is None:
+            for process in psutil.Process(started[-1].pid).children():
+                if process.name() == "raylet":
+                    return process
+            time.sleep(0.1)
+        raise AssertionError(log.read_text())
+
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        head_options = (f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}")
+        head = start("--head", "--node-ip-address=127.0.0.1", *head_options)
+        address = f"127.0.0.1:{port}"
+        yield address, [head, *(start(f"--address={address}", "--node-ip-address=127.0.0.1") for _ in range(2))]
+    finally:
+        for node in reversed(started):
+            below = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+            for process in [*below, node]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            node.wait()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.mark.full
+def test_a_rank_of_a_lost_node_starts_again_on_a_spare_one(
+    inputs: Inputs, kept: Kept, start_job: StartJob, three_nodes: tuple[str, list[psutil.Process]], tmp_path: Path
+) -> None:
+    address, (_, *others) = three_nodes
+    more = ["trainer.total_training_steps=400", "trainer.save_freq=20", "trainer.max_actor_ckpt_to_keep=1"]
+    more += ["trainer.test_freq=-1", "data.val_files=null"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert kept.sft([*sft_overrides(inputs, tmp_path, *more), f"trainer.default_local_dir={whole}"]).code == 0
+    more += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"trainer.default_local_dir={run_dir}"]
+    token = [f"{name}={value}" for name, value in TOKEN.items()]
+    command = ["env", f"RAY_ADDRESS={address}", *token, sys.executable, "-m", "scalerl.trainer.main_sft"]
+    job = start_job([*command, *sft_overrides(inputs, tmp_path, *more)], run_dir)
+    job.wait_for(lambda: any(run_dir.glob("global_step_*")), "the first checkpoint")
+    holders = [node for node in others if any(below.name().startswith("ray::Rank") for below in node.children())]
+    assert holders, "a rank is on another node than the driver"
+    holders[0].kill()
+    assert job.finish() == 0, job.tail()
+    assert "(restart 1 of at most 1" in job.stderr
+    ((step, (number, _, lost_s)),) = losses(run_dir).items()
+    assert step >= 20 and step % 20 == 0 and number == 1.0 and lost_s > 0
+    assert final_pieces(run_dir, 400) == final_pieces(whole, 400) != {}
+
+
+def final_pieces(run_dir: Path, step: int) -> dict[str, str]:
+    """File -> digest, of what ranks wrote in the checkpoint."""
+    digests = json.loads((run_dir / f"global_step_{step}" / "COMPLETE").read_text())["digests"]
+    return {file: digest for file, digest in digests.items() if file.endswith(".distcp")}
