@@ -287,7 +287,9 @@ def test_weights_leave_for_a_save_where_they_have_no_room_beside_it(run: Run) ->
         order.taken.clear()
     run.servers.at = {"before_save": no_room}
     with run.rollout.lend_device():
-        assert [client.released for client in run.servers.control.clients] == [{"kv_cache", "weights"}] * 2
+        assert [client.released for client in run.servers.control.clients] == [
+            {"kv_cache", "weights", "cuda_graph"}
+        ] * 2
     taken = ["release_kv", "release_weights", "resume_weights", "begin", "bucket", "end"]
     for order in run.servers.orders.values():
         assert [step for step in order.taken if step != "check"] == [*taken, "resume_kv"]
