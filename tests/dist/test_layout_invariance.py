@@ -71,8 +71,16 @@ def train(model_path: str, sizes: dict[str, int], options: dict[str, Any]) -> An
         sequence_parallel=options.get("sequence_parallel", True),
         use_distributed_optimizer=options.get("use_distributed_optimizer", True),
         override_ddp_config=options.get("ddp", {}),
+        override_transformer_config=options.get("transformer", {}),
     )
-    engine = MegatronEngine(model_path, megatron, groups, optim=OptimConfig(lr=1e-3, clip_grad=0.5))
+    optim = OptimConfig(lr=1e-3, clip_grad=0.5, override_optimizer_config=options.get("optimizer", {}))
+    engine = MegatronEngine(model_path, megatron, groups, optim=optim)
+    for config, given in (
+        (engine.config, megatron.override_transformer_config),
+        (engine._forward_chunks[0].ddp_config, megatron.override_ddp_config),
+        (engine.optimizer.chained_optimizers[0].config, optim.override_optimizer_config),
+    ):
+        assert {name: getattr(config, name) for name in given} == given, "what the user set does not reach megatron"
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
     masks = [torch.arange(length) >= min(2, length - 1) for length in LENGTHS]
@@ -234,7 +242,9 @@ OVERLAPS += [OVERLAPS[0] | {"overlap_param_gather": True}]
 def test_overlap_of_data_parallel_exchange(
     qwen3: Path, one_process: Callable[[str], Outcome], layout: str, ddp: dict[str, Any]
 ) -> None:
-    assert_same(run(qwen3, LAYOUTS[layout], ddp=ddp), one_process("qwen3"))
+    """With fields of the other two configs that change no number: the ranks check that megatron has them all."""
+    others = {"transformer": {"moe_deepep_num_sms": 24}, "optimizer": {"sgd_momentum": 0.5}}
+    assert_same(run(qwen3, LAYOUTS[layout], ddp=ddp, **others), one_process("qwen3"))
 
 
 def test_the_comparison_sees_a_lost_all_reduce(qwen3: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from scalerl.verify.differences import compare_models, compare_samples, compare_states
 from tests.e2e.jobs import Inputs, Record
@@ -20,6 +21,12 @@ from tests.tiny_models import FAMILIES, make_tiny_model
 STEPS = 2
 MEGATRON = "actor_rollout_ref.actor.megatron"
 TP, PP, VPP = (f"{MEGATRON}.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+# Fields of Megatron's own configs that change no number: (section, field, value).
+OVERRIDES = (
+    (f"{MEGATRON}.override_transformer_config", "moe_deepep_num_sms", 24),
+    (f"{MEGATRON}.override_ddp_config", "bucket_size", 100_000),
+    ("actor_rollout_ref.actor.optim.override_optimizer_config", "sgd_momentum", 0.5),
+)
 CP, EP = f"{MEGATRON}.context_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 # Numbers of the batch and of its update; what an update of the weights leads to is step 2's.
 SAME = ("actor/", "critic/", "response", "prompt_length", "training/rollout_")
@@ -74,10 +81,13 @@ def run(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) ->
                     "trainer.val_before_train=false",
                     "trainer.save_freq=0",
                     "actor_rollout_ref.actor.use_kl_loss=true",
+                    *(f"{section}={{{name}: {value}}}" for section, name, value in OVERRIDES),
                     *overrides,
                 )
             )
             assert finished.code == 0, finished.tail()
+            saved = OmegaConf.load(run_dir / "config.yaml")
+            assert [OmegaConf.select(saved, section)[name] for section, name, _ in OVERRIDES] == [24, 100_000, 0.5]
             done[key] = Record.read(run_dir)
         return done[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
@@ -22,6 +23,8 @@ from tests.folders import is_last_of_its_folder
 from tests.tiny_models import EOS_ID, make_tiny_model
 
 MAX_MODEL_LEN = 96
+# Other than SGLang's own.
+MAX_PREFILL_TOKENS = 3072
 START_TIMEOUT_S = 240.0
 ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 PROMPTS = [[5, 6, 7, 8], [100, 41, 300], [9, 200, 33, 44, 55, 66, 77, 88, 99, 110], [3], [450, 12, 7, 7, 7, 19]]
@@ -34,7 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def rollout_config(kind: str, tp_size: int = 1) -> RolloutConfig:
-    return RolloutConfig(name=kind, dtype="float32", max_num_seqs=16, tensor_model_parallel_size=tp_size)
+    """With verl's key of the tokens of a prefill, as a run reads it."""
+    rollout = "actor_rollout_ref.rollout"
+    needed = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m", f"{rollout}.n=2"]
+    cfg = compose("ppo", [*needed, f"{rollout}.max_num_batched_tokens={MAX_PREFILL_TOKENS}"])
+    own = {"name": kind, "dtype": "float32", "max_num_seqs": 16, "tensor_model_parallel_size": tp_size}
+    return replace(cfg.actor_rollout_ref.rollout, **own)
 
 
 def make_server(
