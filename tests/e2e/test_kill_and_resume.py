@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
 from scalerl.merge import merge
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.trainer.beginning import command_line
 from scalerl.verify.differences import reproducible
 from tests.e2e import kills, watched_loop
 from tests.e2e.conftest import StartJob
@@ -325,6 +326,9 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
     pause.over()
     assert asked.finish() == EXIT_REQUEUE, asked.tail()
     asked.assert_gone()
+    # Which checkpoint stands, and the command that goes on from it.
+    assert f"Checkpoints are in {run_dir}, the last one is global_step_3.\n" in asked.stdout
+    assert f"\nTo go on:\n  {command_line('train', arguments)}\n" in asked.stdout
     # Step 3 is no step at which it would have saved.
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(path.name for path in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_3"]
