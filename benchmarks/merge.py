@@ -10,7 +10,7 @@ it makes one pickle of Megatron's tensors, compares no digest, forces nothing on
 memory. Slime's converter needs Megatron and a package that builds for CUDA alone; it is not here.
 
 The prediction is what one core needs to read, hash and write a megabyte that is in its cache, measured first, over the
-cores that merge; or cp with sync, if the disk is slower.
+cores that merge; or the disk's rate, by what the sync adds to cp, if that is slower.
 """
 
 from __future__ import annotations
@@ -182,9 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
             torch_s.append(torch_converted(actor, Path(root) / "model.pt"))
     size = summary.num_bytes
     workers = args.workers or min(MAX_WORKERS, ran_on["cores"])
-    predicted = min(
-        size / median(synced_cp_s) / 1e9, min(workers, ran_on["cores"]) / sum(1 / rate for rate in rates.values())
-    )
+    sync_s = max(median(synced_cp_s) - median(cp_s), 1e-9)
+    predicted = min(size / sync_s / 1e9, min(workers, ran_on["cores"]) / sum(1 / rate for rate in rates.values()))
     converted = [size / s / 1e9 for s in torch_s if s is not None]
     result = {
         "model_bytes": size,
