@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.errors import EXIT_INTERRUPTED
+from scalerl.trainer.beginning import command_line
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
 
@@ -47,7 +48,13 @@ def generating(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> Job:
 def test_ctrl_c_leaves_nothing(generating: Job) -> None:
     generating.interrupt()
     assert generating.finish(120) == EXIT_INTERRUPTED, generating.tail()
-    assert generating.stderr == "Interrupted.\n"
+    # Which checkpoint stands, and the command to go on.
+    run_dir = f"{generating.directory / 'run'}"
+    given = list(generating.arguments[len(main_ppo([])) :])
+    assert generating.stderr == (
+        f"There is no checkpoint in {run_dir} yet. To go on (from the start):\n  {command_line('train', given)}\n"
+        "Interrupted.\n"
+    )
     generating.assert_gone()
 
 
