@@ -126,7 +126,13 @@ class _File:
         # Otherwise torch.save would write the whole storage that the piece is a part of.
         alone = torch.frombuffer(as_bytes(host), dtype=host.dtype).view(sizes)
         self._digest, self._payload, self._address = Digest(), None, alone.data_ptr()
-        torch.save(alone, self)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
+        try:
+            torch.save(alone, self)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
+        except RuntimeError as error:
+            # When a write has failed torch's writer ends with an error of its own, which hides the reason.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         assert self._payload is not None, f"torch.save did not write the numbers of {piece.key} in one stretch"
         hashes = self._digest.block_hashes()
         num_bytes = self._position - start
