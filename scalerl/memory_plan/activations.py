@@ -161,10 +161,14 @@ def _routed_tokens(sizes: _Sizes) -> float:
 
 def _working(sizes: _Sizes, is_mixture: bool) -> float:
     """Gradients of the residual and of an MLP's inner tensors beside what is kept, where they are the most: on a GPU
-    the product's is freed when gate and up have theirs, on the CPU the tensors that were kept are freed as fast."""
+    the product's is freed when gate and up have theirs, on the CPU the tensors that were kept are freed as fast.
+
+    Sequence parallelism gathers all tokens of the residual's gradient, and on a GPU of a matrix' input again.
+    """
     shape, layout = sizes.shape, sizes.layout
     inner = 1 if sizes.on_cpu else 2
-    residual = 2 * sizes.hidden
+    gathered = sizes.itemsize * shape.hidden_size * inner if sizes.part < 1 else 0.0
+    residual = 2 * sizes.hidden + gathered
     if not is_mixture:
         return residual + inner * sizes.itemsize * shape.ffn_hidden_size / layout.tp_size
     routed = inner * shape.moe_ffn_hidden_size / layout.etp_size + shape.hidden_size
