@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-BINARIES = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip", "ss", "ps")
+BINARIES = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "setpriv", "ip", "ss", "ps", "gcc")
 POLL_S = 0.1
 
 SITE_SH = r"""
@@ -117,7 +117,7 @@ def why_not() -> str | None:
         return "Slurm tests need root (they make namespaces)"
     missing = [name for name in BINARIES if not shutil.which(name)]
     if missing:
-        packages = "slurm-wlm munge iproute2 util-linux procps"
+        packages = "slurm-wlm libslurm-dev munge iproute2 util-linux procps gcc libc6-dev"
         return f"no {', '.join(missing)}: apt-get install -y --no-install-recommends {packages}"
     return None
 

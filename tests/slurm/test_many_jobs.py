@@ -1,0 +1,72 @@
+"""Jobs that wait for one another, and the tasks of an array, on a real Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from tests.e2e.jobs import Inputs
+from tests.slurm.jobs import (
+    WAIT_ONCE,
+    Launch,
+    assert_came_back,
+    assert_nothing_left,
+    launched_job,
+    overrides,
+    wait_for_driver,
+    wait_until,
+)
+from tests.slurm.minislurm import MiniSlurm
+
+
+def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """A job that is requeued is not over."""
+    named = "--job-name=chain"
+    first = submit(1, *WAIT_ONCE, options=(named,))
+    second = submit(1, "true", options=(named, "--dependency=singleton"))
+    third = submit(1, "true", options=(f"--dependency=afterany:{first}:{second}",))
+    out = tmp_path / f"out-{first}.txt"
+    wait_for_driver(slurm, first, out)
+    assert {slurm.job(job_id)["Reason"] for job_id in (second, third)} == {"Dependency"}
+    slurm.run("scancel", "--signal=USR1", "--batch", first)
+    wait_until("the requeue", lambda: slurm.job(first)["Restarts"] == "1")
+    assert [slurm.job(job_id)["JobState"] for job_id in (second, third)] == ["PENDING", "PENDING"]
+    jobs = [slurm.wait(job_id) for job_id in (first, second, third)]
+    assert [(job["JobState"], job["Restarts"]) for job in jobs] == [("COMPLETED", each) for each in ("1", "0", "0")]
+    for before, after in pairwise(jobs):
+        assert before["EndTime"] <= after["StartTime"]
+    assert_nothing_left(slurm)
+
+
+def test_a_launch_may_wait_for_the_runs_own_job(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["slurm", *overrides(small, run_dir, 1, 1)]
+    first = launched_job(launch(*arguments))
+    wait_until("the first job", lambda: slurm.job(first)["JobState"] == "RUNNING")
+    second = launched_job(launch(*arguments, "slurm.options={dependency:singleton}"))
+    assert slurm.job(second)["Reason"] == "Dependency"
+    status = launch("status", str(run_dir)).stdout
+    assert f"job {first}: RUNNING" in status and f"job {second}: PENDING (Dependency)" in status
+    assert f"logs/slurm-{first}.out\n" in status
+    assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {first}: cancelled\n"
+    assert {slurm.wait(job_id)["JobState"] for job_id in (first, second)} == {"CANCELLED"}
+
+
+def test_tasks_of_an_array_come_back_each_on_its_own(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """Slurm gives one of them the number of the whole array."""
+    array = submit(1, *WAIT_ONCE, options=("--array=0-1", "--output=out-%A_%a.txt"))
+    tasks = [f"{array}_{place}" for place in (0, 1)]
+    for done, task in enumerate(tasks, 1):
+        out = tmp_path / f"out-{task}.txt"
+        wait_for_driver(slurm, task, out)
+        slurm.run("scancel", "--signal=USR1", "--batch", task)
+        assert_came_back(slurm, task, out, because="75", alone=False)
+        assert [slurm.job(each)["Restarts"] for each in tasks] == ["1"] * done + ["0"] * (len(tasks) - done)
+    assert_nothing_left(slurm)
