@@ -16,14 +16,14 @@ TEMPERATURE = 0.7
 _groups: list[Any] = []
 
 
-def groups(layout: tuple[int, int, int]) -> Any:
-    """Of (tp_size, pp_size, world_size); megatron starts its groups once per job."""
+def groups(layout: tuple[int, ...]) -> Any:
+    """Of (tp_size, pp_size, world_size) and, where it is not 1, cp_size; megatron starts its groups once per job."""
     from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
 
     if not torch.distributed.is_initialized():
-        tp_size, pp_size, world_size = layout
-        sizes = Layout(world_size, tp_size, pp_size)
+        tp_size, pp_size, world_size, *cp_size = layout
+        sizes = Layout(world_size, tp_size, pp_size, *cp_size)
         _groups[:] = [initialize(sizes, backend=platform.backend(), timeout_s=60, seed=1)]
     return _groups[0]
 
@@ -34,7 +34,7 @@ class Trainee:
     def __init__(
         self,
         model_path: str,
-        layout: tuple[int, int, int],
+        layout: tuple[int, ...],
         *,
         optim: dict[str, Any] | None = None,
         frozen: bool = False,
