@@ -21,7 +21,7 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def with_quota(path: Path, limit: str) -> Iterator[Path]:
             subprocess.run(["btrfs", *command], check=True, stdout=subprocess.DEVNULL)
         yield run
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextmanager
@@ -61,5 +61,5 @@ def slow(path: Path, seconds: float) -> Iterator[Path]:
             time.sleep(0.02)
         yield path
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
         server.wait(_MOUNT_TIMEOUT_S)

@@ -23,6 +23,7 @@ def keys(inputs: Inputs, run_dir: Path, rollouts: Path, *more: str) -> list[str]
         "trainer.val_before_train=false",
         "trainer.save_freq=1",
         "trainer.async_save=true",
+        "trainer.max_rank_restarts=0",
         f"trainer.rollout_data_dir={rollouts}",
         *more,
     )
