@@ -30,6 +30,9 @@ class RunError(RuntimeError):
     The message says which one, and its last output; the cause is not in the input or the configuration.
     """
 
+    # Whether other processes may do what these could not.
+    restart_helps = True
+
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser whose errors begin with `error:` as all others do, and end with the usage."""

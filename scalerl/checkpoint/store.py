@@ -42,6 +42,8 @@ _MAX_THREADS = 8
 class CheckpointWriteError(RunError):
     """A checkpoint could not be written: the disk is full, or the directory cannot be written."""
 
+    restart_helps = False
+
 
 def find_latest_ckpt_path(
     path: str | os.PathLike[str] | None, directory_format: str = DIRECTORY_FORMAT, *, digests: bool = False

@@ -290,7 +290,9 @@ class WorkerGroup:
             if isinstance(error.cause, UserError):
                 return UserError(failed)
             if isinstance(error.cause, RunError):
-                return WorkerError(failed)
+                told = WorkerError(failed)
+                told.restart_helps = error.cause.restart_helps
+                return told
             if (lost := self._lost_by(error)) is not None:
                 died = f"{name}: the process of rank {lost} ({self.layout.coordinates(lost)}) died; rank {rank} lost it"
                 return WorkerError(f"{died}: {error.cause}\n{last_words(self.ranks[lost])}")

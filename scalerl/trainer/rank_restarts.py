@@ -107,7 +107,7 @@ class RankRestarts:
 
         pools: the run's.
         """
-        if not isinstance(error, WorkerError) or self._trainer.max_rank_restarts == 0:
+        if not isinstance(error, WorkerError) or not error.restart_helps or self._trainer.max_rank_restarts == 0:
             return False
         now = self._clock()
         self._refusal = self._why_not(now, pools)

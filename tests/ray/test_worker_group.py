@@ -292,6 +292,15 @@ def test_a_users_error_stays_one(group: WorkerGroup) -> None:
     assert not isinstance(error.value, RunError)
 
 
+def test_a_full_disk_is_no_reason_for_other_ranks(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"cannot_write failed on rank \d \(.*\): no space left$") as error:
+        group.call(PlainWorker.cannot_write)
+    assert not error.value.restart_helps
+    with pytest.raises(WorkerError) as error:
+        group.call(PlainWorker.fail, 0)
+    assert error.value.restart_helps
+
+
 def test_an_exception_on_a_shard(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match=r"fail_on_shard failed on rank 2 \(.*pp_rank=1.*\): no such number"):
         group.call(PlainWorker.fail_on_shard, place(LENGTHS), rank=2)

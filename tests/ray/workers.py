@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.cluster.dispatch import Dispatch, Execute, MicroBatches, Result, register
 from scalerl.cluster.rank import Worker
 from scalerl.cluster.worker_group import WorkerGroup
@@ -176,6 +177,10 @@ class PlainWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def refuse(self) -> None:
         raise DataError(["rows.parquet: row 3: no prompt"])
+
+    @register(Dispatch.ONE_TO_ALL)
+    def cannot_write(self) -> None:
+        raise CheckpointWriteError("no space left")
 
     @register(Dispatch.ONE_TO_ALL)
     def fail_everywhere(self) -> None:

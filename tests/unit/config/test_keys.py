@@ -36,7 +36,7 @@ def test_nearest_key(wrong, right):
     "wrong",
     [
         "trainer.prioritise",
-        "data.tools",
+        "data.curriculum",
         "actor_rollout_ref.rollout.max_num_batched",
         "actor_rollout_ref.actor.megatron.use_fsdp",
         "async.total_steps",

@@ -151,7 +151,13 @@ def test_0_is_never_and_adds_nothing_to_the_error(case: Case) -> None:
     assert not case.survives() and case.restarts.explained(LOST) is LOST
 
 
-@pytest.mark.parametrize("error", [UserError("a reward raised"), KeyboardInterrupt(), RuntimeError("a defect")])
+NO_SPACE = WorkerError("save_checkpoint: no space left")
+NO_SPACE.restart_helps = False
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("a reward raised"), KeyboardInterrupt(), RuntimeError("a defect"), NO_SPACE]
+)
 def test_only_after_a_failure_of_a_rank(case: Case, error: BaseException) -> None:
     assert not case.survives(error)
 
