@@ -3,7 +3,7 @@
     python examples/arithmetic/quickstart.py [--out DIR] [--seed N] [--algorithm grpo|ppo|dapo] [--gpus N] [KEY=VALUE]
 
 KEY=VALUE goes to `scalerl train`. --gpus takes GPUs in the place of the CPU. It runs the same commands that a user
-types and prints each of them. About four minutes on two cores.
+types and prints each of them. Three to five minutes on two cores.
 """
 
 from __future__ import annotations
