@@ -88,7 +88,7 @@ def render(
 
     options: data.chat_template_kwargs, variables of the template.  tools: of this row, in the place of theirs.
     """
-    given = dict(options or {}) | ({"tools": tools} if tools else {})
+    given: dict[str, Any] = {**(options or {}), **({"tools": tools} if tools else {})}
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
     assert isinstance(text, str)
     return text
