@@ -101,20 +101,20 @@ class Mirror:
         Raises UserError where the store does not answer.
         """
         try:
-            later = [found for found in self.steps() if found > step]
+            later = [candidate for candidate in self.steps() if candidate > step]
             tracked = self._tracked()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the checkpoints at {self.name} cannot be listed: {reason}") from error
         # As in a directory: the one that was uploaded last, then from the newest on.
-        for found in sorted(later, key=lambda found: (found == tracked, found), reverse=True):
-            tmp = begin_save(root, found)
+        for candidate in sorted(later, key=lambda candidate: (candidate == tracked, candidate), reverse=True):
+            tmp = begin_save(root, candidate)
             try:
-                self._fetch(found, tmp)
-                return adopt(tmp, root, found)
+                self._fetch(candidate, tmp)
+                return adopt(tmp, root, candidate)
             except Exception as error:
                 shutil.rmtree(tmp, ignore_errors=True)
-                where = f"{self.name}/{DIRECTORY_FORMAT.format(found)}"
+                where = f"{self.name}/{DIRECTORY_FORMAT.format(candidate)}"
                 warnings.warn(f"skipping checkpoint {where}: {type(error).__name__}: {error}", stacklevel=2)
         return None
 
@@ -133,9 +133,9 @@ class Mirror:
     def _check_sizes(self, there: str, sizes: dict[str, int]) -> None:
         self._fs.invalidate_cache()
         for name, size in sizes.items():
-            found = self._fs.info(f"{there}/{name}")["size"]
-            if found != size:
-                raise OSError(f"{name} has {found} bytes there, {size} here")
+            num_bytes = self._fs.info(f"{there}/{name}")["size"]
+            if num_bytes != size:
+                raise OSError(f"{name} has {num_bytes} bytes there, {size} here")
 
     def _complete(self, step: int) -> str:
         return f"{self._root}/{DIRECTORY_FORMAT.format(step)}/{COMPLETE_NAME}"

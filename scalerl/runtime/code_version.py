@@ -14,16 +14,16 @@ _LIMIT_S = 10.0
 @functools.cache
 def code_version() -> dict[str, str]:
     """The version of scalerl and, where it runs from a git repository, its commit, with +changes if files differ."""
-    found = {"version": scalerl.__version__}
+    version = {"version": scalerl.__version__}
     repository = Path(scalerl.__file__).resolve().parent.parent
     if (repository / ".git").exists():
         try:
             changed = _git(repository, "status", "--porcelain", "--untracked-files=no", "--", "scalerl")
-            found["commit"] = _git(repository, "rev-parse", "HEAD") + ("+changes" if changed else "")
+            version["commit"] = _git(repository, "rev-parse", "HEAD") + ("+changes" if changed else "")
         except (OSError, subprocess.SubprocessError):
             # Without git, or where git refuses a repository of another user.
             pass
-    return found
+    return version
 
 
 def _git(repository: Path, *arguments: str) -> str:
