@@ -34,6 +34,7 @@ WITHOUT_EFFECT = frozenset(
     {
         "break-system-packages",
         "cache-dir",
+        "config-file",
         "disable-pip-version-check",
         "no-cache-dir",
         "no-color",

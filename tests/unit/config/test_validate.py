@@ -225,6 +225,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "rollout_data_freq": ([0, -1], [1, 10]),
     "import_files": ([[""], ["a.py", "a.py"]], [[], ["a.py", "b.py"]]),
     "mlflow_tracking_uri": ([""], [None, "http://host:5000"]),
+    "checkpoint_mirror": (["", "bucket/run"], [None, "s3://bucket/run", "file:///shared/run"]),
     "device": (["tpu", "gpu"], ["auto", "cuda", "cpu"]),
     "nnodes": ([0], [1, 2]),
     "n_gpus_per_node": ([0], [1, 7]),
