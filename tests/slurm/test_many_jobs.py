@@ -1,4 +1,4 @@
-"""Jobs that wait for one another, and the tasks of an array, on a real Slurm."""
+"""Jobs that wait for one another, and arrays with a run for each seed, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from tests.e2e.jobs import Inputs
+import pytest
+
+from tests.e2e.jobs import Inputs, Record
 from tests.slurm.jobs import (
     WAIT_ONCE,
     Launch,
@@ -18,6 +20,8 @@ from tests.slurm.jobs import (
     wait_until,
 )
 from tests.slurm.minislurm import MiniSlurm
+
+SEEDS = (3, 1234)
 
 
 def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
@@ -69,4 +73,49 @@ def test_tasks_of_an_array_come_back_each_on_its_own(
         slurm.run("scancel", "--signal=USR1", "--batch", task)
         assert_came_back(slurm, task, out, because="75", alone=False)
         assert [slurm.job(each)["Restarts"] for each in tasks] == ["1"] * done + ["0"] * (len(tasks) - done)
+    assert_nothing_left(slurm)
+
+
+def test_runs_of_seeds_are_submitted_watched_and_ended(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "my runs"
+    array = launched_job(launch("slurm", *overrides(small, run_dir, 1, 1), f"slurm.seeds=[{SEEDS[0]},{SEEDS[1]}]"))
+    wait_until("the tasks", lambda: {slurm.job(f"{array}_{i}")["JobState"] for i in (0, 1)} == {"RUNNING"})
+    status = launch("status", str(run_dir)).stdout
+    for place, seed in enumerate(SEEDS):
+        assert f"run     {run_dir / f'seed_{seed}'}\njob {array}_{place}: RUNNING, attempt 0, on n" in status
+    refused = launch("logs", str(run_dir))
+    assert refused.returncode == 2 and f"give one of {run_dir / f'seed_{SEEDS[0]}'}, " in refused.stderr
+    last = str(run_dir / f"seed_{SEEDS[1]}")
+    attached = launch("attach", last, "bash", "-c", "echo $SLURM_JOB_ID")
+    assert attached.stdout.strip() == slurm.job(f"{array}_1")["JobId"], attached.stderr
+    assert launch("cancel", last).stdout == f"job {array}_1: cancelled\n"
+    assert slurm.wait(f"{array}_1")["JobState"] == "CANCELLED"
+    assert slurm.job(f"{array}_0")["JobState"] == "RUNNING"
+    assert launch("cancel", str(run_dir)).stdout == f"job {array}: cancelled\n"
+    assert slurm.wait(f"{array}_0")["JobState"] == "CANCELLED"
+
+
+@pytest.mark.full
+def test_every_seed_has_a_run_of_its_own(slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    run_dir = tmp_path / "run"
+    more = ["trainer.logger=[console,file,mlflow]", "trainer.experiment_name=five", "trainer.save_freq=0"]
+    done = launch("slurm", *overrides(small, run_dir, 1, 1, *more), f"slurm.seeds=[{SEEDS[0]},{SEEDS[1]}]")
+    array = launched_job(done)
+    scores = []
+    for place, seed in enumerate(SEEDS):
+        job = slurm.wait(f"{array}_{place}", timeout_s=400)
+        own_dir = run_dir / f"seed_{seed}"
+        out = (run_dir / f"logs/slurm-{array}_{place}.out").read_text()
+        assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
+        client = MlflowClient(tracking_uri=f"sqlite:///{own_dir / 'mlflow.db'}")
+        (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+        assert (run.info.run_name, run.info.status) == (f"five-seed-{seed}", "FINISHED")
+        assert run.data.params["data.seed"] == run.data.params["actor_rollout_ref.rollout.seed"] == str(seed)
+        scores.append(Record.read(own_dir).final[1]["actor/grad_norm"])
+        assert (own_dir / f"logs/{array}_{place}/attempt_0/driver.log").exists()
+    assert scores[0] != scores[1]
     assert_nothing_left(slurm)

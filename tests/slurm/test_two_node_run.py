@@ -1,4 +1,4 @@
-"""`scalerl train` on two nodes of a real Slurm, over a notice and a requeue: the numbers of one process."""
+"""`scalerl train` on nodes of a real Slurm, over notices, preemption and lost nodes: the numbers of one process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 from safetensors.torch import load_file
 
 from scalerl.cluster.processes import Processes
@@ -21,33 +22,47 @@ SAME = ("actor/", "critic/", "response", "prompt_length")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(small: Inputs, processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Number of devices -> directory of a run on that many of this machine, without Slurm, which nobody disturbed."""
-    done: dict[int, Path] = {}
+def undisturbed(small: Inputs, processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Number of devices, further keys -> directory of a run on this machine, without Slurm, which nobody disturbed."""
+    done: dict[tuple[int | str, ...], Path] = {}
 
-    def run(num_devices: int) -> Path:
-        if num_devices not in done:
+    def run(num_devices: int, *more: str) -> Path:
+        key = (num_devices, *more)
+        if key not in done:
             run_dir = tmp_path_factory.mktemp("undisturbed")
-            finished = Kept(processes).train(overrides(small, run_dir, 1, num_devices))
+            finished = Kept(processes).train(overrides(small, run_dir, 1, num_devices, *more))
             assert finished.code == 0, finished.tail()
-            done[num_devices] = run_dir
-        return done[num_devices]
+            done[key] = run_dir
+        return done[key]
 
     return run
 
 
 def weights(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
-    merge(run_dir / f"global_step_{STEPS}" / "actor", target)
+    """Of the newest checkpoint."""
+    step = int((run_dir / "latest_checkpointed_iteration.txt").read_text())
+    merge(run_dir / f"global_step_{step}" / "actor", target)
     return load_file(target / "model.safetensors")
 
 
-def assert_same_numbers(run_dir: Path, expected: Path) -> None:
+def assert_same_numbers(run_dir: Path, expected: Path, steps: int = STEPS) -> None:
     found, wanted = Record.read(run_dir).final, Record.read(expected).final
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         same = {key: value for key, value in wanted[step].items() if key.startswith(SAME)}
         assert same["actor/grad_norm"] > 0 and same["critic/score/max"] > same["critic/score/min"]
         assert {key: found[step][key] for key in same} == pytest.approx(same, rel=1e-5, abs=1e-6), f"step {step}"
         assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+
+
+def assert_one_mlflow_run(run_dir: Path, steps: int) -> None:
+    """Over all attempts: with each step once, or twice where it was lost, and never an earlier one after a later."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    assert run.info.status == "FINISHED"
+    logged = client.get_metric_history(run.info.run_id, "actor/grad_norm")
+    assert {entry.step for entry in logged} == set(range(1, steps + 1))
+    in_time = [entry.step for entry in sorted(logged, key=lambda entry: entry.timestamp)]
+    assert in_time == sorted(in_time)
 
 
 def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
@@ -105,7 +120,7 @@ def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
     text = out.read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), text
     assert f"The ranks are started again, from {run_dir / 'global_step_1'} (restart 1 of at most 1" in text
-    assert ": the process of rank " in text and "0 finished steps are done again" in text
+    assert "device_memory: the process of rank" in text and "0 finished steps are done again" in text
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(4), tmp_path)
     assert_nothing_left(slurm)
@@ -127,4 +142,108 @@ def test_nodes_of_one_device_have_the_numbers_of_one_process(
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (tmp_path / f"out-{job_id}.txt").read_text()
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(nnodes), tmp_path)
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A port that is taken, three notices, a preemption and a node that is switched off, one in each step."""
+    steps, run_dir, pause = 6, tmp_path / "run", Pause(tmp_path / "pause")
+    length = f"trainer.total_training_steps={steps}"
+    more = [
+        length,
+        "trainer.save_deadline_s=50",
+        "trainer.logger=[console,file,mlflow]",
+        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
+    ]
+    holder = slurm.occupy(6379, "n1")
+    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 1, *more), "slurm.partition=low"))
+    out = run_dir / f"logs/slurm-{job_id}.out"
+
+    def disturb(step: int, how: Callable[[], object]) -> None:
+        """In the middle of a step that is the first of its attempt."""
+        pause.in_step(step, steps_done=step - 1)
+        wait_until(f"step {step}", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 300)
+        assert pause.reached(), out.read_text()
+        how()
+        pause.over()
+        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == str(step), 200)
+
+    def notice() -> None:
+        told = out.read_text().count("got USR1")
+        slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+        wait_until("the notice", lambda: out.read_text().count("got USR1") > told)
+
+    def preempt() -> None:
+        job = ("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true")
+        slurm.sbatch(*job, cwd=tmp_path)
+        wait_until("the preemption", lambda: slurm.job(job_id)["PreemptTime"] != "None")
+
+    lost: list[str] = []
+
+    def lose_a_node() -> None:
+        nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job_id)["NodeList"]).stdout.split()
+        slurm.power_off(nodes[-1])
+        lost.append(nodes[-1])
+
+    try:
+        for step, how in enumerate((notice, notice, notice, preempt, lose_a_node), 1):
+            disturb(step, how)
+        job = slurm.wait(job_id, timeout_s=400)
+    finally:
+        slurm.run("kill", holder, host="n1", check=False)
+        for host in lost:
+            slurm.power_on(host)
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "5"), text
+    assert "port 6379 of n1 is taken by " in text
+    for step in range(1, 5):
+        assert f"resumed from {run_dir / f'global_step_{step}'}" in text
+    assert_same_numbers(run_dir, undisturbed(1, length), steps)
+    assert_same_weights(run_dir, undisturbed(2, length), tmp_path)
+    assert_one_mlflow_run(run_dir, steps)
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+def test_servers_on_nodes_of_their_own(
+    slurm: MiniSlurm,
+    launch: Launch,
+    small: Inputs,
+    undisturbed: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: str,
+) -> None:
+    """The weights go over the network between the nodes, or through a directory that they share."""
+    monkeypatch.setenv("SCALERL_CPUS_PER_NODE", "1")
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(2)
+    pool = "actor_rollout_ref.rollout.resource_pool"
+    own = ["actor_rollout_ref.hybrid_engine=false", f"{pool}.nnodes=2", f"{pool}.n_gpus_per_node=1"]
+    own.append(f"actor_rollout_ref.rollout.weight_transport={transport}")
+    if transport == "disk":
+        (tmp_path / "weights").mkdir()
+        own.append(f"actor_rollout_ref.rollout.weight_transport_dir={tmp_path / 'weights'}")
+    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
+    done = launch("slurm", *overrides(small, run_dir, 2, 1, *own, paused))
+    job_id = launched_job(done)
+    assert f"job     {job_id}: 4 nodes\n" in done.stdout
+    out = run_dir / f"logs/slurm-{job_id}.out"
+    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 300)
+    assert pause.reached(), out.read_text()
+    ranks, servers = (
+        {host for host in slurm.hosts if any(name in args for _, args in slurm.processes(host))}
+        for name in ("ray::RankProcess", "scalerl.servers.embedded")
+    )
+    assert len(ranks) == len(servers) == 2 and not ranks & servers
+    pause.over()
+    job = slurm.wait(job_id, timeout_s=300)
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out.read_text()
+    expected = undisturbed(2, own[0], f"{pool}.nnodes=1", f"{pool}.n_gpus_per_node=2")
+    assert_same_numbers(run_dir, expected)
+    assert_same_weights(run_dir, expected, tmp_path)
     assert_nothing_left(slurm)
