@@ -24,6 +24,7 @@ from tests.slurm.minislurm import MiniSlurm
 SEEDS = (3, 1234)
 
 
+@pytest.mark.full
 def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_launch_may_wait_for_the_runs_own_job(
     assert {slurm.wait(job_id)["JobState"] for job_id in (first, second)} == {"CANCELLED"}
 
 
+@pytest.mark.full
 def test_tasks_of_an_array_come_back_each_on_its_own(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -76,6 +78,7 @@ def test_tasks_of_an_array_come_back_each_on_its_own(
     assert_nothing_left(slurm)
 
 
+@pytest.mark.full
 def test_runs_of_seeds_are_submitted_watched_and_ended(
     slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_usr1_reaches_the_command_and_requeues(
     assert f"SAVED SIGUSR1 {hosts_text(num_nodes)}\n" in out.read_text()
 
 
+@pytest.mark.full
 def test_a_repeated_notice_may_end_a_command_that_is_ending(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_port_that_is_taken_is_told_with_its_holder(
     assert "head n1 (10.99.0.11:6380)" in out
 
 
+@pytest.mark.full
 def test_the_network_is_chosen_by_its_addresses(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
