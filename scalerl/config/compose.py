@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -289,9 +290,20 @@ def _options(request: _Request, group: str) -> list[str]:
     return sorted({path.stem for folder in folders if folder.is_dir() for path in _yaml_files(folder)})
 
 
+_HYDRA_IN_USE = threading.RLock()
+
+
 @contextmanager
 def _hydra(request: _Request) -> Iterator[None]:
-    """Sets Hydra's search path for one composition and puts its global state back at the end."""
+    """Sets Hydra's search path for one composition and puts its global state back at the end.
+
+    Threads compose one after another: Hydra's state is the process's.
+    """
+    with _HYDRA_IN_USE:
+        yield from _hydra_session(request)
+
+
+def _hydra_session(request: _Request) -> Iterator[None]:
     if _primary_is_users(request):
         session = initialize_config_dir(str(request.config_dir), version_base="1.3")
     else:

@@ -348,7 +348,8 @@ def test_metrics_of_updates_that_were_skipped() -> None:
 
     from scalerl.controller.training.worker import MegatronWorker
 
-    worker = SimpleNamespace(groups=SimpleNamespace(is_last_stage=True, at=SimpleNamespace(tp_rank=0, dp_rank=0)))
+    groups = SimpleNamespace(is_last_stage=True, coordinates=SimpleNamespace(tp_rank=0, dp_rank=0))
+    worker = SimpleNamespace(groups=groups)
     skipped = {"skipped_updates": 1.0, "lr": 0.1, "loss_scale": 8.0, "actor/ppo_kl": math.nan}
     applied = {"skipped_updates": 0.0, "lr": 0.2, "loss_scale": 4.0, "actor/ppo_kl": 0.5, "grad_norm": 3.0}
 

@@ -40,6 +40,10 @@ ABSENT = re.compile(
     r"|critic/(values|vf_|vpred_|grad_norm|lr|num_updates|skipped_updates|loss_scale)|perf/mfu/critic"
     r"|timing_(s|per_token_ms)/(values|update_critic|reward_model|updateZ)"
     r"|perf/memory_(peak|current)_gb/(reward_model|values|update_critic|testing|save_checkpoint|load_checkpoint)"
+    # Of a run whose ranks were started again, and of profiled steps.
+    r"|training/(num_rank_restarts|redone_steps|restart_lost_s)|timing_s/profile"
+    # With trainer.checkpoint_mirror.
+    r"|checkpoint/(upload_s|failed_uploads)"
     # With trainer.async_save.
     r"|checkpoint/(failed_saves|background_s)"
     # On a CPU servers release nothing.
