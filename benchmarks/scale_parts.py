@@ -103,11 +103,11 @@ class InstantRolloutWorker:
 
         await asyncio.Event().wait()
 
-    async def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
-        return DataProto()
+    async def cut(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> DataProto | list[DataProto]:
+        return DataProto() if len(cuts) == 1 else [DataProto() for _ in cuts]
 
-    async def shards(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> tuple[DataProto, ...]:
-        return tuple(DataProto() for _ in cuts)
+    async def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
+        return DataProto() if len(ranks) == 1 else [DataProto() for _ in ranks]
 
     async def drop(self, batch_id: int) -> None:
         pass

@@ -53,6 +53,9 @@ def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
     vocab = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
     for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[byte] = len(vocab)
+    # transformers reads Qwen2's tokenizers, whatever they are, by a class that adds this token where it is missing.
+    if len(vocab) < vocab_size:
+        vocab["<|endoftext|>"] = len(vocab)
     while len(vocab) < vocab_size:
         vocab[f"<|unused_{len(vocab)}|>"] = len(vocab)
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))

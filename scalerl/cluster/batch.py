@@ -72,23 +72,19 @@ class BatchRef:
 
 @dataclass(frozen=True)
 class Column:
-    """Token columns of the whole batch. fragments[i]: a reference to a DataProto with the rows of rows[i], in that
-    order. rows None: fragments[dp_rank] has those of plan.rows(dp_rank)."""
+    """Token columns of the whole batch. fragments[dp_rank]: a reference to a DataProto with the rows of
+    plan.rows(dp_rank), in that order."""
 
     plan: StepPlan
     fragments: tuple[Any, ...]
-    rows: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.rows is None:
-            ranks = self.plan.dp_size
-            assert len(self.fragments) == ranks, f"{len(self.fragments)} fragments, {ranks} ranks"
+        ranks = self.plan.dp_size
+        assert len(self.fragments) == ranks, f"{len(self.fragments)} fragments, {ranks} ranks"
 
     @property
     def rows_of_fragments(self) -> tuple[tuple[int, ...], ...]:
-        if self.rows is not None:
-            return self.rows
-        return tuple(tuple(self.plan.rows(dp_rank)) for dp_rank in range(self.plan.dp_size))
+        return tuple(self.plan.rows(dp_rank) for dp_rank in range(self.plan.dp_size))
 
     @cached_property
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -168,11 +164,7 @@ class ShardedBatch:
     @cached_property
     def _under_this_plan(self) -> set[int]:
         # Plans of equal numbers are equal, whoever made them.
-        return {
-            id(column)
-            for column in self.columns
-            if column.rows is None and column.plan.micro_batches == self.plan.micro_batches
-        }
+        return {id(column) for column in self.columns if column.plan.micro_batches == self.plan.micro_batches}
 
 
 @dataclass(frozen=True)
@@ -193,15 +185,9 @@ class PlacedBatch:
             raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
         return ShardedBatch(self.plans[role], self.samples, tuple(self.columns[name] for name in columns))
 
-    def with_column(
-        self, name: str, role: str, fragments: Sequence[Any], rows: Sequence[tuple[int, ...]] | None = None
-    ) -> PlacedBatch:
-        """The batch with one more token column.
-
-        fragments[dp_rank]: as that role's ranks returned them.  rows: of each fragment, if not cut by the role's plan.
-        """
-        column = Column(self.plans[role], tuple(fragments), None if rows is None else tuple(rows))
-        return replace(self, columns={**self.columns, name: column})
+    def with_column(self, name: str, role: str, fragments: Sequence[Any]) -> PlacedBatch:
+        """The batch with one more token column.  fragments[dp_rank]: of the rows of that role's rank, in its order."""
+        return replace(self, columns={**self.columns, name: Column(self.plans[role], tuple(fragments))})
 
     def with_samples(self, **columns: np.ndarray) -> PlacedBatch:
         return replace(self, samples=self.samples | columns)

@@ -25,6 +25,7 @@ from scalerl.trainer.uploads import Uploads
 # How long the end of a run waits for a save in the background: after a signal, because a scheduler soon kills the run;
 # after the loss of a rank, because the save may hang in the process group of that rank.
 _AFTER_INTERRUPT_S, _AFTER_LOST_RANK_S = 10.0, 30.0
+_GIVE_UP_S = 2.0
 
 
 class Saves:
@@ -169,7 +170,7 @@ class Saves:
             self._running.wait(limit_s)
             self._collect(wait=False)
             if self._running is not None:
-                self._running.given_up.set()
+                self._running.give_up()
         if self._uploads is not None:
             self._uploads.wait(limit_s)
 
@@ -225,6 +226,12 @@ class _Running:
 
     def wait(self, limit_s: float | None = None) -> None:
         self._thread.join(limit_s)
+
+    def give_up(self) -> None:
+        """Ends the wait for the ranks; what they wrote stays under its temporary name."""
+        self.given_up.set()
+        # A rank that is well answers at once; the thread may wait for one that is not, and asks nobody else.
+        self._thread.join(_GIVE_UP_S)
 
     def _begun(self, model: SavedModel, directory: Path) -> SavedModel:
         assert model.begin is not None, "a model that cannot be saved in the background"

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scalerl.checkpoint.store import TRACKER_NAME
 from scalerl.errors import EXIT_FAILED
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Record, main_ppo
@@ -151,7 +152,8 @@ def test_a_rank_is_killed_beside_sglang(inputs: Inputs, start_job: StartJob, tmp
 
 
 def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
-    steps, saved = 6, 4
+    # Steps are short: the process may die in any of the four after the one that is waited for.
+    steps, saved = 10, 5
     more = [f"trainer.total_training_steps={steps}", f"trainer.save_freq={saved}", "trainer.test_freq=2"]
 
     def train(name: str) -> Finished:
@@ -170,8 +172,7 @@ def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: P
         ended = train("struck")
     assert ended.code == 0, ended.tail()
     ((step, (number, redone, lost_s)),) = losses(tmp_path / "struck").items()
-    # The last step may be over, but for its save, when the process is gone.
-    assert (step, number) == (saved, 1.0) and redone in (1.0, 2.0) and lost_s > 0
+    assert (step, number) == (saved, 1.0) and 1 <= redone <= steps - saved and lost_s > 0
     found, wanted = (
         {s: reproducible(d) for s, d in Record.read(tmp_path / n).final.items()} for n in ("struck", "whole")
     )
@@ -232,7 +233,7 @@ def test_a_rank_of_a_lost_node_starts_again_on_a_spare_one(
     token = [f"{name}={value}" for name, value in TOKEN.items()]
     command = ["env", f"RAY_ADDRESS={address}", *token, sys.executable, "-m", "scalerl.trainer.main_sft"]
     job = start_job([*command, *sft_overrides(inputs, tmp_path, *more)], run_dir)
-    job.wait_for(lambda: any(run_dir.glob("global_step_*")), "the first checkpoint")
+    job.wait_for((run_dir / TRACKER_NAME).is_file, "the first checkpoint")
     holders = [node for node in others if any(below.name().startswith("ray::Rank") for below in node.children())]
     assert holders, "a rank is on another node than the driver"
     holders[0].kill()

@@ -233,16 +233,7 @@ class HybridRollout:
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cuts the samples by the first plan; ranks of the other plans put their rows together from these pieces."""
         role, plan = next(iter(plans.items()))
-        pieces, rows = [], []
-        for dp_rank in range(plan.dp_size):
-            rank_rows = plan.rows(dp_rank)
-            for piece in samples.held.pieces(rank_rows):
-                pieces.append(piece)
-                rows.append(tuple(rank_rows[place] for place in piece.places))
-        # With one worker each rank's rows are one fragment, which nothing has to be joined to.
-        as_planned = rows == [tuple(plan.rows(dp_rank)) for dp_rank in range(plan.dp_size)]
-        batch = PlacedBatch(samples.samples, plans)
-        return batch.with_column(TOKENS, role, self.workers.shards(pieces), None if as_planned else rows)
+        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
 
     def drop(self, samples: BatchRef) -> None:
         self.workers.drop(samples)

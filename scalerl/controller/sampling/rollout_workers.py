@@ -5,25 +5,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
 
 from scalerl.cluster.ask import answer_of, values_of
-from scalerl.cluster.batch import BatchRef, HeldRows, Piece
+from scalerl.cluster.batch import BatchRef, HeldRows
 from scalerl.cluster.pools import PooledActor
 
 if TYPE_CHECKING:
+    from scalerl.balance import StepPlan
     from scalerl.controller.sampling.groups import SampleGroup
     from scalerl.controller.sampling.worker import Generated
     from scalerl.servers.recovery import LostServer
     from scalerl.servers.replica import ClientSettings, Replica
 
+T = TypeVar("T")
+
 # Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
-# While tokens are handed out, those of this many data-parallel ranks are in memory twice, each worker's share in its.
-SHARDS_PER_CALL = 16
+# Data-parallel ranks whose tokens a worker cuts or puts together at a time: so many are in its memory twice.
+RANKS_PER_CALL = 16
 
 
 def default_num_workers(num_servers: int) -> int:
@@ -136,25 +139,46 @@ class RolloutWorkers:
         }
         return BatchRef(HeldRows(batches, batch_S, np.concatenate(rows)), columns)
 
-    def shards(self, pieces: Sequence[Piece]) -> list[ray.ObjectRef]:
-        """References to the token columns of each piece.
+    def tokens(self, held: HeldRows, plan: StepPlan) -> list[ray.ObjectRef]:
+        """References to the token columns of each data-parallel rank's rows, in the plan's order."""
+        ranks = [plan.rows(dp_rank) for dp_rank in range(plan.dp_size)]
+        if len(held.batches) == 1:
+            ((worker, batch_id),) = held.batches
+            cuts = [(batch_id, held.row_S[list(rows)].tolist()) for rows in ranks]
+            return [ref for some in _split(cuts, RANKS_PER_CALL) for ref in self._cut(worker, some)]
+        chunks = _split(ranks, RANKS_PER_CALL)
+        return [ref for some in _split(chunks, len(self)) for ref in self._exchanged(held, some)]
 
-        One call to a worker makes SHARDS_PER_CALL of them for each worker of the run: so many pieces are the tokens of
-        SHARDS_PER_CALL ranks, and the number of calls does not grow with the workers.
+    def _exchanged(self, held: HeldRows, chunks: Sequence[Sequence[Sequence[int]]]) -> list[ray.ObjectRef]:
+        """References to the token columns of the rows of each rank. chunks: [one for each worker at most][rank][row].
+
+        Each worker cuts its rows of a whole chunk, and one of them, another for each chunk, puts these together for its
+        ranks. So a rank gets one object, and neither calls nor references are as many as ranks times workers.
         """
-        tokens: dict[int, ray.ObjectRef] = {}
-        per_call = SHARDS_PER_CALL * len(self)
-        for worker, held in sorted(_by_worker(pieces).items()):
-            handle = self.handles[worker]
-            for start in range(0, len(held), per_call):
-                indices = held[start : start + per_call]
-                cuts = [(pieces[index].batch_id, pieces[index].rows) for index in indices]
-                if len(cuts) == 1:
-                    refs = [handle.shard.remote(*cuts[0])]
-                else:
-                    refs = handle.shards.options(num_returns=len(cuts)).remote(cuts)
-                tokens |= zip(indices, refs, strict=True)
-        return [tokens[index] for index in range(len(pieces))]
+        cuts: dict[int, list[tuple[int, list[int]]]] = {}
+        # Of each chunk: worker, which of its cuts, and the places of its rows in the chunk.
+        sources: list[list[tuple[int, int, list[int]]]] = []
+        for chunk in chunks:
+            sources.append([])
+            for piece in held.pieces([row for rows in chunk for row in rows]):
+                mine = cuts.setdefault(piece.worker, [])
+                sources[-1].append((piece.worker, len(mine), piece.places))
+                mine.append((piece.batch_id, piece.rows))
+        made = {worker: self._cut(worker, mine) for worker, mine in sorted(cuts.items())}
+        refs = []
+        for number, (chunk, parts) in enumerate(zip(chunks, sources, strict=True)):
+            # Where the rows of the chunk are in the parts, one after another.
+            order = np.argsort(np.concatenate([places for _, _, places in parts]))
+            ends = np.cumsum([len(rows) for rows in chunk])
+            orders = [places.tolist() for places in np.split(order, ends[:-1])]
+            options = self.handles[number].deal.options(num_returns=len(orders))
+            dealt = options.remote(orders, *(made[worker][index] for worker, index, _ in parts))
+            refs += dealt if len(orders) > 1 else [dealt]
+        return refs
+
+    def _cut(self, worker: int, cuts: Sequence[tuple[int, list[int]]]) -> list[ray.ObjectRef]:
+        cut = self.handles[worker].cut.options(num_returns=len(cuts)).remote(cuts)
+        return cut if len(cuts) > 1 else [cut]
 
     def drop(self, samples: BatchRef) -> None:
         for worker, batch_id in samples.held.batches:
@@ -183,12 +207,9 @@ class RolloutWorkers:
             ray.kill(handle)
 
 
-def _by_worker(pieces: Sequence[Piece]) -> dict[int, list[int]]:
-    """Worker -> indices of the pieces that it holds."""
-    indices: dict[int, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        indices.setdefault(piece.worker, []).append(index)
-    return indices
+def _split(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """The items in pieces of that size, the last one perhaps smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:

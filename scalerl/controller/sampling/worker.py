@@ -336,14 +336,21 @@ class RolloutWorker(Reusable):
             result = await self.rewards.scored(request)
         return replace(result, extra=sample.extra | result.extra) if sample.extra else result
 
-    def shard(self, batch_id: int, rows: Sequence[int]) -> DataProto:
-        """The token columns of these rows: what one data-parallel rank trains on."""
-        picked = self.batches[batch_id].select(rows).tokens
-        return DataProto({name: picked[name] for name in TRAINED_COLUMNS})
+    def cut(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> DataProto | list[DataProto]:
+        """The token columns that ranks train on, of each (batch, rows of it): one return value each."""
+        return _one_each([self._trained_tokens(batch_id).select(rows) for batch_id, rows in cuts])
 
-    def shards(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> tuple[DataProto, ...]:
-        """The token columns of each cut (batch, rows of it), as `shard`, in separate return values."""
-        return tuple(self.shard(batch_id, rows) for batch_id, rows in cuts)
+    def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
+        """Puts the token columns of ranks together, one return value each.
+
+        parts: what workers cut.  ranks[i]: positions of that rank's rows in the parts, one after another.
+        """
+        joined = DataProto.concat(list(parts))
+        return _one_each([joined.select(rows) for rows in ranks])
+
+    def _trained_tokens(self, batch_id: int) -> DataProto:
+        tokens = self.batches[batch_id].tokens
+        return DataProto({name: tokens[name] for name in TRAINED_COLUMNS})
 
     def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
         """Joins parts (batch, rows of it), in order, into one batch and returns its id; the batches are dropped."""
@@ -462,6 +469,11 @@ def _to_batch(
         samples[name] = np.empty(len(trajectories), dtype=object)
         samples[name][:] = values
     return DataProto(tokens, samples)
+
+
+def _one_each(made: list[DataProto]) -> DataProto | list[DataProto]:
+    """What a Ray method returns so that each has a reference of its own."""
+    return made if len(made) > 1 else made[0]
 
 
 def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:

@@ -49,10 +49,8 @@ def _written(
     workers: WorkerGroup, rank: int, role: str, deadline: float, given_up: threading.Event
 ) -> tuple[WrittenFile, dict[str, Any]]:
     look_s = _FIRST_LOOK_S
-    while True:
+    while not given_up.is_set():
         answer = workers.ask(rank, MegatronWorker.written_checkpoint, role)
-        if given_up.is_set():
-            raise CheckpointWriteError("the run ended before it was written")
         if answer is not None:
             return answer
         if time.monotonic() > deadline:
@@ -60,3 +58,5 @@ def _written(
             raise CheckpointWriteError(f"rank {rank} still writes after {limit.key}={limit.seconds:.0f} s")
         given_up.wait(look_s)
         look_s = min(2 * look_s, _LAST_LOOK_S)
+    # Whoever gave it up ends Ray now, and a call would start Ray anew.
+    raise CheckpointWriteError("the run ended before it was written")

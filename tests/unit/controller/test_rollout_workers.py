@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.balance import plan_step
-from scalerl.cluster.batch import BatchRef, HeldRows, Piece, PlacedBatch
+from scalerl.balance import StepPlan
+from scalerl.cluster.batch import BatchRef, HeldRows
 from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.rollout_workers import (
-    SHARDS_PER_CALL,
+    RANKS_PER_CALL,
     RolloutWorkers,
     default_num_workers,
     merged,
     share_servers,
 )
 from scalerl.controller.sampling.scoring import GroupScores
-from scalerl.controller.sampling.worker import Generated
+from scalerl.controller.sampling.worker import TRAINED_COLUMNS, Generated, RolloutWorker
+from scalerl.protocol import DataProto, Jagged
 
 N = 2
 
@@ -118,47 +121,65 @@ def test_any_number_of_workers_gives_the_rows_of_one(
     assert all(one == found[0] for one in found)
 
 
-def test_a_ranks_rows_come_from_whoever_holds_them() -> None:
-    held = HeldRows(((0, 7), (1, 9)), np.array([0, 1, 1, 0, 1, 0]), np.array([0, 2, 0, 1, 1, 2]))
-    at = {(0, 7): [0, 3, 5], (1, 9): [2, 4, 1]}
-    plan = plan_step([3, 1, 4, 1, 5, 2], dp_size=2, mini_batches=[range(6)], max_tokens_per_micro_batch=9)
-    fragments, rows = [], []
-    for dp_rank in range(2):
-        of_rank = plan.rows(dp_rank)
-        for piece in held.pieces(of_rank):
-            fragments.append([at[piece.worker, piece.batch_id][row] for row in piece.rows])
-            rows.append(tuple(of_rank[place] for place in piece.places))
-            assert fragments[-1] == list(rows[-1])
-    batch = PlacedBatch({}, {"actor": plan}).with_column("tokens", "actor", fragments, rows)
-    for dp_rank in range(2):
-        (part,) = batch.shards("actor", "tokens").parts(dp_rank)
-        together = [row for fragment in part.fragments for row in fragment]
-        assert part.order is not None and [together[place] for place in part.order] == list(plan.rows(dp_rank))
-        assert len(part.fragments) == len({held.batch_S[row] for row in plan.rows(dp_rank)})
+class Holder:
+    """Of a worker: its own methods that hand tokens out, called at once, and how often they were."""
+
+    def __init__(self) -> None:
+        self.worker = object.__new__(RolloutWorker)
+        self.worker.batches = {}
+        self.calls: Counter[str] = Counter()
+        self.cut, self.deal = (self._method(name) for name in ("cut", "deal"))
+
+    def _method(self, name: str) -> SimpleNamespace:
+        def remote(*args: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(self.worker, name)(*args)
+
+        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
 
 
-class Cutter:
-    """Of a worker: each call of `shards` or `shard` is kept, and answered by what it asked for."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.calls = number, 0
-        self.shard = SimpleNamespace(remote=lambda batch_id, rows: self.cut([(batch_id, rows)])[0])
-        self.shards = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self.cut))
-
-    def cut(self, cuts: list[tuple[int, list[int]]]) -> list[tuple[int, int, list[int]]]:
-        self.calls += 1
-        return [(self.number, *cut) for cut in cuts]
+def ids(rows: Sequence[int]) -> DataProto:
+    """Token columns of the step's rows: row 3 has three tokens 3."""
+    column = Jagged.from_list([torch.full((row,), row) for row in rows], torch.int64)
+    return DataProto(dict.fromkeys((*TRAINED_COLUMNS, "policy_versions"), column))
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2, SHARDS_PER_CALL, 20 * SHARDS_PER_CALL + 1])
-def test_pieces_come_in_order_by_few_calls(num_pieces: int) -> None:
-    workers = Here(3, 3)
-    workers.handles = [Cutter(number) for number in range(3)]
-    # Of the third worker alone the last.
-    pieces = [Piece(at % 2 if at + 1 < num_pieces else 2, at, [at, at + 1], [0, 1]) for at in range(num_pieces)]
-    assert workers.shards(pieces) == [(piece.worker, piece.batch_id, piece.rows) for piece in pieces]
-    of_worker, per_call = Counter(piece.worker for piece in pieces), 3 * SHARDS_PER_CALL
-    assert [handle.calls for handle in workers.handles] == [-(-of_worker[at] // per_call) for at in range(3)]
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 70), st.data())
+def test_a_ranks_rows_come_from_whoever_holds_them(num_workers: int, dp_size: int, data: st.DataObject) -> None:
+    """Also where a worker holds several batches."""
+    num_rows = data.draw(st.integers(dp_size, 3 * dp_size))
+    batches = [(worker, 7 + number) for worker in range(num_workers) for number in range(data.draw(st.integers(1, 2)))]
+    batch_S = np.array(data.draw(st.lists(st.integers(0, len(batches) - 1), min_size=num_rows, max_size=num_rows)))
+    workers, row_S = Here(num_workers, num_workers), np.zeros(num_rows, np.int64)
+    workers.handles = [Holder() for _ in range(num_workers)]
+    for batch, (worker, batch_id) in enumerate(batches):
+        rows = data.draw(st.permutations(np.flatnonzero(batch_S == batch).tolist()))
+        row_S[rows] = np.arange(len(rows))
+        workers.handles[worker].worker.batches[batch_id] = ids(rows)
+    order = data.draw(st.permutations(range(num_rows)))
+    plan = StepPlan(tuple(((tuple(order[rank::dp_size]),),) for rank in range(dp_size)), (1,))
+    fragments = workers.tokens(HeldRows(tuple(batches), batch_S, row_S), plan)
+    assert len(fragments) == dp_size
+    for dp_rank, fragment in enumerate(fragments):
+        assert list(fragment.tokens) == list(TRAINED_COLUMNS)
+        assert [row.tolist() for row in fragment.tokens["input_ids"]] == [[row] * row for row in plan.rows(dp_rank)]
+
+
+@pytest.mark.parametrize(("num_workers", "cuts", "deals"), [(1, [13], [0]), (4, [4] * 4, [4, 3, 3, 3])])
+def test_calls_for_tokens_do_not_grow_with_the_workers(num_workers: int, cuts: list[int], deals: list[int]) -> None:
+    """200 ranks with two rows each, 16 ranks at a time."""
+    dp_size = 12 * RANKS_PER_CALL + 8
+    plan = StepPlan(tuple((((2 * rank, 2 * rank + 1),),) for rank in range(dp_size)), (1,))
+    workers = Here(num_workers, num_workers)
+    workers.handles = [Holder() for _ in range(num_workers)]
+    for worker, handle in enumerate(workers.handles):
+        handle.worker.batches[0] = ids([1] * len(range(worker, 2 * dp_size, num_workers)))
+    row_S = np.arange(2 * dp_size)
+    held = HeldRows(tuple((worker, 0) for worker in range(num_workers)), row_S % num_workers, row_S // num_workers)
+    assert len(workers.tokens(held, plan)) == dp_size
+    assert [handle.calls["cut"] for handle in workers.handles] == cuts
+    assert [handle.calls["deal"] for handle in workers.handles] == deals
 
 
 def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> None:
