@@ -59,12 +59,16 @@ saved with the run. Reference, critic and reward model have the actor's, and the
 key here go there; fields that scalerl sets itself are refused, unless the value is the one that it sets: the tables
 below name them.
 """
+BEFORE = """
+Before keys were translated (revision 1a88f90, the same arguments) 34, 49, 62 and 68 of them were accepted; each
+command ended with a list of the others.
+"""
 
 
 def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
     """Makes the text of docs/from-verl.md.  commands: name -> (title, arguments) of commands of verl."""
     reports = {name: report_on("train", "ppo", list(arguments)) for name, (_, arguments) in commands.items()}
-    blocks = [INTRO, "## Whole commands", _counts(commands, reports)]
+    blocks = [INTRO, "## Whole commands", _counts(commands, reports), BEFORE]
     for name, (title, _) in commands.items():
         blocks.append(f"### {title}\n```\n{reports[name].shell()}\n```\n{_rows(reports[name])}")
     blocks += ["## Keys", _key_table(ENTRIES["ppo"])]

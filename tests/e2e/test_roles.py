@@ -183,8 +183,11 @@ def test_a_reward_model_scores_its_prompts_and_no_others(
         "reward_model.enable=true",
         f"reward_model.model.path={reward_model}",
         "trainer.log_val_generations=16",
+        "trainer.log_val_special_tokens=true",
         *pool,
     )
+    table = json.loads((done.run_dir / "tables" / "val" / "generations" / "step_0.json").read_text())["data"]
+    assert len(table) == 16 and all("<|" in prompt for prompt, *_ in table)
     styles = set()
     for step in range(1, STEPS + 1):
         rows = pq.read_table(done.run_dir / "rollouts" / f"step_{step}.parquet").to_pylist()
