@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -36,12 +37,20 @@ class StartPhases:
             self.say(f"start: {name} {self._clock() - began:.1f} s")
 
 
+def is_directory_or_free(path: str) -> bool:
+    """Whether a run may have its directory there: it is one, or could be made, since nothing on the way is a file."""
+    nearest = next(at for at in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.lexists(at))
+    return nearest.is_dir()
+
+
 def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
     """The newest checkpoint if it has reached trainer.total_training_steps, else None; reads only files.
 
     None too without trainer.total_training_steps, or with a trainer.resume_mode other than auto.
     """
     if trainer.total_training_steps is None or trainer.resume_mode != "auto":
+        return None
+    if not is_directory_or_free(trainer.default_local_dir):
         return None
     latest = find_latest_ckpt_path(trainer.default_local_dir)
     if latest is None or int(read_trainer_state(latest).get("step", 0)) < trainer.total_training_steps:

@@ -40,6 +40,7 @@ from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
 from scalerl.tracking.backend import safe_uri
 from scalerl.trainer import checkpoints
+from scalerl.trainer.beginning import is_directory_or_free
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.model_checks import (
     actor_violations,
@@ -363,6 +364,12 @@ def _check_resume(
     """
     from scalerl.data import PromptCursor
 
+    if not is_directory_or_free(trainer.default_local_dir):
+        errors.violations.append(
+            f"trainer.default_local_dir = {trainer.default_local_dir}: it or a part of its path is a file; give a "
+            "directory, which need not exist yet"
+        )
+        return None
     mirror = trainer.checkpoint_mirror
     if mirror is not None and errors.attempt(lambda: open_mirror(mirror)) is None:
         return None

@@ -13,6 +13,7 @@ import pytest
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
 from scalerl.data import load_tokenizer
 from scalerl.trainer import preflight
+from scalerl.trainer.beginning import finished_at
 from scalerl.trainer.preflight import check_ppo, check_sft
 from tests.tiny_models import make_tiny_model
 
@@ -333,6 +334,19 @@ def test_a_model_that_is_no_directory_is_said_once_with_its_key(
     cfg = config(directory, "qwen3", "embedded", 0, f"actor_rollout_ref.model.path={directory / 'no'}")
     (text,) = violations(cfg)
     assert text.startswith(f"actor_rollout_ref.model.path = {directory / 'no'}: there is no such directory (working")
+
+
+@pytest.mark.parametrize("below", ["", "/run"])
+def test_a_run_directory_that_is_a_file_is_said_with_its_key(directory: Path, below: str) -> None:
+    """Also where the run would be finished, had it a directory."""
+    path = f"{directory / 'rows.parquet'}{below}"
+    more = [f"trainer.default_local_dir={path}", "trainer.total_training_steps=1"]
+    cfg = config(directory, "qwen3", "embedded", 0, *more)
+    assert finished_at(cfg.trainer) is None
+    with pytest.raises(ConfigError) as error:
+        check_ppo(cfg, "cpu")
+    (violation,) = error.value.violations
+    assert violation.startswith(f"trainer.default_local_dir = {path}: it or a part of its path is a file; give")
 
 
 def test_fields_of_megatrons_configs_are_checked_against_megatron(directory: Path) -> None:
