@@ -18,8 +18,8 @@ TOKENS = NUM_SEQUENCES * LENGTH // NUM_MICRO_BATCHES
 SIZES: dict[str, Any] = dict(
     num_layers=4, hidden_size=128, ffn_size=384, num_heads=8, num_kv_heads=4, vocab_size=512, tied=False
 )
-# (tp_size, pp_size, world_size)
-ONE, TP2, PP2, DP2 = (1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 2)
+# (tp_size, pp_size, world_size) and, where it is not 1, cp_size
+ONE, TP2, PP2, DP2, CP2, CP4 = (1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 2), (1, 1, 2, 2), (1, 1, 4, 4)
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "core_attn": {"recompute_granularity": "selective"},
@@ -39,9 +39,18 @@ CASES = [
     ("qwen3_moe", TP2, "bfloat16", "none"),
     ("qwen3", PP2, "bfloat16", "none"),
     ("qwen3", PP2, "bfloat16", "full"),
+    ("qwen3", CP2, "bfloat16", "none"),
+    ("qwen3", CP2, "bfloat16", "core_attn"),
+    ("qwen2", CP4, "float32", "none"),
 ]
+LONG = 32768
+LONG_SIZES: dict[str, Any] = dict(
+    num_layers=2, hidden_size=64, ffn_size=192, num_heads=4, num_kv_heads=2, vocab_size=512, tied=False
+)
 USUAL = [("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")]
 RELATIVE = 0.1
+# Of a layout's loss and gradient norm, as in test_layout_invariance.
+RELATIVE_LOSS = 1e-5
 
 
 def peak_bytes(work: Any) -> int:
@@ -106,7 +115,7 @@ def measured_and_planned(
 ) -> dict[str, Any]:
     """On every rank: bytes of its parts, and the peak of an update beside them; both as measured and as planned.
 
-    layout: as Trainee's.
+    layout: as Trainee's.  Under "updates" is what the two updates returned, the second of which was measured.
     """
     from scalerl.config.schema import MegatronConfig, ModelConfig, SFTConfig, SFTDataConfig, SFTTrainerConfig
     from scalerl.families import ModelShape
@@ -123,8 +132,8 @@ def measured_and_planned(
     trainee.shard = DataProto({"input_ids": Jagged.from_list(rows, torch.int64)})
     each = len(rows) // NUM_MICRO_BATCHES or 1
     trainee.micro_batches = [range(start, start + each) for start in range(0, len(rows), each)]
-    trainee.update()
-    peak = peak_bytes(trainee.update)
+    updates = [trainee.update()]
+    peak = peak_bytes(lambda: updates.append(trainee.update()))
     cfg = SFTConfig(
         data=SFTDataConfig(
             train_files="none",
@@ -153,21 +162,40 @@ def measured_and_planned(
         "state": (trainee.engine.device_bytes(), {part: parts[name] for part, name in state.items()}),
         "peak": (peak, sum(size for name, size in parts.items() if name not in (*state.values(), "save copy"))),
         "save copy": (len(memory._memory), device.save_copy_bytes),
+        "updates": updates,
     }
 
 
-def made(tmp_path_factory: pytest.TempPathFactory, family: str) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp(family), family, **SIZES))
+def made(tmp_path_factory: pytest.TempPathFactory, family: str, sizes: dict[str, Any] = SIZES) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp(family), family, **sizes))
 
 
 @pytest.mark.parametrize(("family", "layout", "dtype", "mode"), mostly_full(CASES, lambda case: case in USUAL))
 def test_an_update_takes_what_is_planned(
-    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, int, int], dtype: str, mode: str
+    tmp_path_factory: pytest.TempPathFactory, family: str, layout: tuple[int, ...], dtype: str, mode: str
 ) -> None:
     model = made(tmp_path_factory, family)
     for rank in run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": dtype} | MODES[mode]):
         measured, planned = rank["peak"]
         assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
+
+
+@pytest.mark.full
+def test_a_long_sequence_over_four_ranks_takes_what_is_planned(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """And trains as on one rank."""
+    model = made(tmp_path_factory, "qwen3", LONG_SIZES)
+    (one,), four = (
+        run_ranks(layout[2], measured_and_planned, model, layout, {"dtype": "float32"}, 1, LONG, timeout_s=1200)
+        for layout in (ONE, CP4)
+    )
+    for rank in (one, *four):
+        measured, planned = rank["peak"]
+        assert planned == pytest.approx(measured, rel=RELATIVE), (rank, measured / planned)
+    for rank in four:
+        assert rank["peak"][1] == pytest.approx(one["peak"][1] / 4, rel=RELATIVE), "the ranks share the sequence"
+        for over_four, alone in zip(rank["updates"], one["updates"], strict=True):
+            assert over_four.keys() == alone.keys() >= {"loss", "grad_norm"}
+            assert over_four == pytest.approx(alone, rel=RELATIVE_LOSS)
 
 
 @pytest.mark.parametrize(
