@@ -169,9 +169,9 @@ def test_a_process_that_died_while_it_waited_is_not_taken(inputs: Inputs, kept: 
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
-    """Resident memory of ranks, rollout worker and server, after 4 and after 24 runs of changing layouts."""
+    """Resident memory of ranks, rollout worker and server, after 15 and after 30 runs of changing layouts."""
     layouts: list[tuple[str, ...]] = [(), ("+layout=tp2", NARROW_SERVERS), CRITIC]
-    kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ReplicaHost)|.*(embedded_server)")
+    kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ReplicaHost)|.*(embedded\.server)")
 
     def resident_mib() -> dict[str, float]:
         found: dict[str, float] = {}
@@ -181,12 +181,16 @@ def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept
                 found[name] = max(found.get(name, 0.0), process.memory_info().rss / 2**20)
         return found
 
-    for number in range(4):
-        train(kept, inputs, tmp_path / f"warm_{number}", *layouts[number % 3])
-    before = resident_mib()
-    for number in range(20):
-        train(kept, inputs, tmp_path / f"run_{number}", *layouts[number % 3])
-    after = resident_mib()
-    assert before.keys() == after.keys() and {"RankProcess", "RolloutWorker", "embedded_server"} <= before.keys()
+    def resident_after(first: int, runs: int) -> dict[str, float]:
+        """The least after any of the last three of these runs: what the allocator keeps for a while comes and goes."""
+        readings = []
+        for number in range(first, first + runs):
+            train(kept, inputs, tmp_path / f"run_{number}", *layouts[number % 3])
+            readings.append(resident_mib())
+        return {name: min(reading[name] for reading in readings[-3:]) for name in readings[-1]}
+
+    before = resident_after(0, 15)
+    after = resident_after(15, 15)
+    assert before.keys() == after.keys() and {"RankProcess", "RolloutWorker", "embedded.server"} <= before.keys()
     # A model with its gradients and optimizer has 4 MiB, imports 500.
     assert {name: after[name] - before[name] < 40 for name in before} == dict.fromkeys(before, True), (before, after)
