@@ -36,15 +36,12 @@ class Mirror:
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
+        self._url = url
         try:
-            self._fs, root = fsspec.core.url_to_fs(url)
-            self._root = str(root).rstrip("/")
+            self._connect()
             # Without user and password.
             self.name = str(self._fs.unstrip_protocol(self._root))
-            self._fs.invalidate_cache()
-            self._fs.exists(self._root)
+            self._exists(self._root)
         except ImportError as error:
             raise UserError(f"the driver of its store is not installed: {error}") from error
         except Exception as error:  # each store has errors of its own
@@ -53,6 +50,7 @@ class Mirror:
     def upload(self, directory: Path) -> None:
         """Copies a checkpoint there; it counts once all of it is there. Raises CheckpointWriteError."""
         try:
+            self._connect()
             manifest = json.loads((directory / COMPLETE_NAME).read_text(encoding="utf-8"))
             there = f"{self._root}/{directory.name}"
             # One of the same step, which this one replaces.
@@ -74,6 +72,7 @@ class Mirror:
     def rotate(self, kept: Kept) -> list[str]:
         """Removes all whole checkpoints but those that a rule keeps there; returns their names."""
         try:
+            self._connect()
             steps = self.steps()
             states = {step: self._state(step) for step in (steps if kept.best is not None else ())}
             removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(steps, self._tracked(), states)]
@@ -88,11 +87,11 @@ class Mirror:
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints there, ascending."""
         self._fs.invalidate_cache()
-        if not self._fs.exists(self._root):
+        if not self._exists(self._root):
             return []
         names = {str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)}
         steps = sorted(step for name in names if (step := step_of(name)) is not None)
-        return [step for step in steps if self._fs.exists(self._complete(step))]
+        return [step for step in steps if self._exists(self._complete(step))]
 
     def fetch_newer(self, root: str | Path, step: int) -> Path | None:
         """Fetches the newest checkpoint into a run's directory if it is of a later step than `step`; else None.
@@ -101,6 +100,7 @@ class Mirror:
         Raises UserError where the store does not answer.
         """
         try:
+            self._connect()
             later = [candidate for candidate in self.steps() if candidate > step]
             tracked = self._tracked()
         except Exception as error:
@@ -152,5 +152,20 @@ class Mirror:
 
     def _remove_file(self, path: str) -> None:
         self._fs.invalidate_cache()
-        if self._fs.exists(path):
+        if self._exists(path):
             self._fs.rm_file(path)
+
+    def _connect(self) -> None:
+        """Opens the store anew: a connection that was lost, or was idle for hours, is not used again."""
+        import fsspec
+
+        self._fs, root = fsspec.core.url_to_fs(self._url, skip_instance_cache=True)
+        self._root = str(root).rstrip("/")
+
+    def _exists(self, path: str) -> bool:
+        # fsspec's own `exists` says False of a store that does not answer.
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True

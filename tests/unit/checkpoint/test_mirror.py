@@ -177,6 +177,35 @@ def test_half_an_object_is_not_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert mirror.steps() == []
 
 
+def test_a_store_that_does_not_answer_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = Mirror("memory://silent/run")
+    mirror.upload(save(tmp_path / "run", 1))
+
+    def silent(*_, **__) -> None:
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", silent)
+    with pytest.raises(UserError, match="cannot be listed: ConnectionResetError: gone"):
+        mirror.fetch_newer(tmp_path / "other", 0)
+    with pytest.raises(UserError, match="cannot be reached: ConnectionResetError: gone"):
+        Mirror("memory://silent/run")
+
+
+def test_a_connection_that_was_lost_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = type(fsspec.filesystem("memory"))
+    mirror = Mirror("memory://lost/run")
+    put, lost = memory.put_file, mirror._fs
+
+    def put_file(self, lpath, rpath, *rest, **more) -> None:
+        if self is lost:
+            raise BrokenPipeError("lost")
+        put(self, lpath, rpath, *rest, **more)
+
+    monkeypatch.setattr(memory, "put_file", put_file)
+    mirror.upload(save(tmp_path / "run", 1))
+    assert mirror.steps() == [1]
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
