@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
@@ -127,10 +127,13 @@ class Examined:
     config: Any
 
 
-def examined(kind: str, overrides: Sequence[str]) -> Examined:
-    """Examines each argument of a command line as a run would, without the config groups and files that it names."""
+def examined(kind: str, overrides: Sequence[str], left_open: Mapping[str, str]) -> Examined:
+    """Examines each argument of a command line as a run would, without the config groups and files that it names.
+
+    left_open: key -> text that a shell replaces by its value; such keys are not among the overrides.
+    """
     request = _parse(kind, overrides)
-    partial = PartialConfig(SCHEMAS[kind], kind)
+    partial = PartialConfig(SCHEMAS[kind], kind, left_open)
     taken = []
     for override in request.values:
         before = len(partial.violations)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -31,8 +32,12 @@ def defaults_of(schema: type) -> DictConfig:
 class PartialConfig:
     """The values of a configuration that is being filled in, and a violation for each that did not fit its schema."""
 
-    def __init__(self, schema: type, kind: str = "ppo") -> None:
-        """Starts from the defaults of `schema`.  kind: of a configuration, whose vocabulary of verl is understood."""
+    def __init__(self, schema: type, kind: str = "ppo", left_open: Mapping[str, str] | None = None) -> None:
+        """Starts from the defaults of `schema`.
+
+        kind: of a configuration, whose vocabulary of verl is understood.
+        left_open: key -> text that a shell replaces by its value; None: no shell reads what is put.
+        """
         self.table = KeyTable(schema)
         self.violations: list[str] = []
         # What became of verl's keys; complete after `finish`.
@@ -44,6 +49,7 @@ class PartialConfig:
         self._config = copy.deepcopy(self._defaults)
         self._mentioned: set[str] = set()
         self._written: set[str] = set()
+        self._left_open = None if left_open is None else dict(left_open)
 
     def put_override(self, override: Override) -> None:
         """Takes one `key=value` of a command line."""
@@ -112,6 +118,15 @@ class PartialConfig:
         """Whether a value was put for this key."""
         return key in self._written
 
+    def left_open(self, key: str) -> str | None:
+        """The text that a shell replaces by the value of a key, or of the key that it refers to; None if none does."""
+        while self._left_open and key not in self._left_open:
+            source = re.fullmatch(r"\$\{([\w.]+)\}", str(_raw_values(self._config, [key])[key]))
+            if source is None:
+                return None
+            key = source[1]
+        return self._left_open[key] if self._left_open else None
+
     @property
     def set_keys(self) -> frozenset[str]:
         """All keys that a value was put for."""
@@ -177,6 +192,8 @@ class PartialConfig:
             OmegaConf.update(self._config, key, value, merge=True)
         except (OmegaConfBaseException, ValueError) as error:
             self._mentioned.add(key)
+            if self._left_open is not None and "$" in str(value):
+                self._left_open[key] = str(value)
             leaf = self.table.leaves.get(key)
             expected = _first_line(error) if leaf is None else f"must be {leaf.type_text}"
             self.violations.append(f"{key} = {show(value)}: wrong type{origin}, {expected}{self._instead(key)}")

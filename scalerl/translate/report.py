@@ -29,6 +29,9 @@ DEFAULTS_OF_VERL = {
 }
 _STEPS = re.compile(r"((actor_rollout_ref\.actor|critic)\.optim\.(lr_warmup_steps|lr_decay_steps))=(\d+)")
 
+# A field of megatron in this section may be a key of the section around it.
+_OVERRIDES = "override_transformer_config"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -81,7 +84,8 @@ def report_on(command: str, kind: str, arguments: list[str]) -> Report:
     open_arguments = [
         text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")
     ]
-    result = examined(kind, [_readable(text) for text in arguments if text not in open_arguments])
+    left_open = {_key(text).replace(f".{_OVERRIDES}.", "."): _value(text) for text in open_arguments}
+    result = examined(kind, [_readable(text) for text in arguments if text not in open_arguments], left_open)
     rows = [_taken(text, result.config) for text in result.taken]
     rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_arguments]
     for translation in result.translations:
@@ -113,6 +117,10 @@ def _updates_per_step(config: Any, section: str) -> int:
 
 def _key(text: str) -> str:
     return text.partition("=")[0].lstrip("+-")
+
+
+def _value(text: str) -> str:
+    return text.partition("=")[2].strip("'\"")
 
 
 def _left_to_the_shell(text: str) -> bool:

@@ -45,13 +45,14 @@ def tokens_of_a_device(match: re.Match[str], value: Any, context: Context) -> Ou
     if isinstance(value, str) and f"{_ACTOR}.ppo_max_token_len_per_gpu" in value:
         return Becomes({key: f"${{{_ACTOR}.max_tokens_per_micro_batch}}"})
     megatron = "megatron" if section == "data" else f"{section}.megatron"
-    cp_size = _size(context, f"{megatron}.context_parallel_size")
-    why = f"times context_parallel_size {cp_size}" if cp_size > 1 else ""
-    if type(value) is int:
+    cp_key = f"{megatron}.context_parallel_size"
+    # What a script leaves open, its shell multiplies.
+    cp_size = context.left_open(cp_key) or _size(context, cp_key)
+    why = f"times context_parallel_size {cp_size}" if cp_size != 1 else ""
+    if type(value) is int and isinstance(cp_size, int):
         return Becomes({key: value * cp_size}, why)
-    if isinstance(value, str) and "$" in value:
-        # A script's, which only its shell knows.
-        return Becomes({key: f"$(({value} * {cp_size}))" if cp_size > 1 else value}, why)
+    if type(value) is int or (isinstance(value, str) and "$" in value):
+        return Becomes({key: f"$(({value} * {cp_size}))" if cp_size != 1 else value}, why)
     return Refused(f"is a number of tokens; set {key} to one")
 
 

@@ -50,6 +50,10 @@ class Context(Protocol):
         """Whether the user wrote this key of scalerl."""
         ...
 
+    def left_open(self, key: str) -> str | None:
+        """The text that a shell replaces by the value of a key of scalerl; None where no shell does."""
+        ...
+
     def foreign(self, key: str) -> Any:
         """The value that the user wrote for a key of verl; None if there is none."""
         ...

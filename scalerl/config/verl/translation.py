@@ -42,6 +42,7 @@ class ConfigView(Protocol):
 
     def value(self, key: str) -> Any: ...
     def is_set(self, key: str) -> bool: ...
+    def left_open(self, key: str) -> str | None: ...
     def resolved(self, value: Any) -> Any: ...
 
 
@@ -110,6 +111,9 @@ class _Context:
 
     def is_set(self, key: str) -> bool:
         return self.config.is_set(key)
+
+    def left_open(self, key: str) -> str | None:
+        return self.config.left_open(key)
 
     def foreign(self, key: str) -> Any:
         return self.translator.written(key)

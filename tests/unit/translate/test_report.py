@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from scalerl.translate.command import translated
 from scalerl.translate.report import Report, report_on
 
 ACTOR = "actor_rollout_ref.actor"
+REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 SCRIPT = """\
 set -x
 MODEL=${MODEL:-qwen}
@@ -100,3 +102,35 @@ def test_what_only_the_shell_knows_is_renamed_and_multiplied_there():
         f"{ACTOR}.ppo_max_token_len_per_gpu=$TOKENS": (f"{ACTOR}.max_tokens_per_micro_batch=$(($TOKENS * 2))",),
     }
     assert not [row for row in rows if row.fate == "dropped"]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "megatron.context_parallel_size",
+        "megatron.override_transformer_config.context_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+    ],
+)
+def test_tokens_are_multiplied_by_a_size_that_only_the_shell_knows(spelling: str):
+    """Actor and reference by the actor's size, the critic by its own."""
+    script = (
+        f"python3 -m verl.trainer.main_ppo {ACTOR}.ppo_max_token_len_per_gpu=16384 {ACTOR}.{spelling}=$CP "
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=$TOKENS "
+        "critic.ppo_max_token_len_per_gpu=8192 critic.megatron.context_parallel_size=2"
+    )
+    command = translated(script).partition("\n\n")[0]
+    environment = {"CP": "4", "TOKENS": "3000", "PATH": "/usr/bin:/bin"}
+    printed = subprocess.run(
+        ["bash", "-c", command.replace("scalerl train", "printf '%s\\n'", 1)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    cfg = compose("ppo", [*REQUIRED, *printed.stdout.split()], rules=False)
+    policy = cfg.actor_rollout_ref
+    assert policy.actor.megatron.context_parallel_size == policy.ref.megatron.context_parallel_size == 4
+    assert policy.actor.max_tokens_per_micro_batch == 4 * 16384
+    assert policy.ref.max_tokens_per_micro_batch == 4 * 3000
+    assert cfg.critic.max_tokens_per_micro_batch == 2 * 8192
