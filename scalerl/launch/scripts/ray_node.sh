@@ -94,7 +94,7 @@ clean() { # keep Ray's logs of a failed attempt, remove this attempt's session a
   [[ $session == */session_* && -d $session ]] || return 0
   if [[ $(cat "$SCALERL_ATTEMPT_DIR/.end_code" 2>/dev/null) != 0 ]]; then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
   # The processes that write there are being killed at the same time.
-  for ((tries = 0; tries < 20; tries++)); do rm -rf "$session" 2>/dev/null && break; sleep 0.1; done
+  for ((tries = 0; tries < 100; tries++)); do rm -rf "$session" 2>/dev/null && break; sleep 0.1; done
 }
 
 mode=$1
