@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.errors import EXIT_USER_ERROR
-from tests.e2e.step_checks import check_step
+from tests.e2e.step_checks import check_steps
 
 if TYPE_CHECKING:
     from tests.e2e.kept import Finished
@@ -88,8 +88,7 @@ class Job:
         """The exit code, negative after a signal. Of a run that came to its end the steps are checked."""
         self.wait_for(lambda: self.process.poll() is not None, "its end", timeout_s, ended_is_failure=False)
         if self.process.returncode == 0:
-            for metrics in Record.read(self._run_dir()).final.values():
-                check_step(metrics, self.own_keys)
+            check_steps(Record.read(self._run_dir()).final.values(), self.own_keys)
         return self.process.returncode
 
     def _run_dir(self) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from scalerl.cluster.processes import Processes
 from scalerl.errors import run_main
 from tests.e2e.jobs import Record
-from tests.e2e.step_checks import check_step
+from tests.e2e.step_checks import check_steps
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,5 @@ class Kept:
             code = run_main(main, arguments, self.processes)
         directory = [text.partition("=")[2] for text in arguments if text.startswith("trainer.default_local_dir=")]
         if code == 0 and directory:
-            for metrics in Record.read(Path(directory[-1])).final.values():
-                check_step(metrics, own_keys)
+            check_steps(Record.read(Path(directory[-1])).final.values(), own_keys)
         return Finished(code, out.getvalue(), err.getvalue())

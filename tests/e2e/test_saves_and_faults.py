@@ -53,7 +53,7 @@ def test_a_stop_finishes_the_save_that_is_being_written(
     inputs: Inputs, start_job: StartJob, tmp_path: Path, deadline_s: int, code: int
 ) -> None:
     """SIGTERM while a checkpoint is written, slowly: it is finished; with a deadline the step is, too, and is saved."""
-    with slow(tmp_path / "run", 0.0003) as run_dir:
+    with slow(tmp_path / "run", 0.0001) as run_dir:
         more = ["trainer.total_training_steps=50", f"trainer.save_deadline_s={deadline_s}"]
         job = start_job(main_ppo(keys(inputs, run_dir, tmp_path / "rollouts", *more)), tmp_path / "job")
         job.wait_for(lambda: any(run_dir.glob("global_step_2.tmp-*")), "the second save")
