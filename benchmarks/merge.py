@@ -2,12 +2,16 @@
 
 python benchmarks/merge.py                                # 1 GB, two saving ranks split over rows and columns
 python benchmarks/merge.py --gb 2 --ranks 4 --directory /data
+python benchmarks/merge.py --gb 16 --ranks 4 --cold       # what is read is not in the page cache
 
 The merge is `scalerl.merge.merge` in a process that has imported it (how long that takes is reported beside it): it
 reads the pieces, compares every digest, and writes the files with fsync. So cp is timed by itself and with a sync of
 its file. Torch's own converter (torch.distributed.checkpoint.format_utils.dcp_to_torch_save) reads the same checkpoint:
 it makes one pickle of Megatron's tensors, compares no digest, forces nothing onto the disk, and holds the model in
 memory. Slime's converter needs Megatron and a package that builds for CUDA alone; it is not here.
+
+With --cold every one of them begins without any page of the checkpoint or model in memory. Without it a model of which
+only a part fits beside its copy gives cp more of its source from memory than the merge, whose source was read earlier.
 
 The prediction is what one core needs to read, hash and write a megabyte that is in its cache, measured first, over the
 cores that merge; or the disk's rate, by what the sync adds to cp, if that is slower.
@@ -43,6 +47,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="files of the checkpoint; tensors are split over them")
     parser.add_argument("--workers", type=int, default=None, help="threads of the merge")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="remove what is read from the page cache before each")
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-merge.json")
     return parser.parse_args(arguments)
@@ -99,6 +104,15 @@ def resident(field: str) -> int:
     found = re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
+
+
+def evict(root: Path) -> None:
+    """Removes the pages of all files below `root` from the page cache; what is dirty is written first."""
+    for path in filter(Path.is_file, root.rglob("*")):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
 
 
 def copied(source: Path, target: Path, *, sync: bool) -> float:
@@ -168,10 +182,14 @@ def main(arguments: list[str] | None = None) -> int:
         merged, copy = Path(root) / "merged", Path(root) / "copy"
         summary = merge(actor, merged, num_workers=args.workers)
         cp_s, synced_cp_s, merge_s, torch_s, peaks = [], [], [], [], []
+        begin = functools.partial(evict, Path(root)) if args.cold else lambda: None
         for _ in range(args.repeats):
+            begin()
             cp_s.append(copied(merged, copy, sync=False))
+            begin()
             synced_cp_s.append(copied(merged, copy, sync=True))
             shutil.rmtree(merged)
+            begin()
             before = resident("VmRSS")
             if os.access("/proc/self/clear_refs", os.W_OK):
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -179,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
             merge(actor, merged, num_workers=args.workers)
             merge_s.append(time.perf_counter() - start)
             peaks.append(resident("VmHWM") - before)
+            begin()
             torch_s.append(torch_converted(actor, Path(root) / "model.pt"))
     size = summary.num_bytes
     workers = args.workers or min(MAX_WORKERS, ran_on["cores"])
@@ -198,11 +217,12 @@ def main(arguments: list[str] | None = None) -> int:
         "peak_bytes_over_imports": max(peaks),
         "import_s": record.spread(import_s),
     }
+    source = "the disk" if args.cold else "the page cache"
     ratio, synced_ratio = (result[f"merge_over_{name}"]["median"] for name in ("cp", "synced_cp"))
     rows = [
         ("merge", f"{result['merge_gb_per_s']['median']:.2f} GB/s", f"of {size / 1e9:.2f} GB, digests checked, fsync"),
         ("predicted", f"{predicted:.2f} GB/s", "from one core's reading, hashing and writing, and the disk"),
-        ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", f"page cache; merge {ratio:.2f} of it, median"),
+        ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", f"from {source}; merge {ratio:.2f} of it, median"),
         ("cp, sync", f"{result['synced_cp_gb_per_s']['median']:.2f} GB/s", f"merge {synced_ratio:.2f} of it, median"),
         ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
         ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),

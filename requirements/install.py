@@ -21,6 +21,7 @@ PIP = [sys.executable, "-m", "pip"]
 NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
+    "constraint": "UV_CONSTRAINT",
     "find-links": "UV_FIND_LINKS",
     "trusted-host": "UV_INSECURE_HOST",
     "cert": "SSL_CERT_FILE",

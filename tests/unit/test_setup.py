@@ -88,6 +88,7 @@ global.cert='/etc/ca.pem'
 global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'
 global.index-url='https://not-this.example/simple'
 install.find-links='/wheels /more'
+global.constraint='/etc/pip/constraints.txt'
 freeze.timeout='5'
 """
     assert install.uv_settings(config) == {
@@ -95,6 +96,7 @@ freeze.timeout='5'
         "UV_DEFAULT_INDEX": "https://user:word@index.example/simple",
         "UV_INDEX": "https://a.example/simple https://b.example/simple",
         "UV_FIND_LINKS": "/wheels,/more",
+        "UV_CONSTRAINT": "/etc/pip/constraints.txt",
         "SSL_CERT_FILE": "/etc/ca.pem",
     }
     # What it cannot be told is left to pip.
