@@ -6,7 +6,8 @@ python benchmarks/controller_scale.py --dp 8 64 --steps 1    # a look
 The loop (`trainer.ppo.train_step`), sample stream, ledger, planner, dispatch, collection, advantages, metrics and the
 servers' order are the product's. Behind them stand real Ray actors, a few in the place of all ranks, and one for each
 rollout worker: they answer with what a rank would, without a model. So what is measured is the driver (and, with it on
-the same cores, Ray and those actors). No GPU, no Megatron, no SGLang.
+the same cores, Ray and those actors). The limit is the driver's processor time for as many calls of the ranks that do
+nothing: Ray's own share. No GPU, no Megatron, no SGLang.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
                     }
                 )
                 run.step = step
+            of_ray_s = scale_parts.seconds_of_empty_calls(run, calls.by_actor()["RankProcess"])
         finally:
             pool.release()
     num_samples = dp_size * options.samples_per_rank
@@ -102,6 +104,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         "num_rollout_workers": len(run.rollout.workers),
         "wall_s": record.spread([step["wall_s"] for step in steps]),
         "driver_cpu_s": record.spread([step["driver_cpu_s"] for step in steps]),
+        "empty_calls_cpu_s": of_ray_s,
         "bytes_per_sample": num_bytes / num_samples,
         "remote_calls": calls.by_actor(),
         "phases_s": {
@@ -130,6 +133,9 @@ def report(result: dict[str, Any]) -> str:
     lines = [" ".join([f"{'seconds of':<28}", *(f"{'dp ' + str(size['dp_size']):>10}" for size in sizes), "  growth"])]
     rows = [("the step, wall", "wall_s"), ("the driver, processor", "driver_cpu_s")]
     lines += [" ".join([f"{label:<28}", *(f"{size[key]['median']:>10.3f}" for size in sizes)]) for label, key in rows]
+    lines.append(
+        " ".join([f"{'limit: its calls, empty':<28}", *(f"{size['empty_calls_cpu_s']:>10.3f}" for size in sizes)])
+    )
     for name in names:
         numbers = [f"{size['phases_s'].get(name, {'median': 0.0})['median']:>10.3f}" for size in sizes]
         exponent = result["growth"].get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,10 @@ class InstantRank(Worker):
         return {f"actor/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, None
 
     @register(Dispatch.ONE_TO_ALL)
+    def nothing(self) -> None:
+        pass
+
+    @register(Dispatch.ONE_TO_ALL)
     def memory(self) -> dict[str, Metric]:
         return {f"perf/{name}": Metric(1.0, "max") for name in ("a", "b", "c", "d")}
 
@@ -84,6 +89,18 @@ class InstantRank(Worker):
         numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
         report = {**dict.fromkeys(numbers, 1.0), "failed": {}}
         return report | {"memory": self.memory()} if with_memory else report
+
+
+def seconds_of_empty_calls(run: Run, calls: Mapping[str, int]) -> float:
+    """Processor seconds of the driver for as many calls of the ranks' actors in as many phases, without any work.
+
+    calls: phase -> calls to ranks in it.
+    """
+    ranks = run.worker_groups[0].ranks
+    began = time.process_time()
+    for count in calls.values():
+        ray.get([ranks[number % len(ranks)].run.remote("nothing") for number in range(count)])
+    return time.process_time() - began
 
 
 class InstantRolloutWorker:
@@ -154,7 +171,7 @@ class CountingGroup(WorkerGroup):
     def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
         shard, fragments = super()._shard(batch, dp_rank)
         if _counted:
-            _counted[0] += len(pickle.dumps(ray.get(shard) if isinstance(shard, ray.ObjectRef) else shard))
+            _counted[0] += len(ray.get(shard) if isinstance(shard, ray.ObjectRef) else shard)
         return shard, fragments
 
 

@@ -220,7 +220,7 @@ def _dispatch(mode: Any, execute_mode: Execute) -> tuple[DispatchMode[..., Any] 
     if mode is Dispatch.RANK_ZERO or (mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO):
         return DispatchMode(dispatch_fn=_as_given, collect_fn=_as_it_is), Execute.RANK_ZERO
     if mode is Dispatch.ONE_TO_ALL:
-        return DispatchMode(dispatch_fn=_the_same_for_all, collect_fn=_as_it_is), execute_mode
+        return DispatchMode(dispatch_fn=the_same_for_all, collect_fn=_as_it_is), execute_mode
     functions = ("dispatch_fn", "collect_fn")
     if not (isinstance(mode, dict) and mode.keys() == set(functions) and all(map(callable, mode.values()))):
         raise ValueError(
@@ -234,7 +234,8 @@ def _as_given(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[A
     return args, kwargs
 
 
-def _the_same_for_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def the_same_for_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The dispatch_fn of Dispatch.ONE_TO_ALL."""
     return [[arg] * group.world_size for arg in args], {key: [arg] * group.world_size for key, arg in kwargs.items()}
 
 

@@ -84,23 +84,30 @@ class RankProcess(Reusable):
             value = function(*args, **kwargs)
         return (value, self.worker.reading()) if _has_reading(function) else value
 
+    def run_packed(self, call: bytes) -> Any:
+        """`run` with its arguments, all pickled together: (method, args, kwargs)."""
+        method, args, kwargs = pickle.loads(call)
+        return self.run(method, *args, **kwargs)
+
     # Two return values: the driver fetches the first, and keeps only a reference to the second.
     @ray.method(num_returns=2)
-    def run_on_shard(self, call: bytes, shard: Shard, *fragments: DataProto) -> tuple[Answer, DataProto | None]:
+    def run_on_shard(self, call: bytes, shard: bytes, *fragments: DataProto) -> tuple[Answer, DataProto | None]:
         """Puts the shard of a DP_COMPUTE_PROTO call together, then calls the method.
 
-        call: the method's name and its keyword arguments, pickled.  fragments: of all parts of the shard, in order.
+        call: the method's name and its keyword arguments, pickled.  shard: a `batch.Shard`, pickled.
+        fragments: of all parts of the shard, in order.
         Returns the answer and the token columns; only an output rank returns columns, as the group collects its alone.
         """
         method, kwargs = pickle.loads(call)
-        batch, remaining = DataProto(samples=shard.samples), iter(fragments)
-        for count, order in shard.parts:
+        own: Shard = pickle.loads(shard)
+        batch, remaining = DataProto(samples=own.samples), iter(fragments)
+        for count, order in own.parts:
             held = [DataProto(tokens=next(remaining).tokens) for _ in range(count)]
             batch = batch.union(held[0] if order is None else DataProto.concat(held).select(order))
         function = self._method(method)
         metrics: dict[str, Metric]
         with heartbeat().phase(method):
-            metrics, columns = function(batch, shard.micro_batches, **kwargs)
+            metrics, columns = function(batch, own.micro_batches, **kwargs)
         reading = self.worker.reading() if _has_reading(function) else None
         if columns is None or not self.worker.layout.is_output_rank(self.worker.rank):
             return Answer(metrics, {}, reading), None

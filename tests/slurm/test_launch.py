@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.e2e.jobs import Inputs, numbered, only
-from tests.slurm.jobs import Launch, launched_job, overrides
+from tests.slurm.jobs import Launch, assert_nothing_left, launched_job, overrides
 from tests.slurm.minislurm import MiniSlurm
 
 
@@ -49,6 +49,8 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert launch("cancel", str(run_dir)).stdout == f"job {job_id}: cancelled\n"
     assert slurm.wait(job_id)["JobState"] == "CANCELLED"
     assert f"job {job_id}: CANCELLED" in launch("status", str(run_dir)).stdout
+    # Ray was about to start.
+    assert_nothing_left(slurm)
 
 
 def test_what_slurm_itself_refuses_is_the_users_to_mend(launch: Launch, small: Inputs, tmp_path: Path) -> None:

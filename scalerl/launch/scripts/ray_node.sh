@@ -78,19 +78,36 @@ start_ray() { # start_ray OPTION ...
   # Slurm sends TERM to all steps when it cancels or preempts. The command is to save then, with a cluster that is whole:
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
-  trap 'clean; exit 0' USR2
+  local ray='' began
+  trap '[[ -z $ray ]] || kill -KILL "$ray"; clean; exit 0' USR2
+  began=$(date +%F_%H-%M-%S)
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
     --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"} &
-  wait $!
+  ray=$!
+  [[ $1 != --head ]] || note_session "$ray" "$began" &
+  wait "$ray"
   code=$?
   echo "$(date +%s%N) $name $code" >"$SCALERL_ATTEMPT_DIR/.ended-$name"
   exit $code
 }
 
+note_session() { # note_session PID BEGAN: the session of the head's Ray process, long before the cluster is ready
+  local path
+  while kill -0 "$1" 2>/dev/null; do
+    for path in "${RAY_TMPDIR:-/tmp}"/ray/session_*_"$1"; do
+      # Older ones are of other processes that had the same number.
+      [[ -d $path && ! ${path##*/} < session_$2 ]] || continue
+      [[ -s $SCALERL_ATTEMPT_DIR/.ray_session ]] || echo "$path" >"$SCALERL_ATTEMPT_DIR/.ray_session"
+      return
+    done
+    sleep 0.2
+  done
+}
+
 clean() { # keep Ray's logs of a failed attempt, remove this attempt's session and nothing else
   local session tries name=${SLURMD_NODENAME:-$(hostname -s)}
-  session=$(cat "$SCALERL_ATTEMPT_DIR/.ray_session")
+  session=$(cat "$SCALERL_ATTEMPT_DIR/.ray_session" 2>/dev/null)
   [[ $session == */session_* && -d $session ]] || return 0
   if [[ $(cat "$SCALERL_ATTEMPT_DIR/.end_code" 2>/dev/null) != 0 ]]; then mkdir -p "$SCALERL_ATTEMPT_DIR/ray" && cp -r "$session/logs" "$SCALERL_ATTEMPT_DIR/ray/$name"; fi
   # The processes that write there are being killed at the same time.
