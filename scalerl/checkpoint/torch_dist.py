@@ -25,7 +25,6 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from scalerl.checkpoint.digest import ALGORITHM, CACHED_BYTES, Digest
-from scalerl.checkpoint.readahead import Readahead
 from scalerl.errors import UserError
 
 METADATA_NAME = ".metadata"
@@ -219,12 +218,10 @@ class DistCheckpoint:
             raise self._damaged(piece, "is something else than its metadata says")
         return tensor.reshape(piece.sizes)
 
-    def _fill(self, piece: StoredPiece, out: memoryview, position: int, ahead: Readahead | None = None) -> None:
-        """Fills `out` with the bytes of the piece's file from `position` on.  ahead: asks for what is read next."""
+    def _fill(self, piece: StoredPiece, out: memoryview, position: int) -> None:
+        """Fills `out` with the bytes of the piece's file from `position` on."""
         try:
             file = self._file(piece.file)
-            if ahead is not None:
-                ahead.reading(file, position + len(out))
             while out:
                 size = os.preadv(file, [out], position)
                 if not size:
@@ -265,7 +262,6 @@ class PieceReader:
         self._digest = Digest()
         # Where there is no index only the whole piece can be read.
         self._whole = checkpoint._unpickle(piece).view(-1) if piece.payload is None else None
-        self._readahead = Readahead(piece.start, piece.start + piece.num_bytes)
         self._skip(piece.payload or 0)
 
     def read_into(self, target: torch.Tensor) -> None:
@@ -316,8 +312,7 @@ class PieceReader:
         # A part is hashed while the processor's cache still has it.
         for start in range(0, len(out), CACHED_BYTES):
             part = out[start : start + CACHED_BYTES]
-            position = self._piece.start + self._digest.num_bytes
-            self._checkpoint._fill(self._piece, part, position, self._readahead)
+            self._checkpoint._fill(self._piece, part, self._piece.start + self._digest.num_bytes)
             self._digest.update(part)
 
 
