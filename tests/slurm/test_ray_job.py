@@ -85,7 +85,9 @@ def hosts_text(num_nodes: int) -> str:
     return " ".join(f"n{i}" for i in range(1, num_nodes + 1))
 
 
-@SEVERAL_AND_ONE
+# On two nodes, with a real run: tests/slurm/test_two_node_run.py.
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [3, 1])
 def test_usr1_reaches_the_command_and_requeues(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
 ) -> None:
