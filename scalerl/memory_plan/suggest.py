@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from scalerl.config import PPOConfig, SFTConfig, model_roles, validate_ppo, validate_sft
 from scalerl.config.batch_sizes import longest_sample, tokens_needed
+from scalerl.config.layout_checks import server_violations
+from scalerl.config.replicas import ReplicaRoom
 from scalerl.config.schema import MegatronConfig
 from scalerl.config.sections import ACTOR, ROLLOUT
 from scalerl.families import ModelShape
@@ -69,11 +71,12 @@ def _changes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
     """All single changes to try, those that cost the least speed first."""
     yield from _smaller_micro_batches(cfg)
     yield from _shares(cfg)
-    yield from _server_splits(cfg)
+    yield from _server_splits(cfg, shapes)
     yield from _recomputes(cfg)
     yield from _tensor_splits(cfg, shapes)
     yield from _stage_splits(cfg, shapes)
     yield from _offloads(cfg)
+    yield from _server_nodes(cfg, shapes)
     yield f"trainer.nnodes={2 * cfg.trainer.nnodes}", _more_nodes(2)
 
 
@@ -84,11 +87,12 @@ def _strongest(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change
         _tensor_splits(cfg, shapes),
         _smaller_micro_batches(cfg),
         _offloads(cfg),
-        _server_splits(cfg),
+        _server_splits(cfg, shapes),
         _shares(cfg),
     ):
         yield from list(kind)[-1:]
     yield from _stage_splits(cfg, shapes)
+    yield from _server_nodes(cfg, shapes)
     for times in (2, 4, 8):
         yield f"trainer.nnodes={times * cfg.trainer.nnodes}", _more_nodes(2)
 
@@ -184,13 +188,26 @@ def _shares(cfg: Config) -> Iterator[Change]:
         yield from (_server("gpu_memory_utilization", share) for share in (0.4, 0.3, 0.6, 0.7, 0.8, 0.85))
 
 
-def _server_splits(cfg: Config) -> Iterator[Change]:
+def _server_splits(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    """Servers of more devices, up to all of a node."""
+    yield from (change for size, change in _server_sizes(cfg, shapes) if size <= cfg.trainer.n_gpus_per_node)
+
+
+def _server_nodes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[Change]:
+    """Servers of several nodes."""
+    yield from (change for size, change in _server_sizes(cfg, shapes) if size > cfg.trainer.n_gpus_per_node)
+
+
+def _server_sizes(cfg: Config, shapes: Mapping[str, ModelShape]) -> Iterator[tuple[int, Change]]:
     if isinstance(cfg, SFTConfig):
         return
-    size = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    while 2 * size <= cfg.trainer.n_gpus_per_node:
+    trainer, actor = cfg.trainer, shapes["actor"]
+    key, heads = f"{ROLLOUT}.tensor_model_parallel_size", {"attention heads": actor.num_attention_heads}
+    size = 2 * cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    while ReplicaRoom(trainer.nnodes, trainer.n_gpus_per_node, size).num_replicas:
+        if not server_violations(key, size, heads, actor.num_kv_heads):
+            yield size, _server("tensor_model_parallel_size", size)
         size *= 2
-        yield _server("tensor_model_parallel_size", size)
 
 
 def _more_nodes(times: int) -> Callable[[Config], None]:

@@ -1,20 +1,26 @@
-"""`ReplicaHost`, a Ray actor on the replica's node that owns one rollout server process."""
+"""`ReplicaHost`, a Ray actor that owns a rollout server, and `ServerNode`, its process on a further node."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scalerl.cluster.pools import Reusable
 from scalerl.servers.engines import ENGINES, Command, Launch
 from scalerl.servers.purpose import Purpose
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from scalerl.servers.process import RolloutServer
+
+# Seconds between two looks whether a process has ended.
+LOOK_INTERVAL_S = 0.2
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
@@ -42,9 +48,11 @@ class ServerSettings:
     purpose: Purpose
     single_node: bool
 
-    def command(self, *, host: str, port: int, seed: int, gpu_ids: Sequence[int | str] | None) -> Command:
+    def command(
+        self, *, host: str, port: int, seed: int, gpu_ids: Sequence[int | str] | None, dist_init_addr: str | None = None
+    ) -> Command:
         """The server's command, and environment variables to add."""
-        launch = replace(self.launch, host=host, port=port, seed=seed, gpu_ids=gpu_ids)
+        launch = replace(self.launch, host=host, port=port, seed=seed, gpu_ids=gpu_ids, dist_init_addr=dist_init_addr)
         return ENGINES[launch.config.name].command(launch)
 
     def of_process(self) -> str:
@@ -55,26 +63,119 @@ class ServerSettings:
         model = Path(self.launch.model_path, "config.json").read_text(encoding="utf-8")
         return json.dumps([started_with, model])
 
+    @property
+    def address(self) -> str:
+        """The address of this node at which the server listens."""
+        import ray
 
-class ReplicaHost(Reusable):
-    """Owns one server process, which ends with this actor, which ends with the driver."""
+        return "127.0.0.1" if self.single_node else ray.util.get_node_ip_address()
 
-    def __init__(self, index: int, settings: ServerSettings, *, log_dir: str, first_step: int = 0) -> None:
-        """Prepares the host; `start` starts the server.
+    @property
+    def gpu_ids(self) -> Sequence[int | str] | None:
+        """The GPUs of this node that the server has; None on a CPU."""
+        import ray
 
-        log_dir: directory for rollout-{index}.log, and rollout-{index}.restart-{k}.log of each restart.
-        first_step: as `server_seed`.
-        """
-        self.first_step = first_step
+        if self.launch.gpu_ids is None and self.launch.device == "cuda":
+            return in_device_order(ray.get_gpu_ids())
+        return self.launch.gpu_ids
+
+    def log_path(self, log_dir: str, index: int, num_restarts: int) -> Path:
+        """The log of one start of this process: each has its own, since that of a lost server tells why it was lost."""
+        node = f".node-{self.launch.node_rank}" if self.launch.node_rank else ""
+        restart = f".restart-{num_restarts}" if num_restarts else ""
+        return Path(log_dir, f"rollout-{index}{node}{restart}.log")
+
+
+class ServerProcess(Reusable):
+    """Base class of actors that own a process of a server, which ends with the actor, which ends with the driver."""
+
+    def __init__(self, index: int, settings: ServerSettings, *, log_dir: str) -> None:
+        """Prepares the process of replica `index` on this node, with logs in log_dir."""
         self.index, self.settings, self.log_dir = index, settings, log_dir
         self.server: RolloutServer | None = None
-        self.num_starts = 0
 
-    def enter(self, index: int, settings: ServerSettings, *, log_dir: str, first_step: int = 0) -> None:
-        """Joins a run with the server that is running; its process must suit the settings."""
+    def enter(self, *args: Any, **kwargs: Any) -> None:
+        """Joins a run with the process that is running, which must suit the settings."""
         server = self.server
-        super().enter(index, settings, log_dir=log_dir, first_step=first_step)
+        super().enter(*args, **kwargs)
         self.server = server
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+
+    def show_log(self, num_restarts: int) -> None:
+        """Links the log of a process that an earlier run started, and that still writes there, to this run's name."""
+        assert self.server is not None
+        log = self.settings.log_path(self.log_dir, self.index, num_restarts)
+        written = self.server.log_path.resolve()
+        # In this directory if this run began with the process.
+        if written.parent != log.parent.resolve():
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.unlink(missing_ok=True)
+            log.symlink_to(written)
+
+
+class ServerNode(ServerProcess):
+    """Owns the process of a server on one of its further nodes; the `MultiNodeServer` of the first one directs it."""
+
+    def __init__(self, index: int, settings: ServerSettings, *, log_dir: str) -> None:
+        super().__init__(index, settings, log_dir=log_dir)
+        # How the process ended, once somebody has asked.
+        self.how_it_ended: str | None = None
+
+    def leave(self) -> None:
+        """Does nothing: the run's requests are on the first node."""
+
+    def begin(self, *, key: str, seed: int, dist_init_addr: str, num_restarts: int) -> None:
+        """Starts the process; it has joined the others when the first node answers.  Arguments: as of that node's."""
+        from scalerl.servers.process import RolloutServer, free_port, url_of
+
+        self.stop()
+        settings, host = self.settings, self.settings.address
+        port = free_port(host)
+        command, env = settings.command(
+            host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids, dist_init_addr=dist_init_addr
+        )
+        log = settings.log_path(self.log_dir, self.index, num_restarts)
+        self.server = RolloutServer(command, env, url_of(host, port), log, purpose=settings.purpose, key=key)
+        self.how_it_ended = None
+        self.server.start()
+
+    def ended(self, key: str) -> None:
+        """Returns when the process that was begun with that key has ended."""
+        server = self.server
+        while server is not None and server.key == key and server.alive():
+            time.sleep(LOOK_INTERVAL_S)
+
+    def end(self, key: str) -> str:
+        """Kills what remains of the process that was begun with that key; returns how it ended, with its last lines."""
+        if self.server is None or self.server.key != key:
+            return "It is gone."
+        if self.how_it_ended is None:
+            self.how_it_ended = self.server.end()
+        return self.how_it_ended
+
+
+class ReplicaHost(ServerProcess):
+    """Owns one server. Of a server on several nodes this is the first node, and it directs the others."""
+
+    def __init__(
+        self,
+        index: int,
+        settings: ServerSettings,
+        *,
+        log_dir: str,
+        first_step: int = 0,
+        others: Sequence[ActorHandle] = (),
+    ) -> None:
+        """Prepares the host; `start` starts the server.
+
+        first_step: as `server_seed`.  others: the `ServerNode` of each further node, by node rank.
+        """
+        super().__init__(index, settings, log_dir=log_dir)
+        self.first_step, self.others = first_step, list(others)
+        self.num_starts = 0
 
     def leave(self) -> None:
         """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
@@ -94,53 +195,69 @@ class ReplicaHost(Reusable):
         client.flush_cache()
         client.set_policy_version(0)
 
-    def start(self, entered: object = None) -> tuple[str, str]:
+    def start(self, *entered: object) -> tuple[str, str]:
         """Starts the server, or starts it again after `end`; returns its URL and key once it answers.
 
-        entered: the result of `enter`, if that call has to come first.
+        entered: the results of `enter`, of this actor and of `others`, if those calls have to come first.
         A server that another run left is returned at once. Raises ServerStartError with the server's last log lines.
         """
-        # Each start has its own log, since that of a lost server tells why it was lost.
-        name = f"rollout-{self.index}.restart-{self.num_starts}.log" if self.num_starts else f"rollout-{self.index}.log"
+        num_restarts = self.num_starts
         self.num_starts += 1
-        if self.server is not None and self.server.alive():
-            # The server continues to write to its first log, which is in this directory if the run began with it.
-            log, written = Path(self.log_dir, name), self.server.log_path.resolve()
-            if written.parent != log.parent.resolve():
-                log.parent.mkdir(parents=True, exist_ok=True)
-                log.unlink(missing_ok=True)
-                log.symlink_to(written)
+        if self.server is not None and self.server.alive() and self._has_others(self.server):
+            import ray
+
+            self.show_log(num_restarts)
+            ray.get([node.show_log.remote(num_restarts) for node in self.others])
             return self.server.url, self.server.key
-        import ray
+        from scalerl.servers.process import start_on_free_port
 
-        from scalerl.servers.process import RolloutServer, start_on_free_port
-
-        launch = self.settings.launch
-        gpu_ids = launch.gpu_ids
-        if gpu_ids is None and launch.device == "cuda":
-            gpu_ids = in_device_order(ray.get_gpu_ids())
-        host = "127.0.0.1" if self.settings.single_node else ray.util.get_node_ip_address()
+        self.stop()
         seed = server_seed(
-            launch.config.seed,
+            self.settings.launch.config.seed,
             index=self.index,
             first_step=self.first_step,
-            num_restarts=self.num_starts - 1,
+            num_restarts=num_restarts,
+        )
+        self.server = start_on_free_port(
+            lambda port: self._make_server(port, seed=seed, num_restarts=num_restarts),
+            self.settings.address,
+            self.settings.launch.config.start_timeout_s,
+        )
+        return self.server.url, self.server.key
+
+    def _make_server(self, port: int, *, seed: int, num_restarts: int) -> RolloutServer:
+        from scalerl.servers.process import RolloutServer, free_port, netloc, url_of
+
+        settings, host = self.settings, self.settings.address
+        log = settings.log_path(self.log_dir, self.index, num_restarts)
+        if not self.others:
+            command, env = settings.command(host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids)
+            return RolloutServer(command, env, url_of(host, port), log, purpose=settings.purpose)
+        from scalerl.servers.multi_node import MultiNodeServer
+
+        # Where the ranks of all nodes meet.
+        meeting = netloc(host, free_port(host))
+        command, env = settings.command(
+            host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids, dist_init_addr=meeting
+        )
+        return MultiNodeServer(
+            command,
+            env,
+            url_of(host, port),
+            log,
+            settings.launch.config.start_timeout_s,
+            settings.purpose,
+            others=self.others,
+            begun_with={"seed": seed, "dist_init_addr": meeting, "num_restarts": num_restarts},
         )
 
-        def make_server(port: int) -> RolloutServer:
-            command, env = self.settings.command(host=host, port=port, seed=seed, gpu_ids=gpu_ids)
-            netloc = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            log = f"{self.log_dir}/{name}"
-            return RolloutServer(command, env, f"http://{netloc}", log, purpose=self.settings.purpose)
+    def _has_others(self, server: RolloutServer) -> bool:
+        """Whether the other processes of a running server are those of this run's actors."""
+        from scalerl.servers.multi_node import MultiNodeServer
 
-        self.server = start_on_free_port(make_server, host, launch.config.start_timeout_s)
-        return self.server.url, self.server.key
+        return not self.others or (isinstance(server, MultiNodeServer) and server.others == self.others)
 
     def end(self) -> str:
         """Kills what remains of the server; returns how it ended, with its last log lines."""
         assert self.server is not None
         return self.server.end()
-
-    def stop(self) -> None:
-        if self.server is not None:
-            self.server.stop()

@@ -68,6 +68,22 @@ def address_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def free_port(host: str) -> int:
+    """The number of a port that is free now."""
+    reserved = ReservedPort(host)
+    reserved.release()
+    return reserved.port
+
+
+def netloc(host: str, port: int) -> str:
+    """HOST:PORT of a numeric address, IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{netloc(host, port)}"
+
+
 def _ephemeral_port_low() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
+from ray.actor import ActorHandle
 
 from scalerl.cluster.ask import values_of
-from scalerl.cluster.pools import ActorSpec, ResourcePool
+from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
+from scalerl.config.replicas import ReplicaRoom
 from scalerl.config.schema import ModelConfig, ServerConfig
 from scalerl.servers.control import ServerControl
 from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.host import ReplicaHost, ServerSettings
+from scalerl.servers.host import ReplicaHost, ServerNode, ServerSettings
 from scalerl.servers.process import ServerStartError
 from scalerl.servers.recovery import LostServer
 from scalerl.servers.replica import ClientSettings, Replica
@@ -26,28 +28,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """Where one server runs. devices: indices of the pool's devices on that node, as the trainer's ranks have them."""
+    """Where one server runs.  nodes: of the pool, neighbours, the first of which answers.
+
+    devices: indices of the pool's devices on each of these nodes, as the trainer's ranks have them.
+    """
 
     index: int
-    node: int
+    nodes: tuple[int, ...]
     devices: tuple[int, ...]
 
-    def gpu_ids(self, pool: ResourcePool, by_rank: Sequence[str]) -> list[str]:
-        """Ray's ids of these devices on their node. by_rank: the id of each trainer rank's device."""
-        return [by_rank[self.node * pool.devices_per_node + device] for device in self.devices]
+    def gpu_ids(self, pool: ResourcePool, by_rank: Sequence[str]) -> list[list[str]]:
+        """Ray's ids of these devices, of each node.  by_rank: the id of each trainer rank's device."""
+        return [[by_rank[node * pool.devices_per_node + device] for device in self.devices] for node in self.nodes]
 
 
 def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]:
-    """Plans the replicas in device order, each on one node; on the trainer's CPUs any number, dealt over the nodes."""
-    tp_size = config.tensor_model_parallel_size
-    per_node = max(1, pool.devices_per_node // tp_size)
-    count = config.num_replicas or per_node * pool.nnodes
+    """Plans the replicas in device order; on the trainer's CPUs any number, dealt over the nodes."""
+    room = ReplicaRoom(pool.nnodes, pool.devices_per_node, config.tensor_model_parallel_size)
+    per_node, places = max(1, pool.devices_per_node // room.devices_each), pool.nnodes // room.nodes_each
     plans = []
-    for index in range(count):
-        node = index // per_node % pool.nnodes
-        start = index % per_node * tp_size
-        plans.append(ReplicaPlan(index, node, tuple(range(start, start + tp_size))))
+    for index in range(config.num_replicas or per_node * places):
+        node, start = index // per_node % places * room.nodes_each, index % per_node * room.devices_each
+        nodes, devices = range(node, node + room.nodes_each), range(start, start + room.devices_each)
+        plans.append(ReplicaPlan(index, tuple(nodes), tuple(devices)))
     return plans
+
+
+def launches(launch: Launch, plan: ReplicaPlan, gpu_ids: Sequence[Sequence[str]] | None) -> list[Launch]:
+    """What is started on each node of a replica.  gpu_ids: of each node; None: Ray's, or a CPU."""
+    return [
+        replace(
+            launch, nnodes=len(plan.nodes), node_rank=rank, gpu_ids=None if gpu_ids is None else tuple(gpu_ids[rank])
+        )
+        for rank in range(len(plan.nodes))
+    ]
 
 
 class ServerSet:
@@ -88,35 +102,65 @@ class ServerSet:
         # Index of a server without a process, until `restart_down` -> how it ended.
         self.down: dict[int, str] = {}
         self.num_restarts_of: dict[int, int] = {}
-        self.pool, self.actors = pool, []
+        self.pool = pool
+        # All actors; of each server the one that starts and ends it.
+        self.actors: list[PooledActor] = []
+        self.hosts: list[ActorHandle] = []
+        self.starting: list[ray.ObjectRef] = []
+        launch = Launch(
+            # As this process sees it: a host that an earlier run left may be in another directory.
+            model_path=os.path.abspath(str(model.path)),
+            config=config,
+            device=pool.device,
+            max_model_len=clients.max_model_len,
+            trust_remote_code=model.trust_remote_code,
+            releases_memory=releases_memory,
+            synced=synced,
+        )
         for plan in plan_replicas(pool, config):
-            launch = Launch(
-                # As this process sees it: a host that an earlier run left may be in another directory.
-                model_path=os.path.abspath(str(model.path)),
-                config=config,
-                device=pool.device,
-                gpu_ids=None if gpu_ids is None else tuple(plan.gpu_ids(pool, gpu_ids)),
-                max_model_len=clients.max_model_len,
-                trust_remote_code=model.trust_remote_code,
-                releases_memory=releases_memory,
-                synced=synced,
+            self._start(
+                plan,
+                [
+                    ServerSettings(of_node, clients.purpose, single_node)
+                    for of_node in launches(launch, plan, None if gpu_ids is None else plan.gpu_ids(pool, gpu_ids))
+                ],
+                num_devices=len(plan.devices) if owns_devices else 0,
+                log_dir=str(log_dir.resolve()),
+                first_step=first_step,
             )
-            settings = ServerSettings(launch, clients.purpose, single_node)
-            num_devices = config.tensor_model_parallel_size if owns_devices else 0
-            spec = ActorSpec(ReplicaHost, plan.node, num_devices, key=(synced, settings.of_process()))
-            self.actors.append(
-                pool.start(
-                    spec,
-                    {"max_concurrency": 2},
-                    plan.index,
-                    settings,
-                    log_dir=str(log_dir.resolve()),
-                    first_step=first_step,
-                )
+
+    def _start(
+        self, plan: ReplicaPlan, settings: Sequence[ServerSettings], *, num_devices: int, log_dir: str, first_step: int
+    ) -> None:
+        """Begins to start one server, with an actor on each of its nodes.  settings: of each node."""
+        # Actors of several nodes serve each other alone: their processes are in one process group.
+        bound = None if len(settings) == 1 else plan
+        specs = [
+            ActorSpec(
+                ServerNode if rank else ReplicaHost,
+                node,
+                num_devices,
+                key=(settings[rank].launch.synced, bound, settings[rank].of_process()),
             )
-        self.hosts = [pooled.actor for pooled in self.actors]
-        # A host takes calls side by side: it must have joined this run before it starts anything.
-        self.starting = [pooled.actor.start.remote(pooled.ready) for pooled in self.actors]
+            for rank, node in enumerate(plan.nodes)
+        ]
+        others = [
+            self.pool.start(spec, {"max_concurrency": 4}, plan.index, of_node, log_dir=log_dir)
+            for spec, of_node in zip(specs[1:], settings[1:], strict=True)
+        ]
+        host = self.pool.start(
+            specs[0],
+            {"max_concurrency": 2},
+            plan.index,
+            settings[0],
+            log_dir=log_dir,
+            first_step=first_step,
+            others=[pooled.actor for pooled in others],
+        )
+        self.actors += [host, *others]
+        self.hosts.append(host.actor)
+        # A host takes calls side by side: all must have joined this run before it starts anything.
+        self.starting.append(host.actor.start.remote(*[pooled.ready for pooled in (host, *others)]))
 
     @property
     def num_restarts(self) -> int:
@@ -169,18 +213,19 @@ class ServerSet:
         return {index: self.replicas[index] for index in restarted}
 
     def leave(self) -> None:
-        """Makes the servers forget the run; they wait for another, each with its host."""
+        """Makes the servers forget the run; they wait for another, each with its actors."""
         values_of(f"{self.purpose.who} leave", [host.leave.remote() for host in self.hosts], self.timeout_s)
         self.pool.keep(self.actors)
 
     def stop(self) -> None:
-        stopping = [host.stop.remote() for host in self.hosts]
-        for host, call in zip(self.hosts, stopping, strict=True):
+        actors = [pooled.actor for pooled in self.actors]
+        stopping = [actor.stop.remote() for actor in actors]
+        for actor, call in zip(actors, stopping, strict=True):
             try:
                 ray.get(call, timeout=20)
             except Exception as error:
                 logger.warning("%s did not stop by itself: %s", self.purpose.who, error)
-            ray.kill(host)
+            ray.kill(actor)
 
     def _count_down(self, index: int, how: str) -> None:
         used, limit = self.num_restarts_of.get(index, 0), self.config.max_restarts

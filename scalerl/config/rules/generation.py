@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from scalerl.config.replicas import ReplicaRoom, size_violations
 from scalerl.config.rules.base import rule
 from scalerl.config.schema import GenerationConfig
 
 _TP_SIZE = "rollout.tensor_model_parallel_size"
+_NODES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 @rule("data.n_samples", "rollout.temperature")
@@ -28,21 +30,16 @@ def _responses_are_new(cfg: GenerationConfig) -> Iterator[str]:
         )
 
 
-@rule(_TP_SIZE, "rollout.num_replicas", "trainer.nnodes", "trainer.n_gpus_per_node")
+@rule("rollout.name", _TP_SIZE, "rollout.num_replicas", *_NODES)
 def _replicas_fit(cfg: GenerationConfig) -> Iterator[str]:
-    rollout, nnodes, per_node = cfg.rollout, cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
-    tp_size = rollout.tensor_model_parallel_size
-    room = nnodes * (per_node // tp_size)
-    if not room:
+    rollout, trainer = cfg.rollout, cfg.trainer
+    room = ReplicaRoom(trainer.nnodes, trainer.n_gpus_per_node, rollout.tensor_model_parallel_size)
+    yield from size_violations(rollout, "rollout", room, _NODES)
+    if rollout.num_replicas is not None and 0 < room.num_replicas < rollout.num_replicas:
         yield (
-            f"{_TP_SIZE} = {tp_size}: a replica lives on one node, so it must be at most trainer.n_gpus_per_node = "
-            f"{per_node}; set {_TP_SIZE}={per_node} or less, or trainer.n_gpus_per_node={tp_size} or more"
-        )
-    elif rollout.num_replicas is not None and rollout.num_replicas > room:
-        yield (
-            f"rollout.num_replicas = {rollout.num_replicas}: trainer.nnodes x trainer.n_gpus_per_node = {nnodes} x "
-            f"{per_node} devices have room for {room} of {_TP_SIZE} = {tp_size}; set rollout.num_replicas={room} or "
-            "less, or null"
+            f"rollout.num_replicas = {rollout.num_replicas}: {' x '.join(_NODES)} = {trainer.nnodes} x "
+            f"{trainer.n_gpus_per_node} devices have room for {room.num_replicas} of {_TP_SIZE} = {room.tp_size}; set "
+            f"rollout.num_replicas={room.num_replicas} or less, or null"
         )
 
 

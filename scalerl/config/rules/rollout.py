@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from scalerl.config.layout_sizes import world_size
+from scalerl.config.replicas import ReplicaRoom, size_violations
 from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 from scalerl.config.sections import HYBRID, ROLLOUT
-from scalerl.config.suggestions import divisors, nearest
 
 _POOL = f"{ROLLOUT}.resource_pool"
 _TRANSPORT = f"{ROLLOUT}.weight_transport"
 _DIRECTORY = f"{ROLLOUT}.weight_transport_dir"
 _TP_SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+_VERIFY = f"{ROLLOUT}.verify_weights_every"
+_NODES_OF_TRAINER = ("trainer.nnodes", "trainer.n_gpus_per_node")
+_NODES_OF_POOL = (f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
+_ON_THE_TRAINER = (f"{ROLLOUT}.name", _TP_SIZE, f"{ROLLOUT}.num_replicas", *_NODES_OF_TRAINER)
 
 
 @rule(f"{_POOL}.nnodes")
@@ -34,49 +38,60 @@ def _pool_given(cfg: PPOConfig) -> Iterator[str]:
 def own_pool_rule(section: str, has_servers: Callable[[PPOConfig], bool]) -> Rule:
     """Makes the rule that the replicas of a section fit on its own pool, where the run has such servers."""
     tp_key, pool_key = f"{section}.tensor_model_parallel_size", f"{section}.resource_pool"
+    nodes = (f"{pool_key}.nnodes", f"{pool_key}.n_gpus_per_node")
 
-    @rule(tp_key, f"{section}.num_replicas", f"{pool_key}.nnodes", f"{pool_key}.n_gpus_per_node")
+    @rule(f"{section}.name", tp_key, f"{section}.num_replicas", *nodes)
     def replicas_fit(cfg: PPOConfig) -> Iterator[str]:
         servers: RolloutConfig | JudgeConfig = value_at(cfg, section)
-        pool, tp_size, count = servers.resource_pool, servers.tensor_model_parallel_size, servers.num_replicas
+        pool, count = servers.resource_pool, servers.num_replicas
         if not has_servers(cfg) or not pool.nnodes:
             return
-        per_node = pool.n_gpus_per_node // tp_size
-        if not per_node:
-            yield (
-                f"{tp_key} = {tp_size}: a replica lives on one node, so it must be at most {pool_key}.n_gpus_per_node "
-                f"= {pool.n_gpus_per_node}; set {tp_key}={pool.n_gpus_per_node} or less, or "
-                f"{pool_key}.n_gpus_per_node={tp_size} or more"
-            )
-        elif count is not None and count > per_node * pool.nnodes:
+        room = ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, servers.tensor_model_parallel_size)
+        yield from size_violations(servers, section, room, nodes)
+        if count is not None and 0 < room.num_replicas < count:
             yield (
                 f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
-                f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {per_node * pool.nnodes} replicas of {tp_key} = "
-                f"{tp_size}; set {section}.num_replicas={per_node * pool.nnodes} or less, or null"
+                f"{pool.nnodes} x {pool.n_gpus_per_node} has room for {room.num_replicas} replicas of {tp_key} = "
+                f"{room.tp_size}; set {section}.num_replicas={room.num_replicas} or less, or null"
             )
 
     return replicas_fit
 
 
-@rule(_TP_SIZE, f"{ROLLOUT}.num_replicas", "trainer.nnodes", "trainer.n_gpus_per_node")
+@rule(*_ON_THE_TRAINER)
+def _replicas_on_nodes_of_the_trainer(cfg: PPOConfig) -> Iterator[str]:
+    """On any device, as the rank that feeds an engine rank must be on its node."""
+    if cfg.actor_rollout_ref.hybrid_engine and cfg.trainer.nnodes > 1:
+        yield from _sizes_on_the_trainer(cfg)
+        if _room(cfg).nodes_each > 1:
+            yield from _count_on_the_trainer(cfg)
+
+
+@rule(*_ON_THE_TRAINER)
 def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
-    rollout, per_node, world = cfg.actor_rollout_ref.rollout, cfg.trainer.n_gpus_per_node, world_size(cfg)
-    tp_size = rollout.tensor_model_parallel_size
     if not cfg.actor_rollout_ref.hybrid_engine:
         return
-    if per_node % tp_size:
+    if cfg.trainer.nnodes == 1:
+        yield from _sizes_on_the_trainer(cfg)
+    if _room(cfg).nodes_each == 1 and not any(_sizes_on_the_trainer(cfg)):
+        yield from _count_on_the_trainer(cfg)
+
+
+def _sizes_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    yield from size_violations(rollout, ROLLOUT, _room(cfg), _NODES_OF_TRAINER, fills_nodes=True)
+
+
+def _count_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
+    count, room = cfg.actor_rollout_ref.rollout.num_replicas, _room(cfg)
+    if count is not None and count > room.num_replicas:
         yield (
-            f"{_TP_SIZE} = {tp_size}: a replica lives on one node, so it must divide "
-            f"trainer.n_gpus_per_node = {per_node}; set {_TP_SIZE}={nearest(tp_size, divisors(per_node))}"
-        )
-    elif rollout.num_replicas is not None and rollout.num_replicas * tp_size > world:
-        yield (
-            f"{ROLLOUT}.num_replicas = {rollout.num_replicas}: x {_TP_SIZE} = {tp_size} "
-            f"must be at most the {world} devices; set {ROLLOUT}.num_replicas={world // tp_size} or less, or null"
+            f"{ROLLOUT}.num_replicas = {count}: x {_TP_SIZE} = {room.tp_size} must be at most the {world_size(cfg)} "
+            f"devices; set {ROLLOUT}.num_replicas={room.num_replicas} or less, or null"
         )
 
 
-@rule(f"{ROLLOUT}.num_workers", _TP_SIZE, f"{ROLLOUT}.num_replicas", f"{_POOL}.nnodes", f"{_POOL}.n_gpus_per_node")
+@rule(f"{ROLLOUT}.num_workers", _TP_SIZE, f"{ROLLOUT}.num_replicas", *_NODES_OF_TRAINER, *_NODES_OF_POOL)
 def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
     num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, _num_replicas(cfg)
     if num_workers is not None and num_workers > num_servers:
@@ -89,9 +104,15 @@ def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
 def _num_replicas(cfg: PPOConfig) -> int:
     """The number of the policy's servers."""
     rollout = cfg.actor_rollout_ref.rollout
+    # On a CPU a replica may be larger than the trainer.
+    return rollout.num_replicas or max(_room(cfg).num_replicas, 1)
+
+
+def _room(cfg: PPOConfig) -> ReplicaRoom:
+    """The room for the policy's servers."""
+    rollout = cfg.actor_rollout_ref.rollout
     pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
-    per_node = max(1, pool.n_gpus_per_node // rollout.tensor_model_parallel_size)
-    return rollout.num_replicas or per_node * pool.nnodes
+    return ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, rollout.tensor_model_parallel_size)
 
 
 @rule(_TRANSPORT)
@@ -128,12 +149,26 @@ def _directory_given(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
+@rule(_TRANSPORT, _TP_SIZE, _VERIFY, *_NODES_OF_TRAINER, *_NODES_OF_POOL)
+def _files_are_read_on_every_node(cfg: PPOConfig) -> Iterator[str]:
+    rollout, nodes = cfg.actor_rollout_ref.rollout, _room(cfg).nodes_each
+    if rollout.weight_transport == "disk" and nodes > 1 and rollout.verify_weights_every != 1:
+        yield (
+            f"{_VERIFY} = {rollout.verify_weights_every}: must be 1 when {_TRANSPORT} = disk and a replica is on "
+            f"{nodes} nodes ({_TP_SIZE} = {rollout.tensor_model_parallel_size}): SGLang says what its first node has "
+            f"read, and another that could not read the files keeps its old weights; set {_VERIFY}=1, or "
+            f"{_TRANSPORT}=auto"
+        )
+
+
 ROLLOUT_RULES = [
     _pool_given,
     own_pool_rule(ROLLOUT, lambda cfg: not cfg.actor_rollout_ref.hybrid_engine),
+    _replicas_on_nodes_of_the_trainer,
     _workers_have_servers,
     _transport_reaches,
     _directory_given,
+    _files_are_read_on_every_node,
 ]
 # Rules on GPUs only: on a CPU a device is a process, and any number of servers share the machine with the trainer.
 ROLLOUT_RULES_ON_CUDA = [_replicas_fit_the_trainer, _no_broadcast_on_one_device]

@@ -55,6 +55,7 @@ from scalerl.config.schema.reward import (
     ScoringModelConfig,
 )
 from scalerl.config.schema.rollout import (
+    MULTI_NODE_NAMES,
     ROLLOUT_NAMES,
     GenerationRolloutConfig,
     ProgramConfig,
@@ -76,6 +77,7 @@ __all__ = [
     "IS_LEVELS",
     "LOGGERS",
     "LOSS_AGG_MODES",
+    "MULTI_NODE_NAMES",
     "ROLLOUT_NAMES",
     "RS_OPTIONS",
     "SCHEMAS",

@@ -21,6 +21,8 @@ from scalerl.config.value_checks import (
 
 # Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
 ROLLOUT_NAMES = ("sglang", "embedded")
+# Those of whose replicas one may be on several nodes.
+MULTI_NODE_NAMES = ("sglang",)
 
 
 @dataclass
@@ -51,7 +53,7 @@ class ServerConfig(SamplingConfig):
     # The engine.
     name: str = key("sglang", one_of(*ROLLOUT_NAMES))
     seed: int = key(42, at_least(0))
-    # Devices of one replica.
+    # Devices of one replica: of one node, or all devices of several nodes (sglang).
     tensor_model_parallel_size: int = key(1, at_least(1))
     # null: as many as fit on the servers' devices.
     num_replicas: int | None = key(None, or_null(at_least(1)))

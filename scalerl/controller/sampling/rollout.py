@@ -87,7 +87,7 @@ class HybridRollout:
         # Samples asked again since that call.
         self.num_resubmitted = 0
         self.numbers = itertools.count()
-        nodes = [plan.node for plan in plan_replicas(servers.pool, self.rollout)]
+        nodes = [plan.nodes[0] for plan in plan_replicas(servers.pool, self.rollout)]
         shares = share_servers(len(nodes), self.rollout.num_workers or default_num_workers(len(nodes)))
         shared = {name: [ray.put(dataset)] for name, dataset in datasets.items()}
         model = config.actor_rollout_ref.model

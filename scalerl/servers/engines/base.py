@@ -30,6 +30,8 @@ class Launch:
     max_model_len: tokens of prompt and response.  seed: seed of the server's own generator, if its engine has one.
     releases_memory: the server frees its device between generations (GPU).
     synced: it serves nothing before a trainer has given it weights.
+    nnodes, node_rank: of a server with a process on each of several nodes, how many and which one this is; gpu_ids are
+    those of this node. dist_init_addr: HOST:PORT of the first node, where their ranks meet.
     """
 
     model_path: str
@@ -43,6 +45,9 @@ class Launch:
     trust_remote_code: bool = False
     releases_memory: bool = False
     synced: bool = False
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
 
 
 class Engine(ABC):

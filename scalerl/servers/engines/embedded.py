@@ -23,6 +23,7 @@ class EmbeddedEngine(Engine):
     name = "embedded"
 
     def command(self, launch: Launch) -> Command:
+        assert launch.nnodes == 1, "the embedded engine is one process"
         check_context_length(launch.model_path, launch.max_model_len)
         command = [sys.executable, "-m", "scalerl.servers.embedded.server", "--model-path", launch.model_path]
         command += ["--host", launch.host, "--port", str(launch.port), "--device", launch.device]

@@ -83,6 +83,14 @@ class SGLangEngine(Engine):
             arguments["enable_memory_saver"] = launch.releases_memory
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
+        if launch.nnodes > 1:
+            arguments |= {
+                "nnodes": launch.nnodes,
+                "node_rank": launch.node_rank,
+                "dist_init_addr": launch.dist_init_addr,
+            }
+            # Otherwise SGLang asks the network which of the node's addresses others can reach.
+            env["SGLANG_HOST_IP"] = launch.host
         if launch.synced and weight_block(read_config(launch.model_path)) is not None:
             # Trainers send weights that are not quantized, so the server's are as they would be without.
             arguments["json_model_override_args"] = json.dumps({"quantization_config": None})

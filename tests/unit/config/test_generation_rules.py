@@ -87,6 +87,10 @@ def test_values_on_both_sides_of_the_border(schema, key, refused, allowed):
             ["tensor_model_parallel_size = 9", "at most trainer.n_gpus_per_node = 8", "tensor_model_parallel_size=8"],
         ),
         (
+            {"rollout.tensor_model_parallel_size": 16, "rollout.name": "embedded", "trainer.nnodes": 2},
+            ["rollout.name = embedded", "on 2 nodes", "set rollout.name=sglang"],
+        ),
+        (
             {"rollout.tensor_model_parallel_size": 3, "rollout.num_replicas": 5, "trainer.nnodes": 2},
             ["rollout.num_replicas = 5", "2 x 8 devices have room for 4", "rollout.num_replicas=4 or less"],
         ),
@@ -100,6 +104,8 @@ def test_rules_between_keys(values, parts):
 def test_what_is_allowed_together():
     fits = {"rollout.tensor_model_parallel_size": 3, "rollout.num_replicas": 4, "trainer.nnodes": 2}
     assert violations(GenerationConfig, fits) == []
+    on_whole_nodes = {"rollout.tensor_model_parallel_size": 16, "rollout.num_replicas": 2, "trainer.nnodes": 4}
+    assert violations(GenerationConfig, on_whole_nodes) == []
     assert violations(GenerationConfig, {"data.n_samples": 1, "rollout.temperature": 0}) == []
 
 

@@ -72,8 +72,9 @@ RULES = [
     (JUDGE_POOL, f"{JUDGE}.resource_pool.nnodes = 2: has no effect, this run has no judge"),
     (
         [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=5"],
-        f"{JUDGE}.tensor_model_parallel_size = 5: a replica lives on one node, so it must be at most "
-        f"{JUDGE}.resource_pool.n_gpus_per_node = 4",
+        f"{JUDGE}.tensor_model_parallel_size = 5: a replica is on one node or on whole nodes, so it must be at most "
+        f"{JUDGE}.resource_pool.n_gpus_per_node = 4 or be a multiple of it, on at most "
+        f"{JUDGE}.resource_pool.nnodes = 2 nodes; set {JUDGE}.tensor_model_parallel_size=4 or 8",
     ),
     (
         [*JUDGE_ON, *JUDGE_POOL, f"{JUDGE}.tensor_model_parallel_size=3", f"{JUDGE}.num_replicas=3"],

@@ -291,6 +291,7 @@ OWN_POOL = {
     f"{ROLLOUT}.resource_pool.nnodes": 2,
     f"{ROLLOUT}.resource_pool.n_gpus_per_node": 4,
 }
+TWO_NODES = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4}
 # (changes, what the one violation says). A rule between keys.
 PPO_RELATIONS = {
     "pool missing": (
@@ -303,11 +304,43 @@ PPO_RELATIONS = {
     ),
     "replica over a node of its pool": (
         OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 5},
-        ["tensor_model_parallel_size = 5", "at most", "tensor_model_parallel_size=4 or less"],
+        ["tensor_model_parallel_size = 5", "at most", "or be a multiple", "tensor_model_parallel_size=4 or 8"],
     ),
     "too many replicas for their pool": (
         OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 3, f"{ROLLOUT}.num_replicas": 3},
         ["num_replicas = 3", "2 x 4", "room for 2 replicas", "num_replicas=2 or less"],
+    ),
+    "replica over more nodes than its pool has": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 12},
+        [
+            "tensor_model_parallel_size = 12",
+            "at most",
+            "resource_pool.nnodes = 2 nodes",
+            "size=8, or",
+            "nnodes=3 or more",
+        ],
+    ),
+    "too many replicas of whole nodes": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.num_replicas": 2},
+        ["num_replicas = 2", "2 x 4", "room for 1 replicas", "num_replicas=1 or less"],
+    ),
+    "replica over nodes of an engine of one process": (
+        OWN_POOL | {f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.name": "embedded"},
+        ["rollout.name = embedded", "on 2 nodes", "name=sglang, or", "tensor_model_parallel_size=4 or less"],
+    ),
+    "replica over a part of a node of the trainer, on any device": (
+        TWO_NODES | {f"{ROLLOUT}.tensor_model_parallel_size": 6},
+        ["tensor_model_parallel_size = 6", "must divide trainer.n_gpus_per_node = 4", "size=4 or 8"],
+    ),
+    "too many replicas over nodes of the trainer": (
+        TWO_NODES | {f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.num_replicas": 2},
+        ["num_replicas = 2", "8 devices", "num_replicas=1 or less"],
+    ),
+    "files that not every node of a replica may have read": (
+        TWO_NODES
+        | {f"{ROLLOUT}.tensor_model_parallel_size": 8, f"{ROLLOUT}.weight_transport": "disk"}
+        | {f"{ROLLOUT}.weight_transport_dir": "/shared"},
+        ["verify_weights_every = 10: must be 1", "2 nodes", "verify_weights_every=1, or", "weight_transport=auto"],
     ),
     "more rollout workers than servers": (
         {f"{ROLLOUT}.num_replicas": 2, f"{ROLLOUT}.num_workers": 3},
@@ -555,6 +588,21 @@ def test_servers_may_have_devices_of_their_own(transport):
     assert validate_ppo(cfg, device="cuda") == validate_ppo(cfg, device="cpu") == []
     assert transport_of(cfg) == ("disk" if transport == "disk" else "broadcast")
     assert num_devices(cfg) == 4 + 2 * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_replica_may_have_several_nodes(device):
+    """Of the trainer or of a pool; its weights take the same ways."""
+    size = TWO_NODES | {f"{ROLLOUT}.tensor_model_parallel_size": 8}
+    disk = {f"{ROLLOUT}.weight_transport": "disk", f"{ROLLOUT}.weight_transport_dir": "/shared"}
+    for more in ({}, OWN_POOL, disk | {f"{ROLLOUT}.verify_weights_every": 1}):
+        assert validate_ppo(changed(PPO, size | more), device=device) == []
+
+
+def test_a_replica_on_the_cpu_of_one_machine_may_be_larger_than_the_trainer():
+    size = {f"{ROLLOUT}.tensor_model_parallel_size": 6}
+    assert validate_ppo(changed(PPO, size), device="cpu") == []
+    assert len(validate_ppo(changed(PPO, size), device="cuda")) == 1
 
 
 def test_shared_devices_share_memory():

@@ -10,9 +10,10 @@ from scalerl.config.schema import RolloutConfig
 from scalerl.controller.sampling.policy_servers import verification_is_due
 from scalerl.controller.sampling.worker import sample_seed
 from scalerl.hybrid.feeds import plan_feeds
+from scalerl.servers.engines import Launch
 from scalerl.servers.host import in_device_order
 from scalerl.servers.replica import Replica
-from scalerl.servers.server_set import ReplicaPlan, plan_replicas
+from scalerl.servers.server_set import ReplicaPlan, launches, plan_replicas
 
 
 def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:
@@ -22,10 +23,10 @@ def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> Resourc
 def test_replicas_fill_the_nodes_in_order() -> None:
     plans = plan_replicas(pool_of(2, 4), RolloutConfig(tensor_model_parallel_size=2))
     assert plans == [
-        ReplicaPlan(0, 0, (0, 1)),
-        ReplicaPlan(1, 0, (2, 3)),
-        ReplicaPlan(2, 1, (0, 1)),
-        ReplicaPlan(3, 1, (2, 3)),
+        ReplicaPlan(0, (0,), (0, 1)),
+        ReplicaPlan(1, (0,), (2, 3)),
+        ReplicaPlan(2, (1,), (0, 1)),
+        ReplicaPlan(3, (1,), (2, 3)),
     ]
 
 
@@ -33,18 +34,41 @@ def test_a_replica_has_the_devices_of_its_ranks_whatever_their_numbers() -> None
     """Of two nodes of eight GPUs, where another pool has the others."""
     pool = pool_of(2, 2)
     plans = plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=2))
-    assert [plan.gpu_ids(pool, ["6", "4", "0", "3"]) for plan in plans] == [["6", "4"], ["0", "3"]]
+    assert [plan.gpu_ids(pool, ["6", "4", "0", "3"]) for plan in plans] == [[["6", "4"]], [["0", "3"]]]
+
+
+def test_a_replica_on_several_nodes_has_all_devices_of_neighbours() -> None:
+    pool = pool_of(5, 2)
+    plans = plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=4))
+    assert plans == [ReplicaPlan(0, (0, 1), (0, 1)), ReplicaPlan(1, (2, 3), (0, 1))]
+    assert plans[1].gpu_ids(pool, [str(rank) for rank in range(10)]) == [["4", "5"], ["6", "7"]]
+    assert plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=4, num_replicas=1)) == plans[:1]
+    started = launches(Launch("/m", RolloutConfig(), "cuda", 64), plans[1], [["4", "5"], ["6", "7"]])
+    assert [(of_node.nnodes, of_node.node_rank, of_node.gpu_ids) for of_node in started] == [
+        (2, 0, ("4", "5")),
+        (2, 1, ("6", "7")),
+    ]
+
+
+def test_more_replicas_on_several_nodes_than_fit_on_the_cpu() -> None:
+    plans = plan_replicas(pool_of(4, 1, "cpu"), RolloutConfig(tensor_model_parallel_size=2, num_replicas=3))
+    assert [plan.nodes for plan in plans] == [(0, 1), (2, 3), (0, 1)]
 
 
 def test_fewer_replicas_than_fit() -> None:
     plans = plan_replicas(pool_of(1, 8), RolloutConfig(tensor_model_parallel_size=2, num_replicas=1))
-    assert plans == [ReplicaPlan(0, 0, (0, 1))]
+    assert plans == [ReplicaPlan(0, (0,), (0, 1))]
 
 
 def test_a_pool_of_their_own_with_devices_left_over() -> None:
     """Of five devices a node, two replicas of two: none lies on two nodes."""
     plans = plan_replicas(pool_of(2, 5), RolloutConfig(tensor_model_parallel_size=2))
-    assert [(plan.node, plan.devices) for plan in plans] == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+    assert [(plan.nodes, plan.devices) for plan in plans] == [
+        ((0,), (0, 1)),
+        ((0,), (2, 3)),
+        ((1,), (0, 1)),
+        ((1,), (2, 3)),
+    ]
 
 
 def test_the_devices_of_a_node_with_more_than_ten_are_in_order() -> None:
@@ -54,26 +78,36 @@ def test_the_devices_of_a_node_with_more_than_ten_are_in_order() -> None:
 
 def test_more_replicas_than_processes_on_the_cpu() -> None:
     plans = plan_replicas(pool_of(1, 2, "cpu"), RolloutConfig(num_replicas=3))
-    assert [plan.node for plan in plans] == [0, 0, 0]
+    assert [plan.nodes for plan in plans] == [(0,)] * 3
 
 
 def test_a_replica_larger_than_the_trainer() -> None:
     """Two ranks of one server beside a trainer of one process (CPU)."""
     plans = plan_replicas(pool_of(1, 1, "cpu"), RolloutConfig(tensor_model_parallel_size=2))
-    assert [(plan.index, plan.node) for plan in plans] == [(0, 0)]
+    assert plans == [ReplicaPlan(0, (0,), (0, 1))]
 
 
-@given(nnodes=st.integers(1, 4), replicas_per_node=st.integers(1, 4), tp_size=st.integers(1, 4))
-def test_every_device_has_one_replica(nnodes: int, replicas_per_node: int, tp_size: int) -> None:
-    pool = pool_of(nnodes, replicas_per_node * tp_size)
+@given(
+    nnodes=st.integers(1, 4),
+    replicas_per_node=st.integers(1, 4),
+    tp_size=st.integers(1, 4),
+    nodes_each=st.integers(1, 3),
+)
+def test_every_device_has_one_replica(nnodes: int, replicas_per_node: int, tp_size: int, nodes_each: int) -> None:
+    """Of replicas on a part of a node each, or of replicas on nodes_each whole nodes."""
+    pool = pool_of(nnodes * nodes_each, replicas_per_node * tp_size)
+    if nodes_each > 1:
+        tp_size, replicas_per_node = nodes_each * pool.devices_per_node, 1
     plans = plan_replicas(pool, RolloutConfig(tensor_model_parallel_size=tp_size))
-    places = [(plan.node, device) for plan in plans for device in plan.devices]
-    assert sorted(places) == [(node, device) for node in range(nnodes) for device in range(pool.devices_per_node)]
+    places = [[(node, device) for node in plan.nodes for device in plan.devices] for plan in plans]
+    assert sorted(place for of_replica in places for place in of_replica) == [
+        (node, device) for node in range(pool.nnodes) for device in range(pool.devices_per_node)
+    ]
     assert [plan.index for plan in plans] == list(range(nnodes * replicas_per_node))
     # The rank that feeds an engine rank sits on the same device of the same node.
     feeds = plan_feeds([Replica("", "sglang", tp_size, "")] * len(plans), pool.world_size)
-    for plan, ranks in zip(plans, feeds, strict=True):
-        assert [divmod(rank, pool.devices_per_node) for rank in ranks] == [(plan.node, d) for d in plan.devices]
+    for of_replica, ranks in zip(places, feeds, strict=True):
+        assert [divmod(rank, pool.devices_per_node) for rank in ranks] == of_replica
 
 
 def test_feeds_count_engine_ranks_over_all_replicas() -> None:

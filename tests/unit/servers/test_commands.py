@@ -47,6 +47,30 @@ def test_gpu_command_leaves_the_device_memory_to_the_configured_share() -> None:
     assert not {"--max-total-tokens", "--device", "--trust-remote-code"} & set(command)
 
 
+def test_commands_of_a_server_on_two_nodes_differ_in_rank_and_address_alone() -> None:
+    commands = [
+        sglang_command(
+            RolloutConfig(tensor_model_parallel_size=16),
+            "cuda",
+            host=f"10.0.0.{1 + rank}",
+            gpu_ids=range(8),
+            nnodes=2,
+            node_rank=rank,
+            dist_init_addr="10.0.0.1:29500",
+        )
+        for rank in range(2)
+    ]
+    for rank, (command, env) in enumerate(commands):
+        assert value_of(command, "--nnodes") == "2" and value_of(command, "--node-rank") == str(rank)
+        assert value_of(command, "--dist-init-addr") == "10.0.0.1:29500"
+        assert value_of(command, "--tp-size") == "16" and env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+        assert value_of(command, "--host") == env["SGLANG_HOST_IP"] == f"10.0.0.{1 + rank}"
+    (first, _), (second, _) = commands
+    assert len([1 for one, other in zip(first, second, strict=True) if one != other]) == 2
+    alone, env = sglang_command(RolloutConfig(), "cuda")
+    assert not {"--nnodes", "--node-rank", "--dist-init-addr"} & set(alone) and "SGLANG_HOST_IP" not in env
+
+
 def test_a_cache_of_a_given_size_is_the_same_in_every_server() -> None:
     """On a GPU beside the share of the memory, of which SGLang takes less; on a CPU in the place of its own number."""
     config = RolloutConfig(kv_cache_tokens=123_456)

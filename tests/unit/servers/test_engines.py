@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scalerl.config.schema import ROLLOUT_NAMES, RolloutConfig
+from scalerl.config.schema import MULTI_NODE_NAMES, ROLLOUT_NAMES, RolloutConfig
 from scalerl.servers.checksums import AsSent, ExpectedChecksums
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.engines import ENGINES, Command, Engine, Launch
@@ -44,6 +46,14 @@ def test_the_embedded_engine_draws_each_sample_from_its_own_seed() -> None:
 
 def test_ranks_of_a_server() -> None:
     assert (ENGINES["sglang"].num_ranks(4), ENGINES["embedded"].num_ranks(4)) == (4, 1)
+    assert {name for name, engine in ENGINES.items() if engine.num_ranks(4) > 1} == set(MULTI_NODE_NAMES)
+
+
+def test_each_process_has_a_log_of_each_start() -> None:
+    first = ServerSettings(Launch("/m", RolloutConfig(), "cpu", 64, nnodes=2), POLICY, False)
+    second = replace(first, launch=replace(first.launch, node_rank=1))
+    assert [each.log_path("/logs", 3, 0).name for each in (first, second)] == ["rollout-3.log", "rollout-3.node-1.log"]
+    assert second.log_path("/logs", 3, 2) == Path("/logs/rollout-3.node-1.restart-2.log")
 
 
 class Third(Engine):
