@@ -1,4 +1,4 @@
-"""The cluster of a run: who may call it, what its workers see, and how long a generation may take."""
+"""The cluster of a run: who may call it, what its workers see, how long a generation and a worker's end may take."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 import ray
 
 from scalerl.cluster.ask import answer_of
-from scalerl.cluster.processes import Processes
+from scalerl.cluster.pools import ActorSpec, Reusable
+from scalerl.cluster.processes import Lease, Processes
 from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import RolloutConfig
+from scalerl.controller.sampling import rollout_workers
 from scalerl.controller.sampling.rollout import HybridRollout
 from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 
@@ -85,3 +87,37 @@ def test_a_generation_has_a_limit_of_its_own(cluster: Processes) -> None:
     finally:
         for one in calls:
             ray.cancel(one, force=True)
+
+
+class Worker(Reusable):
+    """A rollout worker, as far as it leaves; one with a number of seconds takes them, whatever else is asked of it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def leave(self) -> None:
+        time.sleep(self.seconds)
+        super().leave()
+
+
+def test_a_rollout_worker_that_hangs_does_not_keep_a_run_from_its_restart(
+    cluster: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two, of which one hangs, both end: the next start of the run has others."""
+    monkeypatch.setattr(rollout_workers, "LEAVE_TIMEOUT_S", 2.0)
+    with (
+        pytest.raises(WorkerError, match="a rank is lost"),
+        Lease(cluster, survives=lambda error, pools: True) as lease,
+    ):
+        pool = lease.pool(nnodes=1, devices_per_node=1, device="cpu", timeout_s=120.0)
+        spec = ActorSpec(Worker, 0, 0.0)
+        started = [pool.start(spec, {"max_restarts": 0}, seconds) for seconds in (0.0, 3600.0)]
+        workers = RolloutWorkers(started, [range(1), range(1, 2)], 3600.0)
+        lease.add(workers)
+        workers.wait_ready()
+        raise WorkerError("a rank is lost")
+    assert "RolloutWorkers does not get ready for another run" in caplog.text
+    assert "rollout workers [1] did not leave within 2 s" in caplog.text
+    for worker in workers.handles:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(worker.leave.remote(), timeout=120)

@@ -104,7 +104,11 @@ def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
 ) -> None:
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(STEPS)
-    more = (f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}", "trainer.save_freq=1")
+    more = (
+        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
+        "trainer.save_freq=1",
+        "slurm.time=60",
+    )
     job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 2, *more)))
     out = run_dir / f"logs/slurm-{job_id}.out"
     wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)

@@ -13,6 +13,7 @@ import ray
 from scalerl.cluster.ask import answer_of, values_of
 from scalerl.cluster.batch import BatchRef, HeldRows
 from scalerl.cluster.pools import PooledActor
+from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S, WorkerError
 
 if TYPE_CHECKING:
     from scalerl.balance import StepPlan
@@ -200,7 +201,14 @@ class RolloutWorkers:
         return answer_of("rollout worker", getattr(self.handles[worker], method), *args, timeout_s=self.timeout_s)
 
     def leave(self) -> None:
-        values_of("rollout worker leave", [handle.leave.remote() for handle in self.handles], self.timeout_s)
+        """Makes the workers leave the run. Raises WorkerError, or their error, where one fails or hangs."""
+        # Not the limit of a call, which is long: the next start of the run may be waiting.
+        calls = [handle.leave.remote() for handle in self.handles]
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=LEAVE_TIMEOUT_S)
+        if late:
+            workers = [worker for worker, call in enumerate(calls) if call in late]
+            raise WorkerError(f"rollout workers {workers} did not leave within {LEAVE_TIMEOUT_S:.0f} s")
+        values_of("rollout worker leave", calls, LEAVE_TIMEOUT_S)
 
     def stop(self) -> None:
         for handle in self.handles:
