@@ -158,6 +158,12 @@ def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:
     wrong = checksum_differences(expected_checksums(weights_of(model_a), config, TP_SIZE, "sglang"), client.checksums())
     yield "disk", {"wrong": wrong, "answers": answers(client)}
 
+    half = on_one_node_alone(model_b, "half")
+    client.update_weights_from_disk(str(half), policy_version=5)
+    expected = expected_checksums(weights_of(model_b), config, TP_SIZE, "sglang")
+    yield "half", [line.split(" ")[:2] for line in checksum_differences(expected, client.checksums())]
+    client.update_weights_from_disk(str(model_a), policy_version=6)
+
     # As between two runs that have the same processes.
     sync.transport.forget(0)
     servers.leave()
@@ -178,13 +184,18 @@ def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:
     yield "left", [on_node(pool, node, schedulers) for node in range(pool.nnodes)]
 
 
+def on_one_node_alone(model: Path, name: str) -> Path:
+    """A copy of a model that the other node does not see."""
+    copied = Path("/tmp/ray") / name
+    copied.mkdir()
+    for path in model.iterdir():
+        (copied / path.name).write_bytes(path.read_bytes())
+    return copied
+
+
 def refusal(pool: ResourcePool, directory: Path) -> str:
     """What is said when the model is on the first node alone."""
-    model = Path("/tmp/ray/model")
-    model.mkdir()
-    for path in (directory / "model_a").iterdir():
-        (model / path.name).write_bytes(path.read_bytes())
-    servers = serve(pool, model, directory / "refused")
+    servers = serve(pool, on_one_node_alone(directory / "model_a", "model"), directory / "refused")
     try:
         servers.wait_ready()
     except ServerStartError as error:

@@ -82,6 +82,9 @@ def test_a_server_over_two_nodes(
     assert found["disk"]["wrong"] == []
     assert_serves(found["disk"]["answers"], models["model_a"], 4)
 
+    # Files that the second node does not see: SGLang says nothing, and checksums show it.
+    assert found["half"] and {(word, rank) for word, rank in found["half"]} == {("rank", "1")}
+
     is_same, said = found["kept"]
     assert is_same
     assert_serves(said, models["model_a"], 0)
