@@ -10,8 +10,7 @@ its file. Torch's own converter (torch.distributed.checkpoint.format_utils.dcp_t
 it makes one pickle of Megatron's tensors, compares no digest, forces nothing onto the disk, and holds the model in
 memory. Slime's converter needs Megatron and a package that builds for CUDA alone; it is not here.
 
-With --cold every one of them begins without any page of the checkpoint or model in memory. Without it a model of which
-only a part fits beside its copy gives cp more of its source from memory than the merge, whose source was read earlier.
+With --cold every one of them begins without any page of the checkpoint or model in memory.
 
 The prediction is what one core needs to read, hash and write a megabyte that is in its cache, measured first, over the
 cores that merge; or the disk's rate, by what the sync adds to cp, if that is slower.

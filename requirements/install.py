@@ -2,8 +2,9 @@
 
     python requirements/install.py ARGUMENTS OF PIP INSTALL...
 
-uv does not read pip's configuration: indexes, certificates and proxies are handed to it. Where it cannot do what pip is
-told to do (another setting, no uv in the index, any failure), pip does it, and its messages are what a user reads.
+uv does not read pip's configuration: indexes, constraints, certificates and proxies are handed to it. Where it cannot
+do what pip is told to do (another setting, no uv in the index, any failure), pip does it, and its messages are what a
+user reads.
 """
 
 from __future__ import annotations

@@ -165,10 +165,7 @@ class WorkerGroup:
     def _dispatched(
         self, name: str, registration: Registration[..., Any], mode: DispatchMode[..., Any], args: Any, kwargs: Any
     ) -> Future[Any]:
-        positional, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
         one_each = registration.execute_mode is Execute.ALL
-        if one_each:
-            self._check_one_each(name, mode, {**dict(enumerate(positional)), **named})
         if mode["dispatch_fn"] is the_same_for_all and not any(
             isinstance(arg, ray.ObjectRef) for arg in (*args, *kwargs.values())
         ):
@@ -176,6 +173,9 @@ class WorkerGroup:
             packed = cloudpickle.dumps((name, args, kwargs))
             refs = [actor.run_packed.remote(packed) for actor in self.ranks]
         else:
+            positional, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)
+            if one_each:
+                self._check_one_each(name, mode, {**dict(enumerate(positional)), **named})
             refs = [
                 actor.run.remote(
                     name,

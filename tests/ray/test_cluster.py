@@ -90,7 +90,7 @@ def test_a_generation_has_a_limit_of_its_own(cluster: Processes) -> None:
 
 
 class Worker(Reusable):
-    """A rollout worker, as far as it leaves; one with a number of seconds takes them, whatever else is asked of it."""
+    """In the place of a rollout worker: leaving takes it that many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
