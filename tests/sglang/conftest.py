@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
+from scalerl.servers.access import new_key
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer, start_on_free_port
@@ -50,7 +51,9 @@ def make_server(
 ) -> RolloutServer:
     launch = Launch(str(model_path), rollout_config(kind, tp_size), "cpu", MAX_MODEL_LEN, port=port, synced=synced)
     command, env = ENGINES[kind].command(launch)
-    return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
+    # One in 64 keys begins with a dash, which a parser of arguments takes for the next option.
+    key = f"-{new_key()}"
+    return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S, key=key)
 
 
 def make_model(path: Path, family: str, seed: int, **arguments: object) -> Path:

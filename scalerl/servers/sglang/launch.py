@@ -64,7 +64,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else ["--api-key", key])])
+    arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])
     freeze_garbage_once_it_listens()
     if ON_CPU in os.environ:
         fork_its_processes()
