@@ -5,9 +5,9 @@ python benchmarks/vs_trl.py --trl TRL/bin/python                                
 
 Both train the same 0.8-million-parameter Qwen3 in float32 on examples/arithmetic: 64 prompts x 8 samples x at most 32
 tokens, the same reward function, one update a step, no KL. Each side runs as its users run it: TRL in one process with
---cores threads, scalerl with --cores ranks and one rollout server. Rounds alternate (scalerl, TRL, scalerl, TRL...), so
-that what else the machine does meets both. A step is all that is between the ends of two steps. Processor time is that
-of the process tree: on a machine with other load it says more than seconds.
+--cores threads, scalerl with --cores ranks and as many rollout servers. Rounds alternate (scalerl, TRL, scalerl,
+TRL...), so that what else the machine does meets both. A step is all that is between the ends of two steps. Processor
+time is that of the process tree: on a machine with other load it says more than seconds.
 """
 
 from __future__ import annotations
@@ -168,6 +168,8 @@ def overrides(options: argparse.Namespace, directory: Path, run_dir: Path) -> li
         f"{ACTOR}.optim.min_lr=0",
         f"{ACTOR}.megatron.tensor_model_parallel_size=1",
         f"{ROLLOUT}.name={options.rollout}",
+        # A server on each device.
+        f"{ROLLOUT}.num_replicas=null",
         f"{ROLLOUT}.n={options.n}",
         f"{ROLLOUT}.max_num_seqs={options.prompts * options.n}",
         f"custom_reward_function.path={EXAMPLE}/reward.py",

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from scalerl.balance import plan_step
 from scalerl.cluster.batch import PlacedBatch
-from scalerl.cluster.worker_group import WorkerError, WorkerGroup
+from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import TOKENS, MegatronActor

@@ -16,8 +16,9 @@ import ray
 from scalerl.balance import StepPlan
 from scalerl.cluster.ask import values_of
 from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ActorSpec
-from scalerl.cluster.worker_group import WorkerError, WorkerGroup
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
 from scalerl.controller.sampling.dump import parts_at, parts_of, placed_fragments, update_columns
 from scalerl.controller.sampling.groups import Enough, SampleGroup

@@ -12,8 +12,9 @@ import ray
 
 from scalerl.cluster.ask import answer_of, values_of
 from scalerl.cluster.batch import BatchRef, HeldRows
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import PooledActor
-from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S, WorkerError
+from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from scalerl.balance import StepPlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import queue
 import threading
 import traceback
@@ -19,8 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from scalerl.families import HFWeights, weight_block
-from scalerl.servers.embedded.decode_rows import NUM_ROWS, DecodeRows, prefill
+from scalerl.servers.embedded.decode_rows import DecodeRows, prefill
 from scalerl.servers.embedded.file_tensors import file_tensors
+from scalerl.servers.embedded.fixed_shapes import compute_in_blocks
 from scalerl.servers.embedded.sampling import SampleSettings, sample
 from scalerl.servers.weights import tensor_checksum
 
@@ -87,15 +87,16 @@ class EmbeddedEngine:
         # Its class is the one that the directory names.
         self._model: Any = _model(model_path, dtype, trust_remote_code)
         self._model.to(self.device).eval().requires_grad_(False)
+        compute_in_blocks(self._model)
         self._parameters: dict[str, Tensor] = file_tensors(self._model)
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
         self._tokenizer = _tokenizer(model_path, trust_remote_code)
         self._eos_ids = _eos_ids(model_path, self._model.config.eos_token_id, self._tokenizer)
         self._changed = threading.Condition()
         self._waiting: deque[_Sequence] = deque()
-        # Sequences by slot; slot i is row i % NUM_ROWS of block i // NUM_ROWS.
+        # Sequences by slot, which is their row's number.
         self._live: dict[int, _Sequence] = {}
-        self._blocks: list[DecodeRows] = []
+        self._rows = DecodeRows(self._model, max_model_len)
         self._paused = False
         self._session_open = False
         self._released: set[str] = set()
@@ -201,9 +202,12 @@ class EmbeddedEngine:
     def _leave(self) -> None:
         """Hands finished sequences to their callers and frees their slots."""
         finished = [s for s in (*self._live.values(), *self._waiting) if s.finish_reason is not None]
-        for slot in [slot for slot, s in self._live.items() if s.finish_reason is not None]:
+        if not finished:
+            return
+        left = [slot for slot, s in self._live.items() if s.finish_reason is not None]
+        for slot in left:
             del self._live[slot]
-            self._blocks[slot // NUM_ROWS].clear(slot % NUM_ROWS)
+        self._rows.clear(left)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         for sequence in finished:
             sequence.request.finished.put(sequence)
@@ -211,33 +215,38 @@ class EmbeddedEngine:
             self._changed.notify_all()
 
     def _enter(self) -> list[tuple[int, _Sequence]]:
-        """Begins waiting sequences, and returns them with their slots: the lowest free ones, to use few blocks."""
+        """Begins waiting sequences, and returns them with their slots."""
+        if not self._waiting:
+            return []
         free = [slot for slot in range(self.max_batch_size) if slot not in self._live]
         entering = [(slot, self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         self._live.update(entering)
-        while len(self._blocks) * NUM_ROWS <= max(self._live, default=-1):
-            self._blocks.append(DecodeRows(self._model, self.max_model_len))
         return entering
 
     @torch.inference_mode()
     def _advance(self, entering: list[tuple[int, _Sequence]]) -> None:
         """Draws one token for every live sequence; equal prompts that enter together are computed once."""
         begun = {slot for slot, _ in entering}
-        for ids, group in itertools.groupby(entering, key=lambda entry: entry[1].input_ids):
-            slots, sequences = zip(*group, strict=True)
-            prefilled = prefill(self._model, ids)
-            self._draw(prefilled.logits_V.expand(len(slots), -1), sequences)
-            for slot in slots:
-                self._blocks[slot // NUM_ROWS].put(slot % NUM_ROWS, prefilled)
-        for index, block in enumerate(self._blocks):
-            rows = [
-                (slot, sequence)
-                for slot, sequence in self._live.items()
-                if slot // NUM_ROWS == index and slot not in begun and sequence.finish_reason is None
-            ]
-            if rows:
-                logits_SV = block.step([(slot % NUM_ROWS, sequence.output_ids[-1]) for slot, sequence in rows])
-                self._draw(logits_SV, [sequence for _, sequence in rows])
+        running = {
+            slot: sequence
+            for slot, sequence in self._live.items()
+            if slot not in begun and sequence.finish_reason is None
+        }
+        if running:
+            logits_SV = self._rows.step({slot: sequence.output_ids[-1] for slot, sequence in running.items()})
+            self._draw(logits_SV, list(running.values()))
+        if entering:
+            self._begin(entering)
+
+    def _begin(self, entering: list[tuple[int, _Sequence]]) -> None:
+        by_prompt: dict[tuple[int, ...], list[tuple[int, _Sequence]]] = {}
+        for slot, sequence in entering:
+            by_prompt.setdefault(tuple(sequence.input_ids), []).append((slot, sequence))
+        logits = []
+        for group, prefilled in zip(by_prompt.values(), prefill(self._model, list(by_prompt)), strict=True):
+            self._rows.put([slot for slot, _ in group], prefilled)
+            logits += [prefilled.logits_V] * len(group)
+        self._draw(torch.stack(logits), [sequence for group in by_prompt.values() for _, sequence in group])
 
     def _draw(self, logits_SV: Tensor, sequences: Sequence[_Sequence]) -> None:
         positions = [sequence.position + len(sequence.output_ids) for sequence in sequences]
@@ -253,15 +262,16 @@ class EmbeddedEngine:
             sequence.spans.append({"version": self.policy_version, "start": len(sequence.output_ids)})
         sequence.output_ids.append(token)
         sequence.logprobs.append(logprob)
-        matched = token if token in sequence.stop_ids else self._stop_string(sequence)
+        if token in sequence.stop_ids:
+            matched: int | str | None = token
+        else:
+            matched = self._stop_string(sequence) if sequence.stop_strings else None
         if matched is not None:
             sequence.finish_reason = {"type": "stop", "matched": matched}
         elif len(sequence.output_ids) >= sequence.max_new_tokens:
             sequence.finish_reason = {"type": "length", "length": sequence.max_new_tokens}
 
     def _stop_string(self, sequence: _Sequence) -> str | None:
-        if not sequence.stop_strings:
-            return None
         assert self._tokenizer is not None
         # A token has at least one byte of text, so a stop string is within the last tokens.
         num_tokens = max(len(string.encode()) for string in sequence.stop_strings) + 1
@@ -269,13 +279,13 @@ class EmbeddedEngine:
         return next((string for string in sequence.stop_strings if string in text), None)
 
     def _fail(self, error: Exception) -> None:
-        """Ends all sequences with an error, and continues with empty blocks."""
+        """Ends all sequences with an error, and continues with empty rows."""
         with self._changed:
             for sequence in (*self._live.values(), *self._waiting):
                 sequence.request.error = error
                 sequence.finish_reason = sequence.finish_reason or {"type": "abort", "message": repr(error)}
             self._leave()
-            self._blocks.clear()
+            self._rows = DecodeRows(self._model, self.max_model_len)
 
     def _answer(self, sequence: _Sequence) -> dict[str, Any]:
         ends = [span["start"] for span in sequence.spans[1:]] + [len(sequence.output_ids)]

@@ -45,15 +45,19 @@ def sample(logits_SV: Tensor, settings: list[SampleSettings], positions: list[in
     softmax(logits / temperature) over the whole vocabulary (temperature 1 for a greedy sample), as SGLang reports it:
     top_p and top_k restrict the choice and do not renormalize.
     """
-    device = logits_SV.device
-    temperature_S = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32, device=device)
-    logprobs_SV = torch.log_softmax(logits_SV.float() / temperature_S[:, None], dim=-1)
-    greedy_S = torch.tensor([s.temperature == 0.0 for s in settings], device=device)
-    tokens_S = logprobs_SV.argmax(dim=-1)
-    if not bool(greedy_S.all()):
+    device, logits_SV = logits_SV.device, logits_SV.float()
+    if any(s.temperature not in (0.0, 1.0) for s in settings):
+        temperature_S = torch.tensor([s.temperature or 1.0 for s in settings], dtype=torch.float32, device=device)
+        logits_SV = logits_SV / temperature_S[:, None]
+    logprobs_SV = torch.log_softmax(logits_SV, dim=-1)
+    greedy = [s.temperature == 0.0 for s in settings]
+    if all(greedy):
+        tokens_S = logprobs_SV.argmax(dim=-1)
+    else:
         uniform = counter_uniform(np.array([s.seed for s in settings], dtype=np.int64), np.array(positions))
-        drawn_S = _inverse_cdf(_truncate(logprobs_SV.double().exp(), settings), torch.from_numpy(uniform).to(device))
-        tokens_S = torch.where(greedy_S, tokens_S, drawn_S)
+        tokens_S = _inverse_cdf(_truncate(logprobs_SV.double().exp_(), settings), torch.from_numpy(uniform).to(device))
+        if any(greedy):
+            tokens_S = torch.where(torch.tensor(greedy, device=device), logprobs_SV.argmax(dim=-1), tokens_S)
     return tokens_S.tolist(), logprobs_SV.gather(1, tokens_S[:, None])[:, 0].tolist()
 
 
@@ -76,6 +80,9 @@ def _inverse_cdf(weights_SV: Tensor, uniform_S: Tensor) -> Tensor:
     cdf_SV = weights_SV.cumsum(-1)
     target_S = uniform_S.to(cdf_SV.dtype) * cdf_SV[:, -1]
     index_S = torch.searchsorted(cdf_SV, target_S[:, None], right=True)[:, 0]
+    vocab_size = weights_SV.shape[1]
     # If u * total rounds up to the total, the last token with any weight is taken.
-    last_S = (weights_SV > 0).long().mul(torch.arange(1, weights_SV.shape[1] + 1, device=weights_SV.device)).argmax(-1)
-    return torch.minimum(index_S, last_S)
+    for row in (index_S == vocab_size).nonzero()[:, 0].tolist():
+        with_weight = (weights_SV[row] > 0).nonzero()
+        index_S[row] = with_weight[-1, 0] if len(with_weight) else 0
+    return index_S

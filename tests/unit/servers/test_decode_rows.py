@@ -2,83 +2,221 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from scalerl.servers.embedded.decode_rows import NUM_ROWS, DecodeRows, prefill
+from scalerl.servers.embedded.decode_rows import MIN_KEYS, PREFILL_TOKENS, DecodeRows, prefill
+from scalerl.servers.embedded.fixed_shapes import NUM_ROWS, compute_in_blocks, computes_in_blocks
 from tests.tiny_models import make_tiny_model
 
-NUM_STEPS, CAPACITY = 8, 48
+# Some rows get more keys on their way.
+NUM_STEPS, CAPACITY, LONGEST = 8, 100, MIN_KEYS + 20
+NUM_SEQUENCES = 512
 DRAW = torch.Generator().manual_seed(0)
-PROMPTS = [torch.randint(3, 300, (1 + row % 13,), generator=DRAW).tolist() for row in range(NUM_ROWS)]
-TOKENS = torch.randint(3, 300, (NUM_ROWS, NUM_STEPS), generator=DRAW).tolist()
+PROMPTS = [
+    torch.randint(3, 300, (1 + 7 * number % LONGEST,), generator=DRAW).tolist() for number in range(NUM_SEQUENCES)
+]
+TOKENS = torch.randint(3, 300, (NUM_SEQUENCES, NUM_STEPS), generator=DRAW).tolist()
+# Prompts of 1, 36, 57 (which outgrows its keys), 60 and 75 tokens.
+PROBES = [0, 5, 8, 56, 83]
 
 
 @torch.inference_mode()
-def logits_of(
-    model: PreTrainedModel, places: dict[int, int], capacity: int = CAPACITY
-) -> dict[int, list[torch.Tensor]]:
-    """places: sequence -> row.  -> sequence -> its logits of every step."""
-    rows = DecodeRows(model, capacity)
-    for sequence, row in places.items():
-        rows.put(row, prefill(model, PROMPTS[sequence]))
-    found: dict[int, list[torch.Tensor]] = {sequence: [] for sequence in places}
+def logits_of(model: PreTrainedModel, places: dict[int, int]) -> dict[int, list[torch.Tensor]]:
+    """places: sequence -> row.  -> sequence -> its logits of every step, those of its prompt first."""
+    rows = DecodeRows(model, CAPACITY)
+    found: dict[int, list[torch.Tensor]] = {}
+    prefilled = prefill(model, [PROMPTS[sequence] for sequence in places])
+    for (sequence, row), of_prompt in zip(places.items(), prefilled, strict=True):
+        rows.put([row], of_prompt)
+        found[sequence] = [of_prompt.logits_V.clone()]
     for step in range(NUM_STEPS):
-        logits = rows.step([(row, TOKENS[sequence][step]) for sequence, row in places.items()])
+        logits = rows.step({row: TOKENS[sequence][step] for sequence, row in places.items()})
         for sequence, row_logits in zip(places, logits, strict=True):
             found[sequence].append(row_logits.clone())
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3", "mixtral", "deepseek_v3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+def load(path: Path, dtype: torch.dtype = torch.float32, in_blocks: bool = True) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    if in_blocks:
+        compute_in_blocks(model)
+    assert computes_in_blocks(model) == in_blocks
+    return model
+
+
+FULL = pytest.mark.full
+MODELS = [
+    *("qwen3-float32", "mixtral-float32", "deepseek_v3-float32", "qwen3-bfloat16"),
+    *(pytest.param(f"{family}-float32", marks=FULL) for family in ("llama", "qwen2", "mistral", "qwen3_moe")),
+    *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("llama", "qwen2", "mistral")),
+    *(pytest.param(f"{family}-bfloat16", marks=FULL) for family in ("qwen3_moe", "mixtral", "deepseek_v3")),
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def path_and_dtype(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    family, dtype = request.param.split("-")
     path = tmp_path_factory.mktemp(request.param)
-    make_tiny_model(path, request.param, seed=0)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    make_tiny_model(path, family, seed=0, dtype=getattr(torch, dtype))
+    return path, getattr(torch, dtype)
 
 
-def test_neighbours_and_places_do_not_change_a_bit(model: PreTrainedModel) -> None:
-    together = logits_of(model, {sequence: sequence for sequence in range(NUM_ROWS)})
-    reversed_order = logits_of(model, {sequence: NUM_ROWS - 1 - sequence for sequence in range(NUM_ROWS)})
-    for sequence in range(0, NUM_ROWS, 5):
-        alone = logits_of(model, {sequence: (7 * sequence) % NUM_ROWS})
-        for step in range(NUM_STEPS):
-            assert torch.equal(together[sequence][step], alone[sequence][step])
-            assert torch.equal(together[sequence][step], reversed_order[sequence][step])
+@pytest.fixture(scope="module")
+def model(path_and_dtype: tuple[Path, Any]) -> PreTrainedModel:
+    return load(*path_and_dtype)
+
+
+@pytest.fixture(scope="module")
+def alone(model: PreTrainedModel) -> dict[int, list[torch.Tensor]]:
+    return {probe: logits_of(model, {probe: 3 * probe})[probe] for probe in PROBES}
+
+
+def assert_same_bits(found: dict[int, list[torch.Tensor]], expected: dict[int, list[torch.Tensor]]) -> None:
+    shared = found.keys() & expected.keys()
+    assert shared
+    for sequence in shared:
+        assert torch.equal(torch.stack(found[sequence]), torch.stack(expected[sequence])), sequence
+
+
+@pytest.mark.parametrize("others", [2, 32, 99, *(pytest.param(number, marks=FULL) for number in (30, 31, 511))])
+def test_neighbours_and_places_do_not_change_a_bit(
+    model: PreTrainedModel, alone: dict[int, list[torch.Tensor]], others: int
+) -> None:
+    # The probes are spread among the others, at other places in each order.
+    sequences = [number for number in range(NUM_SEQUENCES) if number not in PROBES]
+    probes = PROBES[: min(len(PROBES), others)]
+    sequences = sequences[: others + 1 - len(probes)]
+    for at, probe in enumerate(probes):
+        sequences.insert(at * (others // len(probes)), probe)
+    for order in (sequences, sequences[::-1]):
+        assert_same_bits(logits_of(model, {sequence: row for row, sequence in enumerate(order)}), alone)
+
+
+def test_numbers_are_those_of_passes_of_32_rows_with_the_attention_of_transformers(
+    path_and_dtype: tuple[Path, Any], model: PreTrainedModel
+) -> None:
+    places = {sequence: sequence for sequence in [*range(NUM_ROWS + 8), *PROBES]}
+    assert_same_bits(logits_of(model, places), logits_of(load(*path_and_dtype, in_blocks=False), places))
+
+
+class _Products(TorchDispatchMode):
+    """Shapes of matrix products and attention; a product over one number adds nothing and is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+        is_product = name in ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "einsum", "linear")
+        if (is_product and shapes[-1][-2:-1] != (1,)) or "attention" in name or "convolution" in name:
+            self.shapes.add((name, *shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_a_step_over_many_rows_makes_the_products_of_a_step_over_one(model: PreTrainedModel) -> None:
+    found = []
+    for num_rows in (1, 3 * NUM_ROWS + 1):
+        rows = DecodeRows(model, CAPACITY)
+        rows.put(range(num_rows), prefill(model, [PROMPTS[5]])[0])
+        with _Products() as products:
+            rows.step(dict.fromkeys(range(num_rows), 7))
+        found.append(products.shapes)
+    assert found[0]
+    assert found[0] == found[1]
+
+
+def test_prompts_that_do_not_fit_into_one_pass_are_computed_in_several(model: PreTrainedModel) -> None:
+    prompts = [PROMPTS[number % 100] for number in range(70)]
+    assert sum(map(len, prompts)) > PREFILL_TOKENS
+    with torch.inference_mode():
+        found = prefill(model, prompts)
+        for prompt, one in list(zip(prompts, found, strict=True))[::9]:
+            (expected,) = prefill(model, [prompt])
+            assert torch.equal(one.logits_V, expected.logits_V)
+            for layer, expected_layer in zip(one.layers, expected.layers, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(layer, expected_layer, strict=True))
 
 
 @torch.inference_mode()
 def test_logits_are_those_of_one_forward_over_everything(model: PreTrainedModel) -> None:
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.5}[model.dtype]
     found = logits_of(model, {sequence: sequence for sequence in range(NUM_ROWS)})
-    for sequence in (0, 7, 12):
-        expected = model(torch.tensor([PROMPTS[sequence] + TOKENS[sequence]])).logits[0, len(PROMPTS[sequence]) :]
-        torch.testing.assert_close(torch.stack(found[sequence]), expected, atol=1e-4, rtol=0)
+    for sequence in (0, 8, 12):
+        expected = model(torch.tensor([PROMPTS[sequence] + TOKENS[sequence]])).logits[0, len(PROMPTS[sequence]) - 1 :]
+        torch.testing.assert_close(torch.stack(found[sequence]), expected, atol=tolerance, rtol=0)
 
 
 @torch.inference_mode()
-def test_a_place_is_clean_for_the_next_sequence(model: PreTrainedModel) -> None:
+def test_rows_that_leave_change_nothing_of_those_that_stay(
+    model: PreTrainedModel, alone: dict[int, list[torch.Tensor]]
+) -> None:
     rows = DecodeRows(model, CAPACITY)
-    rows.put(3, prefill(model, PROMPTS[12]))
-    rows.step([(3, 9)])
-    rows.clear(3)
-    rows.put(3, prefill(model, PROMPTS[0]))
-    assert torch.equal(rows.step([(3, TOKENS[0][0])])[0], logits_of(model, {0: 3})[0][0])
+    others = [number for number in range(60) if number not in PROBES]
+    for number in [*others[:20], *PROBES, *others[20:]]:
+        rows.put([number], prefill(model, [PROMPTS[number]])[0])
+    stay = [*PROBES, *others]
+    for step in range(NUM_STEPS):
+        logits = rows.step({number: TOKENS[number][step] for number in stay})
+        for place, probe in enumerate(PROBES):
+            assert torch.equal(logits[place], alone[probe][step + 1])
+        rows.clear(stay[-9::2])
+        stay = [number for number in stay if number not in stay[-9::2]]
+
+
+@torch.inference_mode()
+def test_a_row_that_waits_with_all_its_keys_used_disturbs_nobody(
+    model: PreTrainedModel, alone: dict[int, list[torch.Tensor]]
+) -> None:
+    waits, beside = PROBES[2], PROBES[1]
+    rows = DecodeRows(model, CAPACITY)
+    for number in (waits, beside):
+        rows.put([number], prefill(model, [PROMPTS[number]])[0])
+    used = MIN_KEYS - len(PROMPTS[waits])
+    assert 0 < used < NUM_STEPS
+    for step in range(used):
+        rows.step({number: TOKENS[number][step] for number in (waits, beside)})
+    assert torch.equal(rows.step({beside: TOKENS[beside][used]})[0], alone[beside][used + 1])
+    assert torch.equal(rows.step({waits: TOKENS[waits][used]})[0], alone[waits][used + 1])
+
+
+@torch.inference_mode()
+def test_a_place_is_clean_for_the_next_sequence(model: PreTrainedModel, alone: dict[int, list[torch.Tensor]]) -> None:
+    rows = DecodeRows(model, CAPACITY)
+    (longer,) = prefill(model, [PROMPTS[6]])
+    for keys, values in longer.layers:
+        keys[:, -3:], values[:, -3:] = torch.nan, torch.inf
+    rows.put([3], longer)
+    rows.step({3: 9})
+    rows.clear([3])
+    rows.put([3], prefill(model, [PROMPTS[0]])[0])
+    assert torch.equal(rows.step({3: TOKENS[0][0]})[0], alone[0][1])
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
+@pytest.mark.parametrize("in_blocks", [True, False])
 @torch.inference_mode()
-def test_a_sliding_window_hides_old_keys(family: str, tmp_path: Path) -> None:
-    window = {"sliding_window": 6}
+def test_a_sliding_window_hides_old_keys(family: str, in_blocks: bool, tmp_path: Path) -> None:
+    window: dict[str, Any] = {"sliding_window": 6}
     if family == "qwen3":
         window |= {"use_sliding_window": True, "max_window_layers": 1}
     make_tiny_model(tmp_path, family, seed=0, **window)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = load(tmp_path, in_blocks=in_blocks)
     assert model.config.sliding_window == 6
-    found = logits_of(model, {12: 0})
-    expected = model(torch.tensor([PROMPTS[12] + TOKENS[12]])).logits[0, len(PROMPTS[12]) :]
-    torch.testing.assert_close(torch.stack(found[12]), expected, atol=1e-4, rtol=0)
+    found = logits_of(model, {12: 0, 13: 5})
+    expected = load(tmp_path, in_blocks=False)(torch.tensor([PROMPTS[12] + TOKENS[12]])).logits[0]
+    torch.testing.assert_close(torch.stack(found[12]), expected[len(PROMPTS[12]) - 1 :], atol=1e-4, rtol=0)
     model.config.sliding_window = 7
-    assert not torch.allclose(torch.stack(logits_of(model, {12: 0})[12]), expected, atol=1e-3)
+    wider = torch.stack(logits_of(model, {12: 0})[12])
+    assert not torch.allclose(wider, expected[len(PROMPTS[12]) - 1 :], atol=1e-3)

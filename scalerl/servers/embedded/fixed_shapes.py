@@ -1,0 +1,149 @@
+"""What of a forward pass depends on shapes, in shapes that do not depend on how many rows are computed together.
+
+A matrix product may add in another order when its shape changes. So products with weights, attention and experts are
+computed for NUM_ROWS rows at a time, or for the tokens of one prompt; all else of a forward pass is row by row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from scalerl.families import FAMILIES
+
+NUM_ROWS = 32
+# Name of the attention and the experts of this module in transformers' registries.
+IN_BLOCKS = "scalerl_in_blocks"
+# Bytes; a product's kernel may depend on where its numbers begin.
+ALIGNMENT = 64
+
+
+# Rows of each block of the products of the current pass; None: NUM_ROWS each. Without a value: one product.
+_num_rows: ContextVar[Sequence[int] | None] = ContextVar("num_rows")
+
+
+def compute_in_blocks(model: PreTrainedModel) -> None:
+    """Lets passes over `model` have any number of rows, if it is of a family that is known to allow that, on a CPU.
+
+    Other models, and other devices, whose kernels choose by shape more often, stay with passes of NUM_ROWS rows.
+    """
+    of_transformers = type(model).__module__.startswith("transformers.models.")
+    if model.device.type == "cpu" and of_transformers and model.config.model_type in FAMILIES:
+        model.set_attn_implementation(IN_BLOCKS)
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = LinearInBlocks
+
+
+def computes_in_blocks(model: PreTrainedModel) -> bool:
+    return model.config._attn_implementation == IN_BLOCKS
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    return model._can_set_experts_implementation()
+
+
+@contextlib.contextmanager
+def products_in_blocks(model: PreTrainedModel, num_rows: Sequence[int] | None = None) -> Iterator[None]:
+    """Within it, the model's products with weights are computed in blocks of rows.
+
+    num_rows: of each block; None: NUM_ROWS each.  With num_rows, products of fewer rows than that are computed row by
+    row.
+    """
+    token = _num_rows.set(num_rows)
+    try:
+        # Routers of experts are no modules of torch.
+        with _LinearFunction() if has_experts(model) else contextlib.nullcontext():
+            yield
+    finally:
+        _num_rows.reset(token)
+
+
+class _LinearFunction(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (linear_in_blocks if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+class LinearInBlocks(nn.Linear):
+    """torch's linear layer, within `products_in_blocks` computed in blocks of rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_in_blocks(input, self.weight, self.bias)
+
+
+def linear_in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    try:
+        num_rows = _num_rows.get()
+    except LookupError:
+        return F.linear(input, weight, bias)
+    rows_RK, weight_KN = input.reshape(-1, input.shape[-1]), weight.t()
+    if num_rows is None:
+        assert len(rows_RK) % NUM_ROWS == 0, len(rows_RK)
+        blocks: Sequence[Tensor] = rows_RK.split(NUM_ROWS)
+    else:
+        sizes = list(num_rows) if len(rows_RK) == sum(num_rows) else [1] * len(rows_RK)
+        blocks = [_aligned(block) for block in rows_RK.split(sizes)]
+    if bias is None:
+        output_RN = torch.cat([torch.mm(block, weight_KN) for block in blocks])
+    else:
+        output_RN = torch.cat([torch.addmm(bias, block, weight_KN) for block in blocks])
+    return output_RN.view(*input.shape[:-1], weight.shape[0])
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def attention_in_blocks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    prompt_lens: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention, [B, T, heads, d], for NUM_ROWS rows of one token at a time, or for each prompt.
+
+    query, key, value: [B, heads, T, d].  prompt_lens: tokens of each prompt, if T is all of them, one after the other.
+    """
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
+    if prompt_lens is not None:
+        assert attention_mask is None
+        outputs = [
+            F.scaled_dot_product_attention(_aligned(q), _aligned(k), _aligned(v), is_causal=q.shape[2] > 1, **options)
+            for q, k, v in zip(*(states.split(list(prompt_lens), 2) for states in (query, key, value)), strict=True)
+        ]
+        return torch.cat([output.transpose(1, 2) for output in outputs], 1), None
+    if query.shape[2] > 1 or attention_mask is None:  # one prompt
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        for q, k, v, mask in zip(*(x.split(NUM_ROWS) for x in (query, key, value, attention_mask)), strict=True)
+    ]
+    return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+
+def experts_in_blocks(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Each token times its own experts, for NUM_ROWS tokens at a time."""
+    parts = zip(*(x.split(NUM_ROWS) for x in (hidden, top_k_index, top_k_weights)), strict=True)
+    return torch.cat([batched_mm_experts_forward(module, *part) for part in parts])
+
+
+AttentionInterface.register(IN_BLOCKS, attention_in_blocks)
+AttentionMaskInterface.register(IN_BLOCKS, sdpa_mask)
+ALL_EXPERTS_FUNCTIONS.register(IN_BLOCKS, experts_in_blocks)
