@@ -62,8 +62,10 @@ FILES_OF_VERL = re.compile(
 DASHED = re.compile(r"--\w+\.[\w.]+=")
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
-for _kind, _schema in SCHEMAS.items():
-    ConfigStore.instance().store(name=f"{_kind}_schema", node=_schema)
+# The name that a defaults list begins with. It is empty: values are checked against the schema by PartialConfig, and
+# Hydra, which only says here which files there are, would copy hundreds of keys for each of them.
+for _kind in SCHEMAS:
+    ConfigStore.instance().store(name=f"{_kind}_schema", node={})
 
 
 @overload

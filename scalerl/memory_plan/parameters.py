@@ -45,6 +45,14 @@ class StageParameters:
         """The bytes of the main gradients, which are float32 whatever the model's dtype."""
         return FLOAT * self.trained
 
+    @property
+    def exchange_bytes(self) -> int:
+        """The bytes of gloo's copies of the main gradients (torch's ProcessGroupGloo::reduce_scatter_tensor_coalesced).
+
+        Experts have a buffer for themselves, whose copy is made when gloo's threads may still hold the other's.
+        """
+        return FLOAT * self.trained
+
     def optimizer_numbers(self, *, distributed: bool) -> int:
         """The number of parameters whose optimizer state this rank keeps."""
         if not distributed:

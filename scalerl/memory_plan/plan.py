@@ -38,6 +38,7 @@ SOURCES = {
     "activations": "tensors kept by the layers x tokens per micro-batch x micro-batches in flight",
     "vocabulary": "float32 logits of a chunk twice, the chunk in the model's dtype, gradient of the hidden states",
     "layer": "what one layer takes while it is computed (again), and the gradient of its largest tensor",
+    "gradient exchange": "on a CPU: 4 B x parameters of the rank, the copy that gloo's reduce-scatter sums",
     "optimizer step": "4 B x parameters whose state is here (square root of the second moment)",
     "buckets": "copies of update_weights_bucket_megabytes, less where memory is short, at least of the largest tensor",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype",
@@ -189,7 +190,16 @@ class _Model:
         return bytes_by_part
 
     def backward(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of an update's passes, beside weights, gradients and optimizer."""
+        """Part -> bytes of an update beside weights, gradients and optimizer: of its passes, or of what follows them.
+
+        The gradients are exchanged when the last micro-batch has given back what it kept. NCCL needs nothing for that.
+        """
+        passes = self._passes(stage)
+        copies = self.on_cpu and self.megatron.use_distributed_optimizer
+        exchange = self.stages[stage].exchange_bytes if copies else 0
+        return passes if sum(passes.values()) >= exchange else {"gradient exchange": exchange}
+
+    def _passes(self, stage: int) -> dict[str, int]:
         kept, most = kept_bytes(self.shape, self.layout, self.megatron, stage, on_cpu=self.on_cpu)
         in_flight = micro_batches_in_flight(self.layout, stage, self.num_micro_batches)
         bytes_by_part = {"activations": int(kept * self.tokens * in_flight)}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 
 from scalerl.parallel.marks import mark
 from scalerl.parallel.micro_batch import Packing
@@ -91,6 +92,9 @@ def _flash(
     options: dict[str, Any] = {"window_size": (-1, 0)}
     if scale is not None:
         options["scale"] = scale
+    if current_flash_attention_impl() is not None:
+        # FlashAttention 3 would else share out keys as the longest sequence asks, and numbers depend on the packing.
+        options["num_splits"] = 1
     group = query.shape[1] // key.shape[1]
     if group > 1 and _VARLEN_HAS_GQA:
         options["enable_gqa"] = True

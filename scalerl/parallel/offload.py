@@ -128,7 +128,7 @@ class Offload:
             tensors += [
                 p for group in part.optimizer.param_groups for p in group["params"] if _storage_id(p) not in held
             ]
-            # A count of steps is one number, and torch's Adam wants it on the host.
+            # A count of steps is one number: it stays where torch's Adam wants it, the fused one on the device.
             tensors += [
                 value
                 for state in part.optimizer.state.values()

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from scalerl.parallel import platform
 from scalerl.parallel.overrides import megatron_values
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ _NO_DECAY_STEPS = 10**12
 
 
 def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConfig, dtype: torch.dtype) -> Any:
-    """megatron's Adam for the chunks, which its DDP has wrapped, with allocated state.  dtype: of the weights."""
+    """megatron's Adam for the chunks, which its DDP has wrapped, with allocated state.  dtype: of the weights.
+
+    On CUDA torch's Adam is the fused one. On the CPU it is not: how that rounds a number depends on where in a tensor
+    the number is, so numbers would differ between layouts.
+    """
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -49,7 +54,23 @@ def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConf
         if dtype == torch.float16:
             # megatron gives experts a scale of their own, but multiplies the loss with the first one's alone.
             part.grad_scaler = parts[0].grad_scaler
+    if platform.device_type() == "cuda":
+        use_fused_adam(optimizer)
     return optimizer
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Makes torch's Adam update all parameters in few kernels, without a temporary copy of their second moments.
+
+    To be called when the state is allocated; the count of steps moves to the parameters' device, where torch's fused
+    kernel reads it. Nothing changes for an Adam that is not torch's: those of Transformer Engine and apex are fused.
+    """
+    for part in optimizer_parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+            for parameter, state in part.optimizer.state.items():
+                state["step"] = state["step"].to(parameter.device)
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:
@@ -97,7 +118,7 @@ def update_loss_scale(optimizer: Any, *, overflowed: bool) -> None:
 
 def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """torch's Adam has no state before its first step, and megatron's checkpoints cannot describe what is not there."""
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

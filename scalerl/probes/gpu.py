@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from scalerl import nvidia
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS
 from scalerl.nvidia import NvidiaDevice
 from scalerl.probes.finding import Finding, side_by_side
 from scalerl.probes.hardware import (
@@ -154,6 +155,25 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
     )  # fmt: skip
 
 
+def try_flash_attention(*impls: str) -> dict[str, str | None]:
+    """Takes up implementations of FlashAttention, each in its turn, as a rank would; what each one fails with."""
+    out, error = run_program("flash_attention", *impls)
+    return dict.fromkeys(impls, error) if error is not None else _last(out)["errors"]
+
+
+def check_flash_attention(devices: Devices) -> Finding:
+    """Finds which values of trainer.flash_attention_impl the GPUs of this machine and what is installed allow."""
+    name = "FlashAttention"
+    if not devices.gpus:
+        return Finding(name, True, "not tried: no GPU", "trainer.flash_attention_impl stays null")
+    errors = try_flash_attention(*FLASH_ATTENTION_IMPLS)
+    allowed = [impl for impl, error in errors.items() if error is None]
+    value = "torch's own" + "".join(f", {impl}" for impl in allowed)
+    if not allowed:
+        return Finding(name, True, value, "trainer.flash_attention_impl stays null")
+    return Finding(name, True, value, f"trainer.flash_attention_impl={' or '.join(allowed)} can be set")
+
+
 def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
     """Sums a tensor over processes, by NCCL on GPUs and by gloo on a CPU, and checks the values."""
     backend = "NCCL" if device == "cuda" else "gloo"
@@ -211,15 +231,16 @@ def gpu_findings(devices: Devices | None = None) -> Iterator[Finding]:
     yield from side_by_side([check_compiler, check_ninja, partial(check_nvcc, devices.cuda)])
     # One after the other: each wants the devices for itself.
     yield check_transformer_engine()
+    yield check_flash_attention(devices)
     yield check_kernel(devices)
     yield check_collective("cuda", num_gpus)
     yield check_ipc("cuda", num_gpus > 0)
 
 
-def start_violations(device: str, *, serves: bool) -> Iterator[str]:
+def start_violations(device: str, *, serves: bool, flash_attention_impl: str | None = None) -> Iterator[str]:
     """One sentence for each problem that would end a run on this machine at its start; takes no time of a GPU.
 
-    device: cuda or cpu.  serves: the run starts SGLang servers.
+    device: cuda or cpu.  serves: the run starts SGLang servers.  flash_attention_impl: of the `trainer` section.
     """
     probes: list[Callable[[], Finding]] = [check_transformer_engine]
     if device == "cuda":
@@ -229,6 +250,11 @@ def start_violations(device: str, *, serves: bool) -> Iterator[str]:
     for finding in side_by_side(probes):
         if not finding.ok:
             yield f"{finding.name}: {finding.value}; {finding.meaning}"
+    # On a CPU a rule of the configuration refuses it.
+    if device == "cuda" and flash_attention_impl is not None:
+        error = try_flash_attention(flash_attention_impl)[flash_attention_impl]
+        if error is not None:
+            yield error
 
 
 def _last(out: str) -> dict[str, Any]:

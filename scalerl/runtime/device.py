@@ -44,7 +44,9 @@ def devices_line(trainer: TrainerConfig | SFTTrainerConfig, device: str) -> str:
     what = "GPU" if device == "cuda" else "process" if number == 1 else "processe"
     each = f"{number} {what}{'' if number == 1 else 's'}{' on the CPU' if device == 'cpu' else ''}"
     nodes = "" if trainer.nnodes == 1 else f"{trainer.nnodes} nodes x "
-    return f"devices: {nodes}{each} (trainer.n_gpus_per_node, trainer.device={trainer.device})"
+    line = f"devices: {nodes}{each} (trainer.n_gpus_per_node, trainer.device={trainer.device})"
+    impl = trainer.flash_attention_impl
+    return line if impl is None else f"{line}; attention: {impl} (trainer.flash_attention_impl)"
 
 
 def device_of(name: str, *, torch_sees_one: bool, torch_build: str, hidden: bool, root: Path = Path("/")) -> str:

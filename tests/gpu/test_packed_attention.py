@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS
 from scalerl.parallel.attention import PackedAttention
+from scalerl.parallel.flash_attention import IMPLS, use_flash_attention
 from scalerl.parallel.micro_batch import Packing
+from scalerl.probes.gpu import try_flash_attention
 from scalerl.protocol import cu_seqlens_of
 
 # Of a sequence of one token, of lengths around the kernels' tile sizes, and of one long sequence.
@@ -71,6 +74,19 @@ def check_against_definition(num_kv_heads: int, head_dim: int, device: str) -> N
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
 def test_output_and_gradients_are_those_of_each_sequence_alone(num_kv_heads: int, head_dim: int) -> None:
     check_against_definition(num_kv_heads, head_dim, "cuda")
+
+
+def test_each_flash_attention_of_the_machine() -> None:
+    """trainer.flash_attention_impl: flash-attn-4 is in the lock, so Hopper and data center Blackwell have one."""
+    allowed = [impl for impl, error in try_flash_attention(*FLASH_ATTENTION_IMPLS).items() if error is None]
+    assert "FA4" in allowed or torch.cuda.get_device_capability()[0] not in IMPLS["FA4"].majors
+    try:
+        for impl in allowed:
+            use_flash_attention(impl)
+            for num_kv_heads in (8, 2, 1):
+                check_against_definition(num_kv_heads, 128, "cuda")
+    finally:
+        use_flash_attention(None)
 
 
 def test_a_sequence_sees_neither_its_neighbours_nor_its_future() -> None:

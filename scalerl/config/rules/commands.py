@@ -10,7 +10,7 @@ from scalerl.config.rules.base import Rule, rule
 from scalerl.config.rules.batch import PPO_BATCH_RULES, SFT_BATCH_RULES
 from scalerl.config.rules.correction import CORRECTION_RULES
 from scalerl.config.rules.judge import JUDGE_RULES
-from scalerl.config.rules.layout import trained_layout_rule, transformer_engine_rules
+from scalerl.config.rules.layout import flash_attention_rule, trained_layout_rule, transformer_engine_rules
 from scalerl.config.rules.megatron import megatron_rules
 from scalerl.config.rules.names import NAME_RULES
 from scalerl.config.rules.optimizer import optimizer_rules
@@ -33,6 +33,7 @@ def _sft_validation(cfg: SFTConfig) -> Iterator[str]:
 
 PPO_RULES: list[Rule] = [
     trained_layout_rule(f"{ACTOR}.megatron"),
+    flash_attention_rule(f"{ACTOR}.megatron"),
     *ROLLOUT_RULES,
     *PPO_BATCH_RULES,
     *optimizer_rules(f"{ACTOR}.optim"),
@@ -48,6 +49,7 @@ PPO_RULES: list[Rule] = [
 
 SFT_RULES: list[Rule] = [
     trained_layout_rule("megatron"),
+    flash_attention_rule("megatron"),
     *SFT_BATCH_RULES,
     _sft_validation,
     *optimizer_rules("optim"),

@@ -36,6 +36,30 @@ def trained_layout_rule(megatron: str) -> Rule:
     return whole_copies
 
 
+def flash_attention_rule(megatron: str) -> Rule:
+    """Makes the rule that the trained model's attention is the one that trainer.flash_attention_impl is about."""
+    kind, dtype = f"{megatron}.cp_comm_type", f"{megatron}.dtype"
+
+    @rule("trainer.flash_attention_impl", kind, dtype)
+    def is_called(cfg: Any) -> Iterator[str]:
+        impl = cfg.trainer.flash_attention_impl
+        if impl is None:
+            return
+        what = f"trainer.flash_attention_impl = {impl}: has no effect when"
+        if value_at(cfg, kind) is not None:
+            yield (
+                f"{what} {kind} = {value_at(cfg, kind)}, which takes Transformer Engine's attention; set {kind}=null, "
+                "or trainer.flash_attention_impl=null"
+            )
+        elif value_at(cfg, dtype) == "float32":
+            yield (
+                f"{what} {dtype} = float32, as it computes in 16 bits; set {dtype}=bfloat16, or "
+                "trainer.flash_attention_impl=null"
+            )
+
+    return is_called
+
+
 def transformer_engine_rules(cfg: PPOConfig | SFTConfig, device: str) -> list[Rule]:
     """Makes the rules of attention for the trained model, and for each role of the run with another cp_comm_type.
 

@@ -106,5 +106,15 @@ def _nsys_needs_a_gpu(cfg: Any) -> Iterator[str]:
         )
 
 
+@rule("trainer.flash_attention_impl", "trainer.device")
+def _flash_attention_needs_a_gpu(cfg: Any) -> Iterator[str]:
+    impl = cfg.trainer.flash_attention_impl
+    if impl is not None:
+        yield (
+            f"trainer.flash_attention_impl = {impl}: runs on GPUs only, and the device is cpu; set trainer.device="
+            "cuda, or trainer.flash_attention_impl=null"
+        )
+
+
 TRAINER_RULES = [_resume, _kept_checkpoints, _known_loggers, _profiled_ranks, _profiled_steps]
-TRAINER_RULES_ON_CPU = [_nsys_needs_a_gpu]
+TRAINER_RULES_ON_CPU = [_nsys_needs_a_gpu, _flash_attention_needs_a_gpu]

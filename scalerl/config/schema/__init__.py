@@ -64,6 +64,7 @@ from scalerl.config.schema.rollout import (
     ValSamplingConfig,
 )
 from scalerl.config.schema.trainer import (
+    FLASH_ATTENTION_IMPLS,
     LOGGERS,
     CustomFitConfig,
     EvalTrainerConfig,
@@ -74,6 +75,7 @@ from scalerl.config.schema.trainer import (
 )
 
 __all__ = [
+    "FLASH_ATTENTION_IMPLS",
     "IS_LEVELS",
     "LOGGERS",
     "LOSS_AGG_MODES",

@@ -23,6 +23,8 @@ from scalerl.config.value_checks import (
 
 # Tracking backends that are scalerl's own.
 LOGGERS = ("console", "mlflow", "file", "tensorboard", "wandb", "swanlab")
+# Implementations of FlashAttention that torch can call instead of its own; what they need is in parallel's table.
+FLASH_ATTENTION_IMPLS = ("FA3", "FA4")
 
 
 @dataclass
@@ -41,6 +43,10 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Memory of a device for the plan that a run is checked against: 80GB, 79.1GiB or a name (h100, h200);
     # null: what the device of this machine reports, on a CPU unlimited.
     device_memory: str | None = key(None, or_null(DEVICE_MEMORY))
+    # The implementation that torch's attention of 16 bits calls on GPUs, in every model. null: torch's own,
+    # FlashAttention 2, which every GPU since Ampere runs. FA3: an installed FlashAttention 3, on Hopper alone. FA4:
+    # flash-attn-4, on Hopper and data center Blackwell. torch calls its way to both a prototype (docs/parallelism.md).
+    flash_attention_impl: str | None = key(None, or_null(one_of(*FLASH_ATTENTION_IMPLS)))
     project_name: str = key("scalerl", TEXT)
     experiment_name: str = key("default", TEXT)
     # Any of console, mlflow, file, tensorboard, wandb, swanlab (docs/tracking.md), or a name registered with

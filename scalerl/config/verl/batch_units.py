@@ -25,13 +25,22 @@ def pass_micro_batch(_: re.Match[str], value: Any, context: Context) -> Outcome:
 
 def _tokens(section: str, of_verl: str, value: Any, context: Context) -> Outcome:
     key = f"{section}.max_tokens_per_micro_batch"
-    sizes = [context.value(f"data.{name}") for name in ("max_prompt_length", "max_response_length")]
-    is_said = context.is_set(key) or context.foreign(of_verl) is not None
-    if value is None or is_said or not all(type(size) is int and size > 0 for size in (value, *sizes)):
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    tp_key, cp_key = (f"{section}.megatron.{name}_parallel_size" for name in ("tensor_model", "context"))
+    if any(said is not None for said in (context.left_open(key), context.foreign(of_verl))) or context.is_set(key):
+        return AlreadySo(f"{key} says how many tokens a micro-batch has")
+    unknown = [value] if isinstance(value, str) and "$" in value else []
+    unknown += [f"{name}={text}" for name in (*lengths, tp_key, cp_key) if (text := context.left_open(name))]
+    if unknown and value is not None:
+        return Refused(
+            f"is so many of the longest samples; their tokens depend on {', '.join(unknown)}, which only the shell "
+            f"knows; set {key} to their number"
+        )
+    sizes = [context.value(name) for name in lengths]
+    if value is None or not all(type(size) is int and size > 0 for size in (value, *sizes)):
         return AlreadySo(f"{key} says how many tokens a micro-batch has")
     megatron = MegatronConfig(
-        tensor_model_parallel_size=_size(context, f"{section}.megatron.tensor_model_parallel_size"),
-        context_parallel_size=_size(context, f"{section}.megatron.context_parallel_size"),
+        tensor_model_parallel_size=_size(context, tp_key), context_parallel_size=_size(context, cp_key)
     )
     layout = LayoutSizes.of(megatron)
     tokens = value * layout.padded_tokens(sum(sizes), sequence_parallel=megatron.sequence_parallel)

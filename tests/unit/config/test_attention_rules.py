@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scalerl.config import ModelSizes, compose, layout_violations, validate_ppo, validate_sft
-from scalerl.config.schema import MegatronConfig
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS, MegatronConfig
 from scalerl.config.transformer_engine import FIRST_VERSIONS, transformer_engine_version, transformer_engine_violations
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -125,6 +125,25 @@ def test_lists_come_through_an_override_and_to_the_roles() -> None:
     cfg = compose("ppo", [*NEEDED, "actor_rollout_ref.rollout.n=8", f"{ACTOR}.context_parallel_size=8", *exchange])
     assert cfg.actor_rollout_ref.actor.megatron.hierarchical_context_parallel_sizes == [4, 2]
     assert cfg.critic.megatron.hierarchical_context_parallel_sizes == [4, 2]
+
+
+# trainer.flash_attention_impl
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
+def test_an_own_flash_attention_is_of_gpus_and_of_torchs_attention_in_16_bits(kind: str, impl: str) -> None:
+    def found(values: dict[str, Any], device: str) -> list[str]:
+        cfg = with_megatron(kind, values)
+        cfg.trainer.flash_attention_impl = impl
+        return {"ppo": validate_ppo, "sft": validate_sft}[kind](cfg, device=device)
+
+    assert found({}, "cuda") == []
+    (on_cpu,) = found({}, "cpu")
+    assert on_cpu.startswith(f"trainer.flash_attention_impl = {impl}: runs on GPUs only")
+    (exact,) = found({"dtype": "float32"}, "cuda")
+    assert exact.startswith(f"trainer.flash_attention_impl = {impl}: has no effect when") and "dtype=bfloat16" in exact
+    assert any("which takes Transformer Engine's attention" in each for each in found({"cp_comm_type": "p2p"}, "cuda"))
 
 
 # The installed version

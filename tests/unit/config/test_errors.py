@@ -9,8 +9,8 @@ import sys
 import pytest
 from ray.exceptions import RayTaskError
 
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ResourceError
-from scalerl.cluster.worker_group import WorkerError
 from scalerl.config import ConfigError
 from scalerl.errors import UserError, run_main
 from scalerl.servers.requests import RolloutError, ServerLostError

@@ -75,6 +75,23 @@ def test_run_on_gpus_needs_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch
     assert list(gpu.start_violations("cpu", serves=True)) == []
 
 
+def test_a_flash_attention_that_a_run_asks_for_is_tried_before_it_starts() -> None:
+    """As a rank would take it up, in a process of its own: here none is installed."""
+    (violation,) = gpu.start_violations("cuda", serves=False, flash_attention_impl="FA3")
+    assert violation.startswith("trainer.flash_attention_impl = FA3: flash_attn_interface cannot be imported (No mod")
+    # A rule of the configuration says it.
+    assert list(gpu.start_violations("cpu", serves=False, flash_attention_impl="FA3")) == []
+
+
+def test_the_flash_attentions_of_a_machine_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
+    assert found.ok and found.value == "torch's own" and "stays null" in found.meaning
+    monkeypatch.setattr(gpu, "try_flash_attention", lambda *impls: dict.fromkeys(impls) | {"FA3": "not installed"})
+    found = gpu.check_flash_attention(Devices("2.13.0", "13.0", (H100,)))
+    assert (found.value, found.meaning) == ("torch's own, FA4", "trainer.flash_attention_impl=FA4 can be set")
+    assert gpu.check_flash_attention(Devices("2.13.0", "13.0", ())).value == "not tried: no GPU"
+
+
 def test_sum_over_processes_is_checked() -> None:
     found = gpu.check_collective("cpu", num_ranks=2)
     assert found.ok and found.value.startswith("right on 2 rank(s), ") and found.value.endswith("GB/s")

@@ -134,3 +134,31 @@ def test_tokens_are_multiplied_by_a_size_that_only_the_shell_knows(spelling: str
     assert policy.actor.max_tokens_per_micro_batch == 4 * 16384
     assert policy.ref.max_tokens_per_micro_batch == 4 * 3000
     assert cfg.critic.max_tokens_per_micro_batch == 2 * 8192
+
+
+@pytest.mark.parametrize(
+    ("written", "depends_on"),
+    [
+        (f"{ACTOR}.megatron.context_parallel_size=$CP", f"{ACTOR}.megatron.context_parallel_size=$CP"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=$CP", f"{ACTOR}.megatron.context_parallel_size=$CP"),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size=$TP", f"{ACTOR}.megatron.tensor_model_parallel_size=$TP"),
+        ("data.max_prompt_length=$LENGTH", "data.max_prompt_length=$LENGTH"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=$SAMPLES", "$SAMPLES"),
+    ],
+)
+def test_tokens_of_samples_are_not_guessed_where_only_the_shell_knows_their_size(written: str, depends_on: str):
+    samples = f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"
+    report = report_on("train", "ppo", ["data.max_response_length=10", samples, written])
+    (row,) = [row for row in report.rows if row.written.startswith(f"{ACTOR}.ppo_micro_batch_size_per_gpu=")]
+    assert row.fate == "dropped" and f"depend on {depends_on}, which only the shell knows" in row.why
+    assert f"set {ACTOR}.max_tokens_per_micro_batch" in row.why
+    assert "max_tokens_per_micro_batch" not in report.shell()
+
+
+def test_tokens_of_samples_are_computed_from_what_the_script_sets():
+    """A sample of 22 tokens is padded to a multiple of 8 by a context parallel size of 4."""
+    command = translated(
+        "CP=4\npython3 -m verl.trainer.main_ppo data.max_prompt_length=12 data.max_response_length=10 "
+        f"{ACTOR}.megatron.context_parallel_size=$CP {ACTOR}.ppo_micro_batch_size_per_gpu=2"
+    )
+    assert f"{ACTOR}.max_tokens_per_micro_batch=48" in command

@@ -1,0 +1,170 @@
+"""Which FlashAttention torch's varlen_attn calls: taken up and given back in torch's dispatcher, and what is refused.
+
+No kernel runs: torch calls them on GPUs alone (tests/gpu/test_packed_attention.py). What stands for an installed one is
+a package with the functions that torch looks for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import _fa4, current_flash_attention_impl, varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from scalerl.config.schema import FLASH_ATTENTION_IMPLS
+from scalerl.errors import UserError
+from scalerl.parallel.attention import _flash
+from scalerl.parallel.flash_attention import (
+    IMPLS,
+    flash_attention_violation,
+    head_size_violation,
+    use_flash_attention,
+)
+
+# What flash-attn-4 4.0.0b36 has: five results of the forward.
+INTERFACE_4 = """
+def _flash_attn_fwd(q, k, v, **options):
+    return q + 1, k + 2, None, None, options
+
+def _flash_attn_bwd(q, k, v, out, dout, lse, **options):
+    return q, k, v
+"""
+# What FlashAttention 3 registers when it is imported.
+INTERFACE_3 = """
+import torch
+
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+OPERATORS = ("aten::_flash_attention_forward", "aten::_flash_attention_backward")
+
+
+class Calls(TorchDispatchMode):
+    """Remembers the operators that are called, and their arguments by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        self.seen.append((func._schema.name, named | (kwargs or {})))
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "interface.py").write_text(INTERFACE_4)
+    (tmp_path / "flash_attn_interface.py").write_text(INTERFACE_3)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    use_flash_attention(None)
+    _fa4._fa4_import_module.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("flash_attn") or name.endswith("flash_attention_4")]:
+        del sys.modules[name]
+
+
+def on_cuda() -> list[str]:
+    """What each of the operators runs on CUDA, as torch's dispatcher shows it; empty where it is torch's own."""
+    dumps = [torch._C._dispatch_dump(operator).splitlines() for operator in OPERATORS]
+    return [line for lines in dumps for line in lines if line.startswith("CUDA: ") and ".py:" in line]
+
+
+def test_varlen_attn_calls_what_an_implementation_replaces() -> None:
+    """The bodies of torch's two operators, on fake CUDA tensors."""
+    with torch.no_grad(), FakeTensorMode(), Calls() as calls:
+        query = torch.empty(10, 4, 64, device="cuda", dtype=torch.bfloat16)
+        cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)
+        call = (query, query, query, cu_seqlens, cu_seqlens, 6, 6, True)
+        out, lse, state = varlen._varlen_attn._init_fn(*call, window_size=[-1, 0])
+        varlen._varlen_attn_backward._init_fn(out, *call[:3], out, lse, *call[3:], state, window_size=[-1, 0])
+    assert set(OPERATORS) <= {name for name, _ in calls.seen}
+
+
+@pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
+def test_forward_and_backward_are_replaced_and_given_back(installed: None, impl: str) -> None:
+    assert on_cuda() == []
+    use_flash_attention(impl)
+    assert current_flash_attention_impl() == impl
+    assert len(on_cuda()) == len(OPERATORS) and all(f"_fa{impl[-1]}.py" in line for line in on_cuda())
+    # The next run of a kept rank may want another, or none.
+    use_flash_attention(None)
+    use_flash_attention(None)
+    assert current_flash_attention_impl() is None and on_cuda() == []
+
+
+def test_torch_gets_two_results_of_a_flash_attention_4_that_returns_more(installed: None) -> None:
+    use_flash_attention("FA4")
+    query = torch.zeros(2)
+    out, lse = _fa4._fa4_run_forward(query, query, query, None, None, 6, 6, 0.5, True, -1, 0, None, None, None, 1)
+    assert (out.tolist(), lse.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+    inputs = (query, query, query, query, query, query)
+    assert len(_fa4._fa4_run_backward(*inputs, None, None, 0.5, True, -1, 0)) == 3
+
+
+def test_a_sequence_is_not_split_by_the_others_of_its_packing(installed: None) -> None:
+    with torch.no_grad(), FakeTensorMode(), Calls() as calls:
+        query = torch.empty(10, 4, 64, device="cuda", dtype=torch.bfloat16)
+        cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)
+        _flash(query, query, query, cu_seqlens, 6, None)
+        use_flash_attention("FA3")
+        _flash(query, query, query, cu_seqlens, 6, None)
+    splits = [arguments.get("num_splits") for name, arguments in calls.seen if name == "torch_attn::_varlen_attn"]
+    assert splits == [None, 1]
+
+
+@pytest.mark.parametrize("impl", FLASH_ATTENTION_IMPLS)
+def test_one_that_is_not_installed_is_refused_with_what_to_install(impl: str) -> None:
+    with pytest.raises(UserError) as error:
+        use_flash_attention(impl)
+    message = str(error.value)
+    assert message.startswith(f"trainer.flash_attention_impl = {impl}: {IMPLS[impl].module} cannot be imported (No mod")
+    assert f"install {IMPLS[impl].package}, or set trainer.flash_attention_impl=null" in message
+    assert current_flash_attention_impl() is None and on_cuda() == []
+
+
+@pytest.mark.parametrize(
+    ("impl", "capabilities", "named"),
+    [
+        ("FA3", [(9, 0)], None),
+        ("FA3", [(8, 0)], "9.x, and here is 8.0"),
+        ("FA3", [(10, 0)], "9.x, and here is 10.0"),
+        ("FA4", [(9, 0)], None),
+        ("FA4", [(10, 0), (10, 3)], None),
+        ("FA4", [(12, 0), (9, 0)], "9.x or 10.x, and here is 12.0"),
+        ("FA4", [(8, 9), (8, 0)], "9.x or 10.x, and here is 8.0, 8.9"),
+    ],
+)
+def test_gpus_of_each_implementation(impl: str, capabilities: list[tuple[int, int]], named: str | None) -> None:
+    found = flash_attention_violation(impl, capabilities)
+    assert (found is None) == (named is None)
+    if found is not None and named is not None:
+        assert found.startswith(f"trainer.flash_attention_impl = {impl}: torch runs it on GPUs of compute capability")
+        assert named in found and "set trainer.flash_attention_impl=null" in found
+
+
+def test_the_table_is_that_of_torch() -> None:
+    """The domain of the key and the modules that torch would import itself."""
+    assert tuple(IMPLS) == FLASH_ATTENTION_IMPLS == tuple(torch.nn.attention.list_flash_attention_impls())
+    for impl in IMPLS:
+        module = importlib.import_module(f"torch.nn.attention._fa{impl[-1]}")
+        register = getattr(module, f"register_flash_attention_fa{impl[-1]}")
+        assert register.__defaults__ == (IMPLS[impl].module,)
+
+
+def test_heads_without_a_kernel_on_every_gpu_are_refused() -> None:
+    assert [head_size_violation("FA4", size, "m") for size in (64, 80, 128, 256)] == [None] * 4
+    assert [head_size_violation("FA3", size, "m") for size in (64, 192, 256)] == [None] * 3
+    found = head_size_violation("FA4", 192, "models/deepseek")
+    assert found is not None and "heads of models/deepseek have size 192" in found
+    assert "set trainer.flash_attention_impl=FA3, or trainer.flash_attention_impl=null" in found
+    assert "set trainer.flash_attention_impl=null" in (head_size_violation("FA3", 100, "m") or "")
