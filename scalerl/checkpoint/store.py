@@ -21,7 +21,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
 from scalerl.errors import RunError
 from scalerl.whole_file import fsync, whole_file
 
@@ -142,8 +141,8 @@ def integrity_problem(
             return f"file {name} is missing"
         if size_on_disk != size:
             return f"file {name} has {size_on_disk} bytes, was saved with {size}"
-    if digests and manifest.get("algorithm", ALGORITHM) != ALGORITHM:
-        return f"its digests are {manifest['algorithm']!r}, this version makes {ALGORITHM}"
+    if digests and manifest.get("algorithm", _algorithm()) != _algorithm():
+        return f"its digests are {manifest['algorithm']!r}, this version makes {_algorithm()}"
     wanted = [name for name in saved if name.startswith(f"{below}/" if below else "") and (data or not _is_data(name))]
     for name, digest in _digests(directory, wanted).items() if digests else ():
         if digest != saved[name]:
@@ -164,8 +163,17 @@ def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False
         raise ValueError(f"checkpoint {directory} cannot be loaded: {problem}; choose another with resume_from_path")
 
 
+def _algorithm() -> str:
+    # Imported here and below: digests need numpy, and who only looks which checkpoints there are need not wait for it.
+    from scalerl.checkpoint.digest import ALGORITHM
+
+    return ALGORITHM
+
+
 def _digests(root: Path, names: Iterable[str]) -> dict[str, str]:
     """The digests of files below root, which several threads read now."""
+    from scalerl.checkpoint.digest import digest_of_file
+
     names = list(names)
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         return dict(zip(names, pool.map(lambda name: digest_of_file(root / name), names), strict=True))
@@ -223,7 +231,7 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
     manifest = {
         "step": step,
         "files": {name: (tmp / name).stat().st_size for name in names},
-        "algorithm": ALGORITHM,
+        "algorithm": _algorithm(),
         "digests": {name: digests[name] for name in names},
     }
     _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.worker_logs import last_words
 
 

@@ -28,27 +28,19 @@ from scalerl.cluster.dispatch import (
     registration_of,
     the_same_for_all,
 )
-from scalerl.cluster.hang_report import report_of
+from scalerl.cluster.failures import Failures, WorkerError
 from scalerl.cluster.kill import kill_processes
 from scalerl.cluster.pools import ActorSpec, ResourcePool
 from scalerl.cluster.rank import Answer, RankProcess, Worker
-from scalerl.cluster.worker_logs import is_dead, last_words
-from scalerl.errors import RunError, UserError
+from scalerl.cluster.worker_logs import last_words
 from scalerl.metrics import merge_metrics
-from scalerl.parallel.layout import Coordinates, Layout
+from scalerl.parallel.layout import Layout
 from scalerl.user_code import called, is_users_own, place_of
 
 # How long ranks may take to leave a run: by then they have answered every call.
 LEAVE_TIMEOUT_S = 60.0
 # How long the driver waits for ranks before it looks whether one has failed; twice as long each time.
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.5
-# What gloo and NCCL say to a rank when the process of another has ended; Ray hears of that end a little later.
-LOST_CONNECTION = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exit")
-DEATH_NEWS_S = 5.0
-
-
-class WorkerError(RunError):
-    """A call failed on a rank; the message names the rank, its place in the layout, the cause and its last output."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class WorkerGroup:
         log_dir: gets the stacks of all ranks when some do not answer.
         """
         self.cls, self.layout, self.pool = cls, layout, pool
-        self.timeout_s, self.limits, self.log_dir = timeout_s, limits or {}, log_dir
+        self.timeout_s, self.limits = timeout_s, limits or {}
         # `Worker.reading` of every rank, of the last call; None where that call carried none.
         self.readings: list[Any] | None = None
         options = {"max_restarts": 0, "max_concurrency": 1}
@@ -90,6 +82,7 @@ class WorkerGroup:
             for rank in range(layout.world_size)
         ]
         self.ranks: list[Any] = [pooled.actor for pooled in self.actors]
+        self.failures = Failures(self.ranks, layout, log_dir)
         # Rank 0's node hosts the rendezvous.
         self.rendezvous = self.ranks[0].rendezvous.remote()
 
@@ -156,7 +149,7 @@ class WorkerGroup:
                 f"{last_words(self.ranks[rank])}"
             ) from None
         except (RayTaskError, RayActorError) as error:
-            raise self._explain(name, rank, error) from None
+            raise self.failures.explained(name, rank, error) from None
 
     def limit(self, name: str) -> Limit:
         """The limit of the method of that name."""
@@ -263,7 +256,7 @@ class WorkerGroup:
                 missing = [rank for rank, ref in enumerate(refs) if ref in late]
                 raise WorkerError(
                     f"{name}: ranks {missing} did not answer within {limit.key}={limit.seconds:.0f} s; "
-                    f"{self._hang(name, missing[0])}"
+                    f"{self.failures.hang(name, missing[0])}"
                 )
             try:
                 values.update(zip(done, ray.get(done), strict=True))
@@ -271,63 +264,14 @@ class WorkerGroup:
                 self._raise_first(name, refs, done)
         return [values[ref] for ref in refs]
 
-    def _hang(self, name: str, late: int) -> str:
-        """Says which rank is missing where, with stacks and last output; never raises.  late: a rank without answer."""
-        suspect = late
-        try:
-            report = report_of(self.ranks, [_short(self.layout.coordinates(rank)) for rank in range(self.world_size)])
-            suspect = late if report.suspect is None else report.suspect
-            said = report.message()
-            if self.log_dir is not None:
-                said += f"\nStacks of all ranks: {report.write(self.log_dir, name)}"
-        except Exception as error:
-            said = f"no report ({type(error).__name__}: {error})"
-        return f"{said}\nOf rank {suspect}: {last_words(self.ranks[suspect])}"
-
     def _raise_first(self, name: str, refs: list[Any], done: list[Any]) -> NoReturn:
         """Raises the failure of the first rank in `done` that failed."""
         for ref in done:
             try:
                 ray.get(ref)
             except (RayTaskError, RayActorError, GetTimeoutError) as error:
-                raise self._explain(name, refs.index(ref), error) from None
+                raise self.failures.explained(name, refs.index(ref), error) from None
         raise AssertionError("unreachable: one of them failed")
-
-    def _explain(self, name: str, rank: int, error: Exception) -> WorkerError | UserError:
-        """The error to raise for a rank's failure: a WorkerError, or a UserError where the rank raised one."""
-        place = self.layout.coordinates(rank) if len(self.ranks) > rank else None
-        if isinstance(error, RayTaskError):
-            failed = f"{name} failed on rank {rank} ({place}): {error.cause}"
-            if isinstance(error.cause, UserError):
-                return UserError(failed)
-            if isinstance(error.cause, RunError):
-                told = WorkerError(failed)
-                told.restart_helps = error.cause.restart_helps
-                return told
-            if (lost := self._lost_by(error)) is not None:
-                died = f"{name}: the process of rank {lost} ({self.layout.coordinates(lost)}) died; rank {rank} lost it"
-                return WorkerError(f"{died}: {error.cause}\n{last_words(self.ranks[lost])}")
-            remote_trace = str(error).split("\n", 1)[-1]
-            return WorkerError(f"{failed}\n{remote_trace}\n{last_words(self.ranks[rank])}")
-        died = f"{name}: the process of rank {rank} ({place}) died: {str(error).splitlines()[0]}"
-        return WorkerError(f"{died}\n{last_words(self.ranks[rank])}")
-
-    def _lost_by(self, error: RayTaskError) -> int | None:
-        """The rank whose process has died, where another rank failed because it lost its connection to one."""
-        if not any(text in str(error.cause) for text in LOST_CONNECTION):
-            return None
-        deadline = time.monotonic() + DEATH_NEWS_S
-        while time.monotonic() < deadline:
-            for rank, actor in enumerate(self.ranks):
-                if is_dead(actor):
-                    return rank
-            time.sleep(FIRST_LOOK_S)
-        return None
-
-
-def _short(place: Coordinates) -> str:
-    """The coordinates that are not 0."""
-    return ", ".join(f"{name}={number}" for name, number in vars(place).items() if number) or "first of all groups"
 
 
 def join(groups: Iterable[WorkerGroup]) -> None:

@@ -30,7 +30,12 @@ MAX_SKEW_S = 5.0
 CLOCK_QUESTIONS = 5
 # Seconds after which a node tries again to connect: the collector may start later.
 CONNECT_EVERY_S = 0.2
+# Seconds between two looks which probes have ended, and for which the last lines of an ended one are on their way.
+LOOK_FOR_ENDED_EVERY_S = 0.5
+LAST_LINES = 3
 CANARY, PORT, HOSTS, SICK, REPORT = "canary", "port", "hosts", "sick", "report.json"
+# Before the name of a host: its probe has ended, while the collector has not told it to (ray.sbatch, ray_node.sh).
+ENDED = "ended-"
 
 
 @dataclass
@@ -132,7 +137,10 @@ def _connected(directory: Path, head: str, timeout_s: float) -> Channel:
 
 
 class Collector:
-    """Waits until a deadline for the nodes' reports, and asks each node for its clock and its bandwidths."""
+    """Waits until a deadline for the nodes' reports, and asks each node for its clock and its bandwidths.
+
+    A node whose probe has ended without a report is not waited for.
+    """
 
     def __init__(self, directory: Path, address: str, hosts: Sequence[str], timeout_s: float) -> None:
         self.directory, self.address, self.hosts = directory, address, list(hosts)
@@ -151,15 +159,29 @@ class Collector:
         """Waits for all nodes or the deadline, and returns host -> node; a node without report has a failed probe."""
         threading.Thread(target=self._accept, daemon=True).start()
         deadline = time.monotonic() + self.timeout_s
+        ended: set[str] = set()
         with self._reported:
-            while len(self.nodes) < len(self.hosts) and (left_s := deadline - time.monotonic()) > 0:
-                self._reported.wait(left_s)
+            while missing := [host for host in self.hosts if host not in self.nodes]:
+                if (left_s := deadline - time.monotonic()) <= 0 or ended.issuperset(missing):
+                    break
+                ended = {path.name.removeprefix(ENDED) for path in self.directory.glob(f"{ENDED}*")}
+                self._reported.wait(min(left_s, LOOK_FOR_ENDED_EVERY_S))
             nodes = dict(self.nodes)
         for host in self.hosts:
             if host not in nodes:
-                meaning = f"it did not report: see {self.directory}/node-{host}.log"
-                nodes[host] = Node(host, [Finding("reports", False, f"no answer within {self.timeout_s:g} s", meaning)])
+                nodes[host] = Node(host, [self._no_report(host, host in ended)])
         return {host: nodes[host] for host in self.hosts}
+
+    def _no_report(self, host: str, ended: bool) -> Finding:
+        log = self.directory / f"node-{host}.log"
+        if not ended:
+            return Finding("reports", False, f"no answer within {self.timeout_s:g} s", f"it did not report: see {log}")
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not lines:
+            meaning = f"what Slurm said of it is in the job's output; its log {log} is empty"
+            return Finding("reports", False, "its probe ended without a word", meaning)
+        return Finding("reports", False, f"its probe ended: {' | '.join(lines[-LAST_LINES:])}", f"see {log}")
 
     def _accept(self) -> None:
         while True:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from scalerl.servers.process import RolloutServer
-
-# Seconds between two looks whether a process has ended.
-LOOK_INTERVAL_S = 0.2
 
 
 def in_device_order(gpu_ids: Sequence[int | str]) -> list[str]:
@@ -144,9 +140,8 @@ class ServerNode(ServerProcess):
 
     def ended(self, key: str) -> None:
         """Returns when the process that was begun with that key has ended."""
-        server = self.server
-        while server is not None and server.key == key and server.alive():
-            time.sleep(LOOK_INTERVAL_S)
+        if self.server is not None and self.server.key == key:
+            self.server.wait_end()
 
     def end(self, key: str) -> str:
         """Kills what remains of the process that was begun with that key; returns how it ended, with its last lines."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -12,40 +12,23 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from scalerl.cluster.ask import values_of
-from scalerl.servers.process import STOP_TIMEOUT_S, RolloutServer
-from scalerl.servers.purpose import Purpose
-
-LOOK_INTERVAL_S = 0.5
+from scalerl.servers.process import POLL_INTERVAL_S, STOP_TIMEOUT_S, RolloutServer
 
 
+@dataclass(eq=False, kw_only=True)
 class MultiNodeServer(RolloutServer):
     """A server whose first process, the one that answers, is on this node; actors on other nodes have the others.
 
     When one of them ends, all are ended: who asks the server finds it gone, as one of a single process.
+    others: the `ServerNode` of each other node, by node rank.  begun_with: arguments of its `begin` beside the key.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        url: str,
-        log_path: str | Path,
-        start_timeout_s: float,
-        purpose: Purpose,
-        *,
-        others: Sequence[ActorHandle],
-        begun_with: Mapping[str, Any],
-    ) -> None:
-        """Starts nothing yet; arguments as `RolloutServer`.
-
-        others: the `ServerNode` of each other node, by node rank.  begun_with: arguments of its `begin` beside the key.
-        """
-        super().__init__(command, env, url, log_path, start_timeout_s, purpose)
-        self.others, self.begun_with = list(others), dict(begun_with)
-        # Node rank of the process that ended before anybody stopped the server; None: none, or the first node's.
-        self.ended_first: int | None = None
-        # How the process on each other node ended, once the server was stopped.
-        self.accounts: list[str] = []
+    others: list[ActorHandle]
+    begun_with: Mapping[str, Any]
+    # Node rank of the process that ended before anybody stopped the server; None: none, or the first node's.
+    ended_first: int | None = field(default=None, init=False)
+    # How the process on each other node ended, once the server was stopped.
+    accounts: list[str] = field(default_factory=list, init=False)
 
     def start(self) -> None:
         """Starts the processes of all nodes and returns.  Raises WorkerError when the actor of a node is gone."""
@@ -67,7 +50,7 @@ class MultiNodeServer(RolloutServer):
         waiting: list[ray.ObjectRef] = [node.ended.remote(self.key) for node in self.others]
         while self.alive():
             # A call to an actor that is gone is done too.
-            done, _ = ray.wait(waiting, timeout=LOOK_INTERVAL_S)
+            done, _ = ray.wait(waiting, timeout=POLL_INTERVAL_S)
             if done:
                 self.ended_first = 1 + waiting.index(done[0]) if self.alive() else None
                 break

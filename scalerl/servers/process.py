@@ -15,6 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -91,30 +92,23 @@ def _ephemeral_port_low() -> int:
         return 32768
 
 
+@dataclass(eq=False)
 class RolloutServer:
     """A server command under `servers.supervise`, which ends with this process, however that ends.
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
-    purpose: for errors.  key: every request must have it (`servers.access`); None: a new key.
+    purpose: for errors.  key: every request must have it (`servers.access`); a new one by default.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        url: str,
-        log_path: str | Path,
-        start_timeout_s: float = 600.0,
-        purpose: Purpose = POLICY,
-        key: str | None = None,
-    ) -> None:
-        self.command = list(command)
-        self.env = dict(env)
-        self.url = url
-        self.key = key or new_key()
-        self.log_path = Path(log_path)
-        self.start_timeout_s, self.purpose = start_timeout_s, purpose
-        self._supervisor: subprocess.Popen[bytes] | None = None
+    command: Sequence[str]
+    # Not in the representation: it may have secrets.
+    env: Mapping[str, str] = field(repr=False)
+    url: str
+    log_path: Path
+    start_timeout_s: float = 600.0
+    purpose: Purpose = POLICY
+    key: str = field(default_factory=new_key, repr=False)
+    _supervisor: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     def start(self) -> None:
         """Starts the process and returns; `wait_ready` waits until it answers."""
@@ -122,7 +116,7 @@ class RolloutServer:
             raise RuntimeError(f"{self.purpose.who} {self.url} was started already; make a new RolloutServer")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.write_bytes(b"")
-        environment = inherited_by_servers(os.environ) | self.env | {KEY_VARIABLE: self.key}
+        environment = inherited_by_servers(os.environ) | {**self.env, KEY_VARIABLE: self.key}
         # The supervisor must import this scalerl, even if it was found only by the working directory.
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), package_root]
@@ -157,6 +151,11 @@ class RolloutServer:
 
     def alive(self) -> bool:
         return self._supervisor is not None and self._supervisor.poll() is None
+
+    def wait_end(self) -> None:
+        """Returns when the process has ended, or at once if it was never started."""
+        while self.alive():
+            time.sleep(POLL_INTERVAL_S)
 
     def exit_code(self) -> int | None:
         """The command's exit code (128 + N after signal N); None while it runs or before it started."""

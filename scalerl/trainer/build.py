@@ -348,5 +348,6 @@ def start_workers(
         collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),
         seed=seed,
         user_files=absolute(user_files),
+        flash_attention_impl=trainer.flash_attention_impl,
     )
     return lease.add_ranks(workers)

@@ -102,7 +102,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
 
     errors = ErrorCollector()
     serves = cfg.actor_rollout_ref.rollout.name == "sglang"
-    device = device or _this_machine(errors, cfg.trainer.device, serves=serves)
+    device = device or _this_machine(errors, cfg.trainer, serves=serves)
     fetch_models(cfg, errors.attempt)
     # First: the rules that hold, and the models of the run, depend on what these files register.
     imported = _import_own(errors, cfg.trainer)
@@ -123,6 +123,8 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     )
     # Models and data are not compared with sizes that contradict each other.
     shapes = _check_models(errors, cfg, tokenizer, None if broken else device)
+    paths = {"actor": cfg.actor_rollout_ref.model.path} | {role.name: role.model_path for role in model_roles(cfg)}
+    _check_heads(errors, cfg.trainer, {str(paths[name]): shape for name, shape in shapes.items()})
     memory = _check_memory(errors, cfg, shapes, device)
     _check_judge(errors, cfg.reward_model.judge)
     train = val = None
@@ -150,10 +152,10 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     return PPOInputs(shapes, tokenizer, train, val, device, resumed, fit, memory)
 
 
-def _this_machine(errors: ErrorCollector, name: str, *, serves: bool) -> str:
+def _this_machine(errors: ErrorCollector, trainer: RunConfig, *, serves: bool) -> str:
     """The device of trainer.device on this machine; adds errors that would end a run on it at its start."""
-    device = errors.attempt(lambda: resolve_device(name)) or "cpu"
-    errors.violations.extend(start_violations(device, serves=serves))
+    device = errors.attempt(lambda: resolve_device(trainer.device)) or "cpu"
+    errors.violations.extend(start_violations(device, serves=serves, flash_attention_impl=trainer.flash_attention_impl))
     return device
 
 
@@ -233,6 +235,16 @@ def _check_models(
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
+def _check_heads(errors: ErrorCollector, trainer: RunConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Adds an error for each model whose heads trainer.flash_attention_impl does not take.  shapes: by model path."""
+    if trainer.flash_attention_impl is None:
+        return
+    from scalerl.parallel.flash_attention import head_size_violation
+
+    found = (head_size_violation(trainer.flash_attention_impl, shape.head_dim, path) for path, shape in shapes.items())
+    errors.violations.extend(filter(None, found))
+
+
 def _check_memory(
     errors: ErrorCollector, cfg: PPOConfig | SFTConfig, shapes: Mapping[str, ModelShape], device: str
 ) -> MemoryPlan | None:
@@ -276,7 +288,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     from scalerl.data import SFTDataset
 
     errors = ErrorCollector()
-    device = device or _this_machine(errors, cfg.trainer.device, serves=False)
+    device = device or _this_machine(errors, cfg.trainer, serves=False)
     fetch_models(cfg, errors.attempt)
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
@@ -287,6 +299,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
         errors.violations.extend(
             model_layout_violations(shape, cfg.megatron, world_size(cfg), prefix="megatron", rollout_tp=None)
         )
+    _check_heads(errors, cfg.trainer, {} if shape is None else {cfg.model.path: shape})
     memory = _check_memory(errors, cfg, {} if shape is None else {"actor": shape}, device)
     tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
     if shape is not None and tokenizer is not None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ResourcePool
-from scalerl.cluster.worker_group import WorkerError
 from scalerl.config.schema import RunConfig
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Lease, Processes
-from scalerl.cluster.worker_group import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.stop import StopRequest

@@ -14,7 +14,7 @@ from typing import Any
 
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save, step_of
-from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.failures import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
 from scalerl.errors import UserError

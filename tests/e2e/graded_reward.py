@@ -49,6 +49,8 @@ def _pause(directory: Path, called: int) -> None:
         (directory / "reached").touch()
         while wanted.exists():
             time.sleep(0.02)
+    if (directory / "error").exists():
+        raise ValueError((directory / "error").read_text())
 
 
 def _strike(strikes: list[dict], called: int) -> None:

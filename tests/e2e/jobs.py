@@ -180,6 +180,14 @@ class Pause:
         (self.directory / "after").unlink()
         (self.directory / "reached").unlink(missing_ok=True)
 
+    def raises(self, message: str) -> None:
+        """In the place of `over`: this score and the next ones raise, until `mended`."""
+        (self.directory / "error").write_text(message)
+        self.over()
+
+    def mended(self) -> None:
+        (self.directory / "error").unlink()
+
 
 @dataclass(frozen=True)
 class Strike:

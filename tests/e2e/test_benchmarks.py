@@ -263,6 +263,21 @@ def test_answers(tmp_path: Path) -> None:
     assert result["of_limit"] == pytest.approx(rates["to_batch"]["median"] / rates["orjson"]["median"])
 
 
+def test_embedded_engine(tmp_path: Path) -> None:
+    result = run_benchmark(
+        "embedded_engine.py", tmp_path / "result.json",
+        *("--prompts", "7", "--n", "6", "--prompt-len", "2", "5", "--response-len", "4", "--max-num-seqs", "40"),
+        *("--hidden", "64", "--layers", "1", "--repeats", "2", "--warmup", "0", "--alone", "3"),
+    )  # fmt: skip
+    # Processor time may round to nothing.
+    assert_positive(result, may_be_zero=("/cpu_s", "/tokens_per_cpu_s", "/ratio_cpu"))
+    assert result["num_tokens"] == 7 * 6 * 4
+    assert result["compared_alone"] == 6
+    rates = result["tokens_per_s"]
+    assert rates["engine"] == pytest.approx(result["num_tokens"] / result["seconds"]["engine"]["median"])
+    assert result["ratio"] == pytest.approx(rates["engine"] / rates["transformers"])
+
+
 @pytest.mark.full
 def test_cpu_attention(tmp_path: Path) -> None:
     result = run_benchmark(

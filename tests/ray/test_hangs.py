@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.cluster.worker_group import WorkerError, WorkerGroup
+from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.errors import EXIT_FAILED, run_main
 from scalerl.parallel.layout import Layout
 from tests.ray.workers import MeetingWorker

@@ -18,7 +18,8 @@ from ray import cloudpickle
 from scalerl.balance import StepPlan, plan_step
 from scalerl.cluster.batch import BatchRef, Column, ShardedBatch
 from scalerl.cluster.dispatch import WorkerMethod
-from scalerl.cluster.worker_group import Limit, WorkerError, WorkerGroup
+from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.worker_group import Limit, WorkerGroup
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker

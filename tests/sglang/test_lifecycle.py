@@ -197,9 +197,10 @@ def reported(pids: Path) -> list[int]:
 def supervised_owner(command: list[str], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     """A process that starts `command` as a RolloutServer and then only sleeps."""
     program = (
-        "import sys, time\n"
+        "import pathlib, sys, time\n"
         "from scalerl.servers.process import RolloutServer\n"
-        f"server = RolloutServer({command!r}, {env or {}!r}, 'http://127.0.0.1:9', {str(log)!r})\n"
+        f"log = pathlib.Path({str(log)!r})\n"
+        f"server = RolloutServer({command!r}, {env or {}!r}, 'http://127.0.0.1:9', log)\n"
         "server.start()\n"
         "time.sleep(1000)\n"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def assert_came_back(
     }
     if alone:
         assert_nothing_left(slurm)
+
+
+@contextmanager
+def little_shared_memory(slurm: MiniSlurm, host: str) -> Iterator[None]:
+    """So that the node is sick."""
+    slurm.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm", host=host)
+    try:
+        yield
+    finally:
+        slurm.run("umount", "/dev/shm", host=host)
 
 
 def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *more: str) -> list[str]:

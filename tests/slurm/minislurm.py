@@ -243,7 +243,9 @@ class MiniSlurm:
         with (self.root / "state/boot").open("w") as boot:
             boot.write(f"{self.hosts.index(host) + 1}\n")
         deadline = time.monotonic() + timeout_s
-        while (state := self.run("sinfo", "-h", "-n", host, "-p", "main", "-o", "%T").stdout.strip()) != "idle":
+        # A job may wait for it.
+        ready = ("idle", "mixed", "allocated")
+        while (state := self.run("sinfo", "-h", "-n", host, "-p", "main", "-o", "%T").stdout.strip()) not in ready:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{host} is {state} {timeout_s} s after it was switched on")
             time.sleep(POLL_S)

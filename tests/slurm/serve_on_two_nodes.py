@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,11 @@ class Sync:
 
 
 def on_node(pool: ResourcePool, node: int, function: Any, *args: Any) -> Any:
-    return ray.get(ray.remote(function).options(**pool.place(node, num_devices=0)).remote(*args), timeout=60)
+    return ray.get(begin_on_node(pool, node, function, *args), timeout=60)
+
+
+def begin_on_node(pool: ResourcePool, node: int, function: Any, *args: Any) -> Any:
+    return ray.remote(function).options(**pool.place(node, num_devices=0)).remote(*args)
 
 
 def schedulers() -> tuple[str, list[int]]:
@@ -129,6 +134,33 @@ def lose_process(pool: ResourcePool, servers: ServerSet, node: int) -> None:
         time.sleep(0.2)
 
 
+def meeting_addresses() -> set[str]:
+    """Where the ranks of SGLang's processes on this node meet, by their command lines."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        found |= {address for word, address in pairwise(words) if word == "--dist-init-addr"}
+    return found
+
+
+def take_meeting_port() -> str:
+    """Listens at the address at which the ranks of the next server will meet, until its processes have ended."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (addresses := meeting_addresses()):
+        assert time.monotonic() < deadline, "no server was started"
+        time.sleep(0.05)
+    (address,) = addresses
+    host, _, port = address.rpartition(":")
+    with socket.create_server((host, int(port))):
+        while address in meeting_addresses():
+            assert time.monotonic() < deadline, f"the server at {address} did not end"
+            time.sleep(0.1)
+    return address
+
+
 def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
     return ServerSet(
         ClientSettings(POLICY, MAX_MODEL_LEN, TIMEOUT_S, max_concurrency=16),
@@ -145,8 +177,10 @@ def serve(pool: ResourcePool, model: Path, log_dir: Path) -> ServerSet:
 
 def report(pool: ResourcePool, directory: Path) -> Iterator[tuple[str, Any]]:
     model_a, model_b = directory / "model_a", directory / "model_b"
+    taking = begin_on_node(pool, 0, take_meeting_port)
     servers = serve(pool, model_a, directory / "servers")
     servers.wait_ready()
+    yield "meeting", [ray.get(taking, timeout=60), sorted(on_node(pool, 0, meeting_addresses))]
     sync = Sync(servers)
     first = servers.replicas[0]
     yield "processes", [on_node(pool, node, schedulers) for node in range(pool.nnodes)]

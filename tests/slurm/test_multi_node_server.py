@@ -73,6 +73,10 @@ def test_a_server_over_two_nodes(
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
     found = json.loads((tmp_path / "answers.json").read_text())
 
+    # The port at which its ranks were to meet was taken: it was started again with another.
+    taken, met = found["meeting"]
+    assert len(met) == 1 and met != [taken]
+
     assert [(host, len(pids)) for host, pids in found["processes"]] == [("n1", 1), ("n2", 1)]
     assert found["started"] == on_one_node("model_a")
     assert_serves(found["started"], models["model_a"], 0)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import DRIVER, assert_came_back, assert_nothing_left
+from tests.slurm.jobs import DRIVER, assert_came_back, assert_nothing_left, little_shared_memory
 from tests.slurm.minislurm import MiniSlurm
-
-
-@contextmanager
-def little_shared_memory(slurm: MiniSlurm, host: str) -> Iterator[None]:
-    slurm.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm", host=host)
-    try:
-        yield
-    finally:
-        slurm.run("umount", "/dev/shm", host=host)
 
 
 @contextmanager
@@ -92,6 +84,45 @@ def test_a_node_that_does_not_see_the_shared_directory_is_missed(
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
     assert "sick: n2: " in out and "nodes: n1\n" in out
+
+
+@pytest.mark.parametrize(
+    ("failing", "how"), [("n1 n2", "kill -KILL $PPID; exit 1"), pytest.param("n2", "exit 1", marks=pytest.mark.full)]
+)
+def test_nodes_whose_probes_cannot_run_are_not_waited_for(
+    slurm: MiniSlurm,
+    submit: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+    how: str,
+) -> None:
+    """All of them, with what would have told of it, or one beside a well one.
+
+    The deadline of the reports is longer than the test waits.
+    """
+    programs = tmp_path / "venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "ray").symlink_to(Path(sys.prefix, "bin/ray"))
+    (programs / "python").write_text(
+        f'#!/bin/bash\nif [[ "$*" == *" probe "* && " {failing} " == *" $SLURMD_NODENAME "* ]]; then\n'
+        f'  echo "libc is torn on $SLURMD_NODENAME" >&2; {how}\nfi\nexec "{sys.executable}" "$@"\n'
+    )
+    (programs / "python").chmod(0o755)
+    monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "venv"))
+    monkeypatch.setenv("SCALERL_PREFLIGHT_TIMEOUT_S", "3600")
+    monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
+    job_id = submit(2, "true")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "70:0", "0"), out
+    directory = tmp_path / f"logs/{job_id}/attempt_0"
+    for host in failing.split():
+        log = directory / f"preflight/node-{host}.log"
+        assert f"sick: {host}: reports: its probe ended: libc is torn on {host}; see {log}" in out
+    assert probed(directory) == {host: ["reports"] if host in failing.split() else [] for host in ("n1", "n2")}
+    assert not list(directory.glob("preflight/ended-*"))
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full

@@ -16,7 +16,16 @@ from scalerl.cluster.processes import Processes
 from scalerl.merge import merge
 from tests.e2e.jobs import Inputs, Pause, Record
 from tests.e2e.kept import Kept
-from tests.slurm.jobs import STEPS, Launch, assert_came_back, assert_nothing_left, launched_job, overrides, wait_until
+from tests.slurm.jobs import (
+    STEPS,
+    Launch,
+    assert_came_back,
+    assert_nothing_left,
+    launched_job,
+    little_shared_memory,
+    overrides,
+    wait_until,
+)
 from tests.slurm.minislurm import MiniSlurm
 
 SAME = ("actor/", "critic/", "response", "prompt_length")
@@ -156,7 +165,10 @@ def test_nodes_of_one_device_have_the_numbers_of_one_process(
 def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run(
     slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A port that is taken, three notices, a preemption and a node that is switched off, one in each step."""
+    """A taken port, a sick node with a spare one, three notices, a user's error, a preemption, a node that is lost.
+
+    One in each step; the error ends its job for good, and the same command is submitted again.
+    """
     steps, run_dir, pause = 6, tmp_path / "run", Pause(tmp_path / "pause")
     length = f"trainer.total_training_steps={steps}"
     more = [
@@ -165,23 +177,33 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
         "trainer.logger=[console,file,mlflow]",
         f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
     ]
-    holder = slurm.occupy(6379, "n1")
-    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 1, *more), "slurm.partition=low"))
-    out = run_dir / f"logs/slurm-{job_id}.out"
+    job_id = ""
 
-    def disturb(step: int, how: Callable[[], object]) -> None:
-        """In the middle of a step that is the first of its attempt."""
+    def submit(*settings: str) -> None:
+        nonlocal job_id
+        job_id = launched_job(
+            launch("slurm", *overrides(small, run_dir, 2, 1, *more), "slurm.partition=low", *settings)
+        )
+
+    def told() -> str:
+        return (run_dir / f"logs/slurm-{job_id}.out").read_text()
+
+    def reach(step: int) -> None:
+        """The middle of a step that is the first of its attempt."""
         pause.in_step(step, steps_done=step - 1)
         wait_until(f"step {step}", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 300)
-        assert pause.reached(), out.read_text()
+        assert pause.reached(), told()
+
+    def disturb(step: int, how: Callable[[], object], restarts: int) -> None:
+        reach(step)
         how()
         pause.over()
-        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == str(step), 200)
+        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == str(restarts), 200)
 
     def notice() -> None:
-        told = out.read_text().count("got USR1")
+        notices = told().count("got USR1")
         slurm.run("scancel", "--signal=USR1", "--batch", job_id)
-        wait_until("the notice", lambda: out.read_text().count("got USR1") > told)
+        wait_until("the notice", lambda: told().count("got USR1") > notices)
 
     def preempt() -> None:
         job = ("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true")
@@ -191,23 +213,38 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
     lost: list[str] = []
 
     def lose_a_node() -> None:
-        nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job_id)["NodeList"]).stdout.split()
-        slurm.power_off(nodes[-1])
-        lost.append(nodes[-1])
+        (job_dir,) = (run_dir / f"logs/{job_id}").glob(f"attempt_{slurm.job(job_id)['Restarts']}")
+        slurm.power_off(host := sorted(path.stem.removeprefix("node-") for path in job_dir.glob("node-*.log"))[-1])
+        lost.append(host)
 
+    holder = slurm.occupy(6379, "n1")
     try:
-        for step, how in enumerate((notice, notice, notice, preempt, lose_a_node), 1):
-            disturb(step, how)
+        submit()
+        disturb(1, notice, restarts=1)
+        reach(2)
+        pause.raises("a user's error")
+        job = slurm.wait(job_id, timeout_s=200)
+        assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "1"), told()
+        assert "a user's error" in told() and "exit code 2: not started again" in told()
+        assert f"resumed from {run_dir / 'global_step_1'}" in told()
+        assert "port 6379 of n1 is taken by " in told()
+        pause.mended()
+        with little_shared_memory(slurm, "n2"):
+            submit("slurm.spare_nodes=1")
+            disturb(2, notice, restarts=1)
+        for step, how in enumerate((notice, preempt, lose_a_node), 3):
+            disturb(step, how, restarts=step - 1)
+        # The job takes all nodes that are not excluded.
+        slurm.power_on(lost.pop())
         job = slurm.wait(job_id, timeout_s=400)
     finally:
         slurm.run("kill", holder, host="n1", check=False)
         for host in lost:
             slurm.power_on(host)
-    text = out.read_text()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "5"), text
-    assert "port 6379 of n1 is taken by " in text
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "4"), told()
+    assert "sick: n2: /dev/shm: " in told() and "excluded from the next attempt: n2" in told()
     for step in range(1, 5):
-        assert f"resumed from {run_dir / f'global_step_{step}'}" in text
+        assert f"resumed from {run_dir / f'global_step_{step}'}" in told()
     assert_same_numbers(run_dir, undisturbed(1, length), steps)
     assert_same_weights(run_dir, undisturbed(2, length), tmp_path)
     assert_one_mlflow_run(run_dir, steps)

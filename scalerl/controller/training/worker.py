@@ -71,9 +71,14 @@ class MegatronWorker(Worker):
         collective_timeout_s: float,
         seed: int,
         user_files: Sequence[str] = (),
+        flash_attention_impl: str | None = None,
     ) -> None:
-        """Makes a rank that has not joined yet.  user_files: register names of the configuration, in `join`."""
+        """Makes a rank that has not joined yet.
+
+        user_files: register names of the configuration, in `join`.  flash_attention_impl: of the `trainer` section.
+        """
         super().__init__(rank, layout)
+        self.flash_attention_impl = flash_attention_impl
         self.device, self.seed = device, seed
         self.user_files = user_files
         self.collective_timeout_s = collective_timeout_s
@@ -109,9 +114,11 @@ class MegatronWorker(Worker):
         if self.device == "cpu":
             torch.set_num_threads(1)
         from scalerl.parallel import platform
+        from scalerl.parallel.flash_attention import use_flash_attention
         from scalerl.parallel.layout import initialize
 
         platform.install(self.device)
+        use_flash_attention(self.flash_attention_impl)
         # After the platform: a file may import megatron.
         import_files(self.user_files)
         store = rendezvous.store(

@@ -133,12 +133,15 @@ case $mode in
     exec "$@"
     ;;
   preflight)
-    arguments=(--head "$SCALERL_PREFLIGHT_ADDRESS" --host "${SLURMD_NODENAME:-$(hostname -s)}" --gpus "$(gpus)")
+    name=${SLURMD_NODENAME:-$(hostname -s)}
+    # A probe that fails is not waited for.
+    trap '(($? == 0)) || touch "$SCALERL_ATTEMPT_DIR/preflight/ended-$name"' EXIT
+    arguments=(--head "$SCALERL_PREFLIGHT_ADDRESS" --host "$name" --gpus "$(gpus)")
     [[ -z ${SCALERL_NEEDS:-} ]] || arguments+=(--needs "$SCALERL_NEEDS")
     [[ -z ${SCALERL_MIN_DISK_GIB:-} ]] || arguments+=(--min-disk-gib "$SCALERL_MIN_DISK_GIB")
     [[ -z ${SCALERL_MIN_SHM_GIB:-} ]] || arguments+=(--min-shm-gib "$SCALERL_MIN_SHM_GIB")
     enter_venv
-    exec python -m scalerl.launch.preflight --directory "$SCALERL_ATTEMPT_DIR/preflight" \
+    python -m scalerl.launch.preflight --directory "$SCALERL_ATTEMPT_DIR/preflight" \
       --timeout-s "${SCALERL_PREFLIGHT_TIMEOUT_S:-120}" probe "${arguments[@]}"
     ;;
   python)

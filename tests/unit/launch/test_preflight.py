@@ -124,3 +124,18 @@ def test_a_node_that_does_not_report_is_named_at_the_deadline(tmp_path: Path) ->
     assert time.monotonic() - began >= 5 and not node.is_alive()
     assert not found["n1"].sick and {"shared directory", "clock"} <= {probe.name for probe in found["n1"].probes}
     assert [probe.value for probe in found["n2"].sick] == ["no answer within 5 s"]
+
+
+def test_nodes_whose_probes_have_ended_are_not_waited_for(tmp_path: Path) -> None:
+    """One of them with words, one without; the deadline is far away."""
+    collector = Collector(tmp_path, "127.0.0.1", ["n1", "n2"], timeout_s=3600.0)
+    (tmp_path / "node-n1.log").write_text("Traceback:\n  here\n\n  there\nOSError: libcuda.so is torn\n")
+    for host in ("n1", "n2"):
+        (tmp_path / f"ended-{host}").touch()
+    found = collector.collect()
+    collector.end()
+    assert [probe.value for node in found.values() for probe in node.sick] == [
+        "its probe ended: here | there | OSError: libcuda.so is torn",
+        "its probe ended without a word",
+    ]
+    assert "job's output" in found["n2"].sick[0].meaning

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import CustomFitConfig
 from scalerl.trainer.custom_fit import call_fit, load_fit
 from scalerl.user_code import UserCodeError

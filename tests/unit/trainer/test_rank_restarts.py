@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
-from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
 from scalerl.runtime.stop import StopRequest

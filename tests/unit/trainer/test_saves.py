@@ -14,7 +14,7 @@ import pytest
 
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import CheckpointWriteError, read_trainer_state
-from scalerl.cluster.worker_group import WorkerError
+from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
 from scalerl.runtime.code_version import code_version
