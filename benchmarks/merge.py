@@ -4,6 +4,8 @@ python benchmarks/merge.py                                # 1 GB, two saving ran
 python benchmarks/merge.py --gb 2 --ranks 4 --directory /data
 python benchmarks/merge.py --gb 16 --ranks 4 --cold       # what is read is not in the page cache
 
+How much of cp's source the page cache holds is measured before each: of a model larger than the free memory, not all.
+
 The merge is `scalerl.merge.merge` in a process that has imported it (how long that takes is reported beside it): it
 reads the pieces, compares every digest, and writes the files with fsync. So cp is timed by itself and with a sync of
 its file. Torch's own converter (torch.distributed.checkpoint.format_utils.dcp_to_torch_save) reads the same checkpoint:
@@ -19,8 +21,10 @@ cores that merge; or the disk's rate, by what the sync adds to cp, if that is sl
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
+import mmap
 import os
 import re
 import shutil
@@ -114,6 +118,28 @@ def evict(root: Path) -> None:
         os.close(file)
 
 
+def remove(directory: Path) -> None:
+    """Removes a directory, and waits until the disk has: freeing its blocks would go on beside what is timed next."""
+    shutil.rmtree(directory)
+    os.sync()
+
+
+def cached_frac(root: Path) -> float:
+    """The share of the bytes of all files below `root` that the page cache holds."""
+    page_bytes, cached, pages = os.sysconf("SC_PAGE_SIZE"), 0, 0
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    for path in filter(Path.is_file, root.rglob("*")):
+        # A private copy, which ctypes can take the address of, and none of whose pages is touched.
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            is_cached = (ctypes.c_ubyte * -(-len(mapped) // page_bytes))()
+            first = ctypes.c_char.from_buffer(mapped)
+            if mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), is_cached):
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+            del first
+        cached, pages = cached + sum(page & 1 for page in is_cached), pages + len(is_cached)
+    return cached / pages
+
+
 def copied(source: Path, target: Path, *, sync: bool) -> float:
     """Seconds of a cp, and of the sync of its files; the copy is removed."""
     start = time.perf_counter()
@@ -121,7 +147,7 @@ def copied(source: Path, target: Path, *, sync: bool) -> float:
     if sync:
         subprocess.run(["sync", *map(str, target.iterdir())], check=True)
     seconds = time.perf_counter() - start
-    shutil.rmtree(target)
+    remove(target)
     return seconds
 
 
@@ -161,6 +187,7 @@ def torch_converted(actor: Path, target: Path) -> float | None:
     dcp_to_torch_save(actor / "dist_ckpt", target)
     seconds = time.perf_counter() - start
     target.unlink()
+    os.sync()
     return seconds
 
 
@@ -180,14 +207,15 @@ def main(arguments: list[str] | None = None) -> int:
         actor = make_checkpoint(Path(root), args.gb, args.ranks)
         merged, copy = Path(root) / "merged", Path(root) / "copy"
         summary = merge(actor, merged, num_workers=args.workers)
-        cp_s, synced_cp_s, merge_s, torch_s, peaks = [], [], [], [], []
+        cp_s, synced_cp_s, merge_s, torch_s, peaks, cached = [], [], [], [], [], []
         begin = functools.partial(evict, Path(root)) if args.cold else lambda: None
         for _ in range(args.repeats):
             begin()
+            cached.append(cached_frac(merged))
             cp_s.append(copied(merged, copy, sync=False))
             begin()
             synced_cp_s.append(copied(merged, copy, sync=True))
-            shutil.rmtree(merged)
+            remove(merged)
             begin()
             before = resident("VmRSS")
             if os.access("/proc/self/clear_refs", os.W_OK):
@@ -208,6 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
         "merge_gb_per_s": record.spread([size / s / 1e9 for s in merge_s]),
         "predicted_gb_per_s": predicted,
         "one_core_gb_per_s": rates,
+        "cp_source_cached_frac": record.spread(cached),
         "cp_gb_per_s": record.spread([size / s / 1e9 for s in cp_s]),
         "synced_cp_gb_per_s": record.spread([size / s / 1e9 for s in synced_cp_s]),
         "torch_converter_gb_per_s": record.spread(converted) if converted else None,
@@ -216,13 +245,13 @@ def main(arguments: list[str] | None = None) -> int:
         "peak_bytes_over_imports": max(peaks),
         "import_s": record.spread(import_s),
     }
-    source = "the disk" if args.cold else "the page cache"
+    source = f"page cache held {median(cached):.0%} of the source"
     ratio, synced_ratio = (result[f"merge_over_{name}"]["median"] for name in ("cp", "synced_cp"))
     rows = [
         ("merge", f"{result['merge_gb_per_s']['median']:.2f} GB/s", f"of {size / 1e9:.2f} GB, digests checked, fsync"),
         ("predicted", f"{predicted:.2f} GB/s", "from one core's reading, hashing and writing, and the disk"),
-        ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", f"from {source}; merge {ratio:.2f} of it, median"),
-        ("cp, sync", f"{result['synced_cp_gb_per_s']['median']:.2f} GB/s", f"merge {synced_ratio:.2f} of it, median"),
+        ("cp", f"{result['cp_gb_per_s']['median']:.2f} GB/s", f"{source}; merge {ratio:.2f} of cp, median"),
+        ("cp, sync", f"{result['synced_cp_gb_per_s']['median']:.2f} GB/s", f"merge {synced_ratio:.2f} of this, median"),
         ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
         ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),
     ]
