@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,37 +20,59 @@ from scalerl.checkpoint import store
 from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
 
 REPO = Path(next(iter(scalerl.__path__))).parent
-# Saves `step` with content `text`, keeping `keep`; dies by SIGKILL just before filesystem operation number `kill_at`.
-CHILD = """
-import os, signal, sys
+Saver = Callable[..., int]
+# For each line of arguments a fork saves `step` with content `text`, keeping `keep`, and dies by SIGKILL just before
+# filesystem operation number `kill_at`; the answer is its exit code.
+SAVER = """
+import json, os, signal, sys, tempfile
 from pathlib import Path
 from scalerl.checkpoint import store
-root, step, text, keep, kill_at = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-count = 0
-def hook(event, args):
-    global count
-    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
-        if count == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        count += 1
-sys.addaudithook(hook)
-tmp = store.begin_save(root, step)
-(tmp / "actor").mkdir()
-for name in ("actor/a.bin", "actor/b.bin"):
-    (tmp / name).write_text(text)
-store.write_trainer_state(tmp, {"step": step, "text": text})
-store.commit(tmp, root, step)
-store.rotate(root, keep)
+
+def save(root, step, text, keep, kill_at):
+    count = 0
+    def hook(event, args):
+        nonlocal count
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+    sys.addaudithook(hook)
+    tmp = store.begin_save(root, step)
+    (tmp / "actor").mkdir()
+    for name in ("actor/a.bin", "actor/b.bin"):
+        (tmp / name).write_text(text)
+    store.write_trainer_state(tmp, {"step": step, "text": text})
+    store.commit(tmp, root, step)
+    store.rotate(root, keep)
+
+# What is imported on the way is no operation of a save.
+with tempfile.TemporaryDirectory() as directory:
+    save(directory, 1, "", 1, -1)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            save(*json.loads(line))
+            code = 0
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def child_save(root: Path, step: int, text: str, keep: int = 1, kill_at: int = -1) -> int:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD, str(root), str(step), text, str(keep), str(kill_at)],
-        cwd=REPO,
-        timeout=60,
-        stderr=subprocess.DEVNULL,
-    ).returncode
+@pytest.fixture(scope="module")
+def saver() -> Iterator[Saver]:
+    """Saves in a process of its own and returns its exit code; a kill ends that process alone."""
+    command = [sys.executable, "-c", SAVER]
+    with subprocess.Popen(command, cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+
+        def save(root: Path, step: int, text: str, keep: int = 1, kill_at: int = -1) -> int:
+            print(json.dumps([str(root), step, text, keep, kill_at]), file=process.stdin, flush=True)
+            return int(process.stdout.readline())
+
+        yield save
 
 
 def save(root: Path, step: int, text: str = "x") -> Path:
@@ -76,11 +99,11 @@ def text_of(directory: str) -> str:
     return state["text"]
 
 
-def kill_everywhere(make_root, step: int, text: str):
+def kill_everywhere(saver: Saver, make_root: Callable[[int], Path], step: int, text: str) -> Iterator[Path]:
     """Yields the root after a kill at each filesystem operation of the save, until the save lives to its end."""
     for kill_at in range(200):
         root = make_root(kill_at)
-        code = child_save(root, step, text, kill_at=kill_at)
+        code = saver(root, step, text, kill_at=kill_at)
         if code == 0:
             # The save has a mkdir, an open and a rename at least for each thing that it writes.
             assert kill_at > 12
@@ -90,17 +113,17 @@ def kill_everywhere(make_root, step: int, text: str):
     raise AssertionError("the save never came to its end")
 
 
-def test_killed_first_save_leaves_a_whole_checkpoint_or_none(tmp_path):
+def test_killed_first_save_leaves_a_whole_checkpoint_or_none(saver, tmp_path):
     found = set()
-    for root in kill_everywhere(lambda k: tmp_path / str(k), 1, "new"):
+    for root in kill_everywhere(saver, lambda k: tmp_path / str(k), 1, "new"):
         latest = find(root)
         found.add(text_of(latest) if latest else None)
     assert found == {None, "new"}
 
 
-def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
+def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(saver, tmp_path):
     start = tmp_path / "start"
-    assert child_save(start, 1, "old") == 0
+    assert saver(start, 1, "old") == 0
 
     def make_root(kill_at: int) -> Path:
         shutil.copytree(start, tmp_path / str(kill_at))
@@ -109,7 +132,7 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
     # The same step again (after a resume from elsewhere), and a later one.
     for step in (1, 2):
         found = set()
-        for root in kill_everywhere(lambda k, s=step: make_root(1000 * s + k), step, "new"):
+        for root in kill_everywhere(saver, lambda k, s=step: make_root(1000 * s + k), step, "new"):
             # A name without .tmp- or .deleting- always means whole, also for who looks without this module.
             assert all(store.integrity_problem(root / f"global_step_{s}") is None for s in store.checkpoint_steps(root))
             if step == 2:
@@ -120,8 +143,8 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
         assert found == {"old", "new"}
 
 
-def test_the_save_after_a_kill_leaves_no_remains(tmp_path):
-    for root in kill_everywhere(lambda k: tmp_path / str(k), 1, "new"):
+def test_the_save_after_a_kill_leaves_no_remains(saver, tmp_path):
+    for root in kill_everywhere(saver, lambda k: tmp_path / str(k), 1, "new"):
         save(root, 2)
         store.rotate(root, 1)
         assert sorted(p.name for p in root.iterdir()) == ["global_step_2", store.TRACKER_NAME]
