@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Literal, cast
 
 from scalerl.config.schema import PPOConfig
@@ -15,3 +17,9 @@ def transport_of(cfg: PPOConfig) -> TransportName:
     if transport != "auto":
         return cast("TransportName", transport)
     return "shared" if cfg.actor_rollout_ref.hybrid_engine else "broadcast"
+
+
+def weight_directory(shared: str | Path, run_dir: str | Path) -> Path:
+    """The directory, below a shared one, for weights of the run that writes run_dir; a resumed run has the same."""
+    run = Path(run_dir).absolute()
+    return Path(shared).expanduser().absolute() / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from scalerl.families.table import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
 
 # The scales of tensor NAME are NAME_scale_inv: what a block's numbers are multiplied with.
 SCALE_SUFFIX = "_scale_inv"
@@ -29,6 +30,8 @@ class BlockScaledTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """A slice of rows, or of rows and columns. Only these numbers and their blocks' scales are read."""
+        import torch
+
         slices = index if isinstance(index, tuple) else (index,)
         rows, columns = (
             range(*part.indices(size)) for part, size in zip((*slices, slice(None))[:2], self.get_shape(), strict=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-
 from scalerl.families.mixture import Mixture
 
 if TYPE_CHECKING:
+    import torch
+
     from scalerl.families.shape import ModelShape
 
 Kind = Literal["replicated", "column", "row", "qkv", "gate_up", "vocab"]
@@ -211,6 +211,8 @@ class Param:
 
         Raises ValueError for a shard of the wrong shape.
         """
+        import torch
+
         expected = self.mcore_shape(shape, len(shards))
         wrong = [f"tp rank {r}: {tuple(s.shape)}" for r, s in enumerate(shards) if tuple(s.shape) != expected]
         if wrong:

@@ -66,7 +66,12 @@ def _strike(strikes: list[dict], called: int) -> None:
 
 
 def server_of(log: str) -> int:
-    """The process below the supervisor that writes to this log or to that of a restart; it leads its group."""
+    """The process below the supervisor that writes to this log or to that of a restart; it leads its group.
+
+    Of a server that an earlier run started, the log is a link to that run's.
+    """
+    links = [path for path in Path(log).parent.glob(f"{Path(log).name}*") if path.is_symlink()]
+    logs = (log, *(str(path.resolve()) for path in links))
     table = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -82,6 +87,6 @@ def server_of(log: str) -> int:
         for pid, (parent, words) in table.items()
         if parent in table
         and "scalerl.servers.supervise" in table[parent][1]
-        and any(word.startswith(log) for word in table[parent][1])
+        and any(word.startswith(logs) for word in table[parent][1])
     )
     return server

@@ -16,7 +16,6 @@ from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import PROMPTS, SAMPLES, Inputs, Job, Record, Strike, main_ppo
 from tests.e2e.kept import Kept
 from tests.e2e.test_kill_and_resume import STEPS, assert_same_samples, assert_same_weights, reproducible
-from tests.lanes import full
 
 # With a prompt as many tokens as a micro-batch has.
 RESPONSE = 48
@@ -77,12 +76,23 @@ def numbers_but_faults(run_dir: Path) -> dict[int, dict[str, float]]:
     return {step: {key: value for key, value in data.items() if key not in FAULTS} for step, data in steps.items()}
 
 
+def test_one_of_two_servers_dies(
+    inputs: Inputs, kept: Kept, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In processes that the undisturbed run had."""
+    run_dir, strikes = tmp_path / "run", [Strike(1, 0, signal.SIGKILL)]
+    finished = kept.train(arguments(inputs, run_dir, strikes, "actor_rollout_ref.rollout.num_replicas=2"))
+    assert finished.code == 0, finished.tail()
+    assert_struck_and_the_same(run_dir, strikes, caplog.text, undisturbed, tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strikes",
     [
         pytest.param([Strike(1, 0, signal.SIGKILL)], id="dies"),
-        full([Strike(1, 0, signal.SIGKILL), Strike(3, 1, signal.SIGSTOP)], id="busy"),
-        full(
+        pytest.param([Strike(1, 0, signal.SIGKILL), Strike(3, 1, signal.SIGSTOP)], id="busy"),
+        pytest.param(
             [
                 Strike(1, 0, signal.SIGKILL),
                 Strike(2, 1, signal.SIGKILL, idle=True),
@@ -98,6 +108,13 @@ def test_two_servers_that_die_and_hang_in_turn(
 ) -> None:
     run_dir = tmp_path / "run"
     job = run(start_job, arguments(inputs, run_dir, strikes, "actor_rollout_ref.rollout.num_replicas=2"), run_dir)
+    assert_struck_and_the_same(run_dir, strikes, job.stderr, undisturbed, tmp_path)
+
+
+def assert_struck_and_the_same(
+    run_dir: Path, strikes: list[Strike], told: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A run with two servers was struck as it was to be, told of it, and is the undisturbed one."""
     metrics = Record.read(run_dir).final
     struck = {strike.step: strike for strike in strikes}
     for step in range(1, STEPS + 1):
@@ -107,12 +124,12 @@ def test_two_servers_that_die_and_hang_in_turn(
         assert (metrics[step]["rollout/num_resubmitted"] > 0) == had_samples, step
     assert_same_run(undisturbed, run_dir, tmp_path)
     signums = [strike.signum for strike in strikes]
-    assert job.stderr.count("It ended with exit code 137.") == signums.count(signal.SIGKILL)
-    assert job.stderr.count("It was still running and was killed.") == signums.count(signal.SIGSTOP)
+    assert told.count("It ended with exit code 137.") == signums.count(signal.SIGKILL)
+    assert told.count("It was still running and was killed.") == signums.count(signal.SIGSTOP)
     restarts = Counter(strike.replica for strike in strikes)
     for nth in (1, 2):
         expected = sum(count >= nth for count in restarts.values())
-        assert job.stderr.count(f"Restart {nth} of at most 3.") == expected
+        assert told.count(f"Restart {nth} of at most 3.") == expected
     logs = {path.name for path in (run_dir / "logs").iterdir()}
     again = {index: ["", *(f".restart-{nth}" for nth in range(1, restarts[index] + 1))] for index in (0, 1)}
     assert logs == {f"rollout-{index}{name}.log" for index, names in again.items() for name in names}

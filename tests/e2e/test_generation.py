@@ -19,6 +19,7 @@ from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import REWARD, Inputs, scalerl
 from tests.e2e.kept import Kept
+from tests.lanes import full
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 DISTURBED = Path(__file__).with_name("disturbed_generation.py")
@@ -41,9 +42,16 @@ def working_directory(inputs: Inputs, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("as_a_command", [False, full(True)])
 def test_generate_is_resumed_and_eval_scores_it(
-    inputs: Inputs, start_job: StartJob, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Inputs,
+    start_job: StartJob,
+    kept: Kept,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_a_command: bool,
 ) -> None:
+    """as_a_command: the one that is left alone is started as its user does; else it has the processes of another."""
     commands = documented()
     alone, killed = (working_directory(inputs, tmp_path / name) for name in ("alone", "killed"))
     parts, output = killed / "responses.parquet.parts", killed / "responses.parquet"
@@ -63,10 +71,14 @@ def test_generate_is_resumed_and_eval_scores_it(
     assert "2 of them done before" in second.stdout
     assert not parts.exists()
 
-    # As its user starts it.
-    left_alone = start_job(scalerl("generate", *commands["generate"]), alone)
-    assert left_alone.finish() == 0, left_alone.tail()
-    left_alone.assert_gone()
+    if as_a_command:
+        left_alone = start_job(scalerl("generate", *commands["generate"]), alone)
+        assert left_alone.finish() == 0, left_alone.tail()
+        left_alone.assert_gone()
+    else:
+        monkeypatch.chdir(alone)
+        finished = kept.generate(commands["generate"])
+        assert finished.code == 0, finished.tail()
     wanted = pq.read_table(alone / "responses.parquet")
     assert pq.read_table(output).equals(wanted)
 

@@ -29,9 +29,11 @@ from tests.e2e.graded_reward import compute_score
 from tests.e2e.jobs import PROMPTS, Inputs, Pause, Record, main_ppo, numbered, only, refused, scalerl
 from tests.e2e.kept import Finished, Kept
 from tests.e2e.step_checks import check_profile
+from tests.lanes import full
 
 STEPS = 4
 LAYOUTS = {
+    "one rank": ["trainer.n_gpus_per_node=1"],
     "tp2": ["+layout=tp2"],
     "pp2": [
         "+layout=pp2",
@@ -145,7 +147,7 @@ def make_half_written(run_dir: Path, step: int, like: int) -> str:
     return file.name
 
 
-@pytest.mark.parametrize("layout", ["tp2", *(pytest.param(name, marks=pytest.mark.full) for name in ("pp2", "dp2"))])
+@pytest.mark.parametrize("layout", ["one rank", *map(full, ("tp2", "pp2", "dp2"))])
 def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     inputs: Inputs,
     start_job: StartJob,
@@ -183,7 +185,7 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     assert_one_mlflow_run(run_dir, run_id)
     from mlflow import MlflowClient
 
-    ranks = [f"actor_rank_{rank}" for rank in range(2)]
+    ranks = [f"actor_rank_{rank}" for rank in range(1 if layout == "one rank" else 2)]
     check_profile(run_dir, 4, ranks, ["actor old_log_prob", "actor update_actor"])
     profile = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}").list_artifacts(run_id, "profile_step_4")
     assert {Path(file.path).name for file in profile} == {f.name for f in (run_dir / "profile_step_4").iterdir()}
@@ -313,6 +315,8 @@ def test_sigkill_while_a_checkpoint_is_written(
     assert_merged_model_is_the_trained_one(inputs, start_job, run_dir, tmp_path / "model")
 
 
+# Through a requeue in make test too: tests/slurm/test_two_node_run.py.
+@pytest.mark.full
 def test_sigusr1_ends_the_step_saves_and_exits_75(
     inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -373,7 +377,7 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(
     inputs: Inputs, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Also where steps of the run are left."""
-    trained, step = uninterrupted("dp2"), 2
+    trained, step = uninterrupted("one rank"), 2
     more = [
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_only=true",
@@ -394,7 +398,7 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(
 def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
     inputs: Inputs, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run_dir = uninterrupted("tp2")
+    run_dir = uninterrupted("one rank")
     model = shutil.copytree(inputs.model, tmp_path / "one_layer")
     config = inputs.config | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     (model / "config.json").write_text(json.dumps(config))
@@ -402,7 +406,7 @@ def test_checkpoint_of_another_model_and_of_other_prompts_is_refused(
     left = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
     save_file(left, model / "model.safetensors", metadata={"format": "pt"})
 
-    arguments = overrides(inputs, "tp2", run_dir)
+    arguments = overrides(inputs, "one rank", run_dir)
     arguments += [f"actor_rollout_ref.model.path={model}", "data.train_max_samples=100"]
     # It is finished, and would say so.
     arguments.append(f"trainer.total_training_steps={STEPS + 1}")

@@ -26,6 +26,7 @@ def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path
 
 
 def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path) -> None:
+    """And another that waits for it, since a run has one job at a time."""
     run_dir = tmp_path / "my run"
     arguments = ["slurm", *overrides(small, run_dir, 2, 1), "slurm.time=30", "slurm.notice_s=60"]
     dry = launch(*arguments, "--dry-run")
@@ -39,16 +40,21 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert (run_dir / "launch/job.sbatch").read_text() == script
     again = launch(*arguments)
     assert again.returncode == 2 and f"its job {job_id} is RUNNING" in again.stderr
-    assert "slurm.options={dependency:singleton}" in again.stderr
+    waits = "slurm.options={dependency:singleton}"
+    assert waits in again.stderr
+    second = launched_job(launch(*arguments, waits))
+    assert slurm.job(second)["Reason"] == "Dependency"
     status = launch("status", str(run_dir))
     assert f"job {job_id}: RUNNING, attempt 0, on n[1-2]\n" in status.stdout
+    assert f"job {second}: PENDING (Dependency)" in status.stdout
+    assert f"logs/slurm-{job_id}.out\n" in status.stdout
     assert "[scalerl " in status.stdout
     attached = launch("attach", str(run_dir), "--node", "n2", "bash", "-c", "hostname; echo $SLURM_JOB_ID")
     assert attached.stdout.split() == ["n2", job_id], attached.stderr
     assert f"job {job_id} attempt 0: head n1" in launch("logs", str(run_dir)).stdout
-    assert launch("cancel", str(run_dir)).stdout == f"job {job_id}: cancelled\n"
-    assert slurm.wait(job_id)["JobState"] == "CANCELLED"
-    assert f"job {job_id}: CANCELLED" in launch("status", str(run_dir)).stdout
+    assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {job_id}: cancelled\n"
+    assert {slurm.wait(each)["JobState"] for each in (job_id, second)} == {"CANCELLED"}
+    assert f"job {second}: CANCELLED" in launch("status", str(run_dir)).stdout
     # Ray was about to start.
     assert_nothing_left(slurm)
 

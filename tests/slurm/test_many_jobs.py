@@ -46,22 +46,6 @@ def test_a_job_of_a_chain_waits_until_the_one_before_it_is_over(
     assert_nothing_left(slurm)
 
 
-def test_a_launch_may_wait_for_the_runs_own_job(
-    slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    arguments = ["slurm", *overrides(small, run_dir, 1, 1)]
-    first = launched_job(launch(*arguments))
-    wait_until("the first job", lambda: slurm.job(first)["JobState"] == "RUNNING")
-    second = launched_job(launch(*arguments, "slurm.options={dependency:singleton}"))
-    assert slurm.job(second)["Reason"] == "Dependency"
-    status = launch("status", str(run_dir)).stdout
-    assert f"job {first}: RUNNING" in status and f"job {second}: PENDING (Dependency)" in status
-    assert f"logs/slurm-{first}.out\n" in status
-    assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {first}: cancelled\n"
-    assert {slurm.wait(job_id)["JobState"] for job_id in (first, second)} == {"CANCELLED"}
-
-
 @pytest.mark.full
 def test_tasks_of_an_array_come_back_each_on_its_own(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path

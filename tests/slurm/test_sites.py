@@ -46,6 +46,7 @@ def pyxis(slurm: MiniSlurm, tmp_path: Path) -> Iterator[Path]:
     slurm.plugins.write_text("")
 
 
+@pytest.mark.full
 def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
     slurm: MiniSlurm, submit: Callable[..., str], pyxis: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,18 +98,30 @@ def bare_cluster(cluster: MiniSlurm, tmp_path_factory: pytest.TempPathFactory) -
         slurm.stop()
 
 
-def test_a_site_without_gres_that_requires_account_and_qos(
-    bare_cluster: MiniSlurm, submit: object, small: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CHARGED = ["slurm.account=us", "slurm.qos=long"]
+NO_GRES = "slurm.gpu_option=none"
+
+
+def test_a_site_that_requires_account_and_qos(
+    bare_cluster: MiniSlurm, submit: object, small: Inputs, tmp_path: Path
 ) -> None:
     """submit: for the variables that it sets. It has no accounting (sacct) either, as no site of these tests."""
-    run_dir = tmp_path / "run"
-    arguments = ["slurm", *overrides(small, run_dir, 3, 1), "slurm.gpu_option=none"]
-    refused = launch_on(bare_cluster, tmp_path, *arguments, "--dry-run")
+    arguments = ["slurm", *overrides(small, tmp_path / "run", 3, 1), NO_GRES, "--dry-run"]
+    refused = launch_on(bare_cluster, tmp_path, *arguments)
     assert refused.returncode == 2 and "every job needs an account and a QOS" in refused.stderr, refused.stderr
-    charged = ["slurm.account=us", "slurm.qos=long", "slurm.export=[HF_*]"]
+    accepted = launch_on(bare_cluster, tmp_path, *arguments, *CHARGED)
+    assert accepted.returncode == 0, accepted.stderr
+
+
+@pytest.mark.full
+def test_a_site_without_gres(
+    bare_cluster: MiniSlurm, submit: object, small: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
     monkeypatch.setenv("HF_HOME", "/cache")
     monkeypatch.setenv("OF_NOBODY_ELSE", "secret")
-    accepted = launch_on(bare_cluster, tmp_path, *arguments, *charged, "--dry-run")
+    arguments = ["slurm", *overrides(small, run_dir, 3, 1), NO_GRES, *CHARGED, "slurm.export=[HF_*]", "--dry-run"]
+    accepted = launch_on(bare_cluster, tmp_path, *arguments)
     assert accepted.returncode == 0, accepted.stderr
 
     # The job's file, with another command: what counts is which devices it finds.

@@ -16,6 +16,7 @@ from scalerl.cluster.processes import Processes
 from scalerl.merge import merge
 from tests.e2e.jobs import Inputs, Pause, Record
 from tests.e2e.kept import Kept
+from tests.lanes import full
 from tests.slurm.jobs import (
     STEPS,
     Launch,
@@ -82,13 +83,15 @@ def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.parametrize("devices", [1, full(2)])
 def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed_run(
-    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path, devices: int
 ) -> None:
+    """devices: of each node."""
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(1)
     paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
-    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 2, paused)))
+    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, paused)))
     out = run_dir / f"logs/slurm-{job_id}.out"
     wait_until("step 1", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
     assert pause.reached(), out.read_text()
@@ -98,11 +101,15 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     assert_came_back(slurm, job_id, out, because="75", logs=run_dir / "logs", timeout_s=300)
     text = out.read_text()
     assert f"resumed from {run_dir / 'global_step_1'}" in text
+    # Which checkpoint stands, and the command that goes on from it.
+    asked = (run_dir / f"logs/{job_id}/attempt_0/driver.log").read_text()
+    assert f"Checkpoints are in {run_dir}, the last one is global_step_1.\n" in asked
+    assert "\nTo go on:\n  scalerl train " in asked
     assert_same_numbers(run_dir, undisturbed(1))
-    assert_same_weights(run_dir, undisturbed(4), tmp_path)
+    assert_same_weights(run_dir, undisturbed(2 * devices), tmp_path)
     for attempt in (0, 1):
         found = {path.name for path in (run_dir / f"logs/{job_id}/attempt_{attempt}").glob("*.log")}
-        servers = {f"rollout-{index}.log" for index in range(4)}
+        servers = {f"rollout-{index}.log" for index in range(2 * devices)}
         assert found == {"driver.log", "node-n1.log", "node-n2.log"} | servers
     merged = launch("logs", str(run_dir), "--all", "--lines", "3").stdout.splitlines()
     assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}

@@ -168,9 +168,22 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
     assert violations(tmp_path) == []
 
 
-def test_a_driver_does_not_import_megatron() -> None:
-    """Its ranks do. On a driver it would cost seconds of every start, and warnings on standard error."""
-    modules = ", ".join(f"scalerl.trainer.{name}" for name in ("main_ppo", "main_sft", "build", "preflight"))
-    code = f"import sys, {modules}; sys.exit('megatron is imported' if 'megatron' in sys.modules else 0)"
+@pytest.mark.parametrize(
+    ("modules", "package"),
+    [
+        # Its ranks do. On a driver it would cost seconds of every start, and warnings on standard error.
+        pytest.param(
+            [f"scalerl.trainer.{name}" for name in ("main_ppo", "main_sft", "build", "preflight")],
+            "megatron",
+            id="driver",
+        ),
+        # It starts and watches a server, one for each replica.
+        pytest.param(["scalerl.servers.host", "scalerl.servers.engines"], "torch", id="host of a server"),
+        # Which transformers would import, with SciPy and pandas.
+        pytest.param(["scalerl.servers.embedded.server"], "sklearn", id="embedded engine"),
+    ],
+)
+def test_what_a_process_needs_is_all_that_it_imports(modules: list[str], package: str) -> None:
+    code = f"import sys, {', '.join(modules)}; sys.exit('{package} is imported' if '{package}' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -15,13 +15,13 @@ from scalerl.cluster.pools import ResourcePool
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import transport_of
 from scalerl.config.schema import PPOConfig
+from scalerl.config.weight_transport import weight_directory
 from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
 from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, HandoverError, Point, RankMemory
 from scalerl.hybrid.order import Step, SyncOrder
-from scalerl.hybrid.transports.disk import directory_of_run
 from scalerl.metrics import Metric, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.control import ServerControl
@@ -131,7 +131,7 @@ class PolicyServers:
 
     def _weights_directory(self) -> str | None:
         shared = self.rollout.weight_transport_dir
-        return None if shared is None else str(directory_of_run(shared, self.config.trainer.default_local_dir))
+        return None if shared is None else str(weight_directory(shared, self.config.trainer.default_local_dir))
 
     @property
     def replicas(self) -> list[Replica]:

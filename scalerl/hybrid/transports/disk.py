@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import secrets
 import shutil
@@ -32,12 +31,6 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPARE_BYTES = 64 * 2**20
 
 
-def directory_of_run(shared: str | Path, run_dir: str | Path) -> Path:
-    """The directory, below a shared one, of the run that writes run_dir; a resumed run has the same."""
-    run = Path(run_dir).absolute()
-    return Path(shared).expanduser().absolute() / f"{run.name}-{hashlib.sha256(str(run).encode()).hexdigest()[:12]}"
-
-
 class WeightFilesError(UserError, RuntimeError):
     """Raised when the weights could not be written; no server has been asked to load anything."""
 
@@ -45,7 +38,7 @@ class WeightFilesError(UserError, RuntimeError):
 class DiskTransport:
     """Weights as a Hugging Face model on disk: it gets its name once it is complete, then servers load it.
 
-    Buckets are dealt over the ranks, each writes its own. The directory (`directory_of_run`) keeps the newest model.
+    Buckets are dealt over the ranks, each writes its own. The directory (`weight_directory`) keeps the newest model.
     """
 
     has_session = False

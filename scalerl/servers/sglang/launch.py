@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from scalerl.runtime.imports import without
 from scalerl.servers.access import NO_KEY, take_key
 
 # Variable in the environment of a server without a GPU (`cpu_shim`).
@@ -58,10 +59,11 @@ def freeze_garbage_once_it_listens() -> None:
 def main() -> None:
     key = take_key()
     # Imported here, because SGLang's processes import this module again.
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    with without("sklearn"):
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])

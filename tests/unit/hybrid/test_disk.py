@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from scalerl.config.weight_transport import weight_directory
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed
-from scalerl.hybrid.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError, directory_of_run
+from scalerl.hybrid.transports.disk import SPARE_BYTES, DiskTransport, WeightFilesError
 from scalerl.servers.replica import Replica
 
 # Of other strides, of several dtypes, and buckets of one tensor and of two.
@@ -168,6 +169,6 @@ def test_a_full_disk_is_said_before_a_server_loads_anything(tmp_path: Path, mode
 
 def test_runs_do_not_share_a_directory_and_a_resumed_one_finds_its_own(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    same = [directory_of_run("shared", run) for run in ("outputs/p/a", tmp_path / "outputs" / "p" / "a")]
+    same = [weight_directory("shared", run) for run in ("outputs/p/a", tmp_path / "outputs" / "p" / "a")]
     assert same[0] == same[1] and same[0].parent == tmp_path / "shared" and same[0].name.startswith("a-")
-    assert directory_of_run("shared", "outputs/q/a") != same[0]
+    assert weight_directory("shared", "outputs/q/a") != same[0]

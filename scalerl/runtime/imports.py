@@ -1,0 +1,25 @@
+"""Optional dependencies of libraries that are left out of a process' start."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """In the block a library that asks for the package `name` finds none, unless it was imported before.
+
+    transformers imports scikit-learn, and with it SciPy and pandas, for one of its assisted generations: a second of
+    each server's start.
+    """
+    hidden = name not in sys.modules
+    if hidden:
+        # What the import system takes for "not there".
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[name]
