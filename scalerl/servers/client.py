@@ -17,6 +17,7 @@ import orjson
 
 from scalerl.servers.access import authorization
 from scalerl.servers.engines import ENGINES
+from scalerl.servers.engines.base import FLATTENED
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.requests import (
     GenerateOutput,
@@ -26,7 +27,6 @@ from scalerl.servers.requests import (
     ServerLostError,
     check_request,
 )
-from scalerl.servers.weights import FLATTENED
 from scalerl.servers.wire import Slot, output_of, read_events, slots_of
 
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]

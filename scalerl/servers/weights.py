@@ -24,6 +24,7 @@ from torch import Tensor
 from scalerl.errors import UserError
 from scalerl.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
 from scalerl.servers.engines import ENGINES
+from scalerl.servers.engines.base import FLATTENED
 from scalerl.servers.engines.sglang import MAPPED_LOADER
 from scalerl.servers.mapped import Place
 
@@ -42,8 +43,6 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 # In bytes, as the widest dtype, complex128, has 16.
 BUCKET_ALIGNMENT = 16
-# SGLang's name for the format of `serialize_bucket`.
-FLATTENED = "flattened_bucket"
 SHARED_MEMORY_DIR = "/dev/shm"
 # Guards torch's sharing strategy, which is one for the whole process.
 _sharing = threading.Lock()

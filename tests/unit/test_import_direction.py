@@ -178,7 +178,7 @@ def test_what_the_map_allows_is_not_listed(tmp_path):
             id="driver",
         ),
         # It starts and watches a server, one for each replica.
-        pytest.param(["scalerl.servers.host", "scalerl.servers.engines"], "torch", id="host of a server"),
+        pytest.param(["scalerl.servers.host", "scalerl.servers.client"], "torch", id="host of a server"),
         # Which transformers would import, with SciPy and pandas.
         pytest.param(["scalerl.servers.embedded.server"], "sklearn", id="embedded engine"),
     ],

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from scalerl.servers.wire import Slot
 
 Command = tuple[list[str], dict[str, str]]
+# SGLang's name for the format of `weights.serialize_bucket`.
+FLATTENED = "flattened_bucket"
 
 
 @dataclass(frozen=True)
