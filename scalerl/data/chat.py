@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scalerl.data.problems import DataError
+from scalerl.optional_imports import without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,9 @@ def load_tokenizer(path: str | os.PathLike, trust_remote_code: bool = False) -> 
         raise DataError(
             [f"{directory} holds no tokenizer: add tokenizer.json (or tokenizer.model, vocab.json); it has {present}"]
         )
-    from transformers import AutoTokenizer  # seconds to import, and only a process that tokenizes needs it
+    # A second to import, and only a process that tokenizes needs it.
+    with without("sklearn"):
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trust_remote_code)

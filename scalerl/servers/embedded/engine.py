@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scalerl.families import HFWeights, weight_block
-from scalerl.runtime.imports import without
+from scalerl.optional_imports import without
 from scalerl.servers.embedded.decode_rows import DecodeRows, prefill
 from scalerl.servers.embedded.file_tensors import file_tensors
 from scalerl.servers.embedded.fixed_shapes import compute_in_blocks

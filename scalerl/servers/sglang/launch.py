@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from scalerl.runtime.imports import without
+from scalerl.optional_imports import without
 from scalerl.servers.access import NO_KEY, take_key
 
 # Variable in the environment of a server without a GPU (`cpu_shim`).

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scalerl.runtime.imports import without
+from scalerl.optional_imports import without
 
 
 def test_a_package_is_not_found_in_the_block_and_found_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
