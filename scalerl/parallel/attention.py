@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -16,13 +17,21 @@ from scalerl.parallel.micro_batch import Packing
 from scalerl.parallel.rotary import rotate_queries_and_keys
 from scalerl.parallel.ulysses import heads_to_tokens, tokens_to_heads
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
-# torch 2.12 and newer; 2.11 wants as many key as query heads.
-_VARLEN_HAS_GQA = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+@cache
+def _varlen_attn() -> Callable[..., Any] | None:
+    """torch's attention over packed sequences on CUDA, or None; its import takes half a second, of no use on a CPU."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@cache
+def _takes_fewer_key_heads(attention: Callable[..., Any]) -> bool:
+    """In torch 2.12 and newer; 2.11 wants as many key as query heads."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -75,7 +84,7 @@ class PackedAttention(torch.nn.Module):
         query, key = rotate_queries_and_keys(query, key, packing.cos_sin)
         if packing.order is not None and packing.natural is not None:
             query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
-        if query.is_cuda and varlen_attn is not None and query.dtype in (torch.bfloat16, torch.float16):
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None:
             out = _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
         else:
             out = _per_length(query, key, value, packing.lengths, self.softmax_scale)
@@ -87,7 +96,9 @@ class PackedAttention(torch.nn.Module):
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None
 ) -> Tensor:
-    """[P, heads, dv]. CUDA, bfloat16 or float16."""
+    """[P, heads, dv]. CUDA, bfloat16 or float16; torch must have `_varlen_attn`."""
+    attention = _varlen_attn()
+    assert attention is not None
     # (-1, 0): everything to the left, nothing to the right. torch 2.10's argument is_causal is gone since 2.11.
     options: dict[str, Any] = {"window_size": (-1, 0)}
     if scale is not None:
@@ -96,7 +107,7 @@ def _flash(
         # FlashAttention 3 would else share out keys as the longest sequence asks, and numbers depend on the packing.
         options["num_splits"] = 1
     group = query.shape[1] // key.shape[1]
-    if group > 1 and _VARLEN_HAS_GQA:
+    if group > 1 and _takes_fewer_key_heads(attention):
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
@@ -104,8 +115,7 @@ def _flash(
     narrower = query.shape[2] - value.shape[2]
     if narrower:
         value = F.pad(value, (0, narrower))
-    assert varlen_attn is not None
-    out: Any = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    out: Any = attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     return out[..., :-narrower] if narrower else out
 
 
