@@ -18,7 +18,7 @@ from tests.e2e.step_checks import check_timing
 from tests.unit.metrics.test_documented_keys import DOC, patterns
 
 TIMEOUT_S = 1800
-STEPS = 12
+STEPS = 8
 PROMPTS, SAMPLES = 64, 8
 BUCKET_MIB = 64
 # All of it, so that every metric of it is there; the thresholds are far from what two float32 engines differ by.
@@ -87,7 +87,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """An eighth of its steps of RL, the learning rate falling as in the whole, with all that a run can report."""
+    """A tenth of its steps of RL, the learning rate falling as in the whole, with all that a run can report."""
     directory = tmp_path_factory.mktemp("quickstart")
     out, run_dir = directory / "out", directory / "out" / "grpo"
     # The model leaves its device whenever it does not compute.

@@ -255,7 +255,7 @@ def test_health_is_that_of_the_engine_paused_or_not(
             client.pause()
         os.kill(engines[0], signal.SIGSTOP)
         # Somebody who did not pause it asks.
-        assert not asyncio.run(client_of(engine, timeout_s=4.0).is_well())
+        assert not asyncio.run(client_of(engine, timeout_s=2.0).is_well())
         os.kill(engines[0], signal.SIGCONT)
         assert asyncio.run(client_of(engine, timeout_s=60.0).is_well())
     engine.server.stop()

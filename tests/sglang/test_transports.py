@@ -23,6 +23,7 @@ from scalerl.servers.replica import Replica
 from scalerl.servers.supervise import descendants
 from scalerl.servers.update_group import address_towards, in_sending_order, pack
 from scalerl.servers.weights import checksum_differences, expected_checksums
+from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
 
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
@@ -143,6 +144,7 @@ def start_on_ipv6(model: Model, tmp_path: Path) -> Engine:
     )
 
 
+@pytest.mark.parametrize("shared_engine", [full("embedded"), "sglang"], indirect=True)
 def test_a_server_that_is_lost_takes_no_other_with_it_and_its_successor_joins(
     start_engine: Callable[..., Engine],
     engine: Engine,
