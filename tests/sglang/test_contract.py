@@ -246,11 +246,16 @@ def test_an_interrupted_sample_goes_on_under_new_weights_with_their_version(
 
 
 def test_any_number_of_interruptions_keeps_the_model_length_and_every_sample(engine: Engine) -> None:
+    # A stop may come when all is done, where the engine is fast and this process waits for a core.
+    assert any(_num_interruptions_until_all_is_done(engine) > 0 for _ in range(10))
+
+
+def _num_interruptions_until_all_is_done(engine: Engine) -> int:
     prompts = [[7 + i % 400 for i in range(length)] for length in (1, MAX_MODEL_LEN - 7, MAX_MODEL_LEN)]
     requests = requests_for(prompts, replace(LONG, max_new_tokens=1000), n=2)
     finished: dict[object, GenerateOutput] = {}
     left, num_interruptions = requests, 0
-    while left:
+    while True:
         # The longer it takes the more it may do: it ends on the slowest machine.
         outputs = _stop_early(engine, left, num_tokens=4 + num_interruptions)
         assert [o.key for o in outputs] == [key for r in left for key in r.sample_keys()]
@@ -261,9 +266,12 @@ def test_any_number_of_interruptions_keeps_the_model_length_and_every_sample(eng
                 assert output.key not in finished
                 assert len(prompt) + len(output.output_ids) == MAX_MODEL_LEN
                 finished[output.key] = output
-        left, num_interruptions = unfinished_requests(left, outputs), num_interruptions + 1
+        left = unfinished_requests(left, outputs)
+        if not left:
+            break
+        num_interruptions += 1
     assert len(finished) == 6
-    assert num_interruptions > 1
+    return num_interruptions
 
 
 def test_an_abort_by_somebody_else_is_continued_when_asked_for(engine: Engine, model_a: Model) -> None:
