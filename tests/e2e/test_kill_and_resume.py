@@ -156,7 +156,7 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     tmp_path: Path,
     layout: str,
 ) -> None:
-    """SIGKILL to all of it twice, at random moments, and to the driver in step 4.
+    """SIGKILL to all of it three times, at random moments, and to the driver in step 4.
 
     Its saves are made in the background; the other run waited for them, and has no profile.
     """
@@ -194,7 +194,10 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
 
 
 def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -> int:
-    """Kills the run in its start, and then in one of its first two steps. Returns the step that it would go on from."""
+    """Kills the run in its start, in one of its first two steps, and in the first step of the process that follows.
+
+    Returns the step that it would go on from.
+    """
     seed = random.SystemRandom().randrange(2**32)
     print(f"the moments are of seed {seed}")
     chosen = random.Random(seed)
@@ -203,11 +206,12 @@ def killed_at_random(start_job: StartJob, arguments: list[str], run_dir: Path) -
     moments = [
         kills.Moment(kills.START, chosen.random()),
         kills.Moment(phase, chosen.random(), 0 if phase in kills.RARE else chosen.randrange(kills.SAVE_FREQ)),
+        kills.Moment(chosen.choice([each for each in kills.PHASES if each not in kills.RARE]), chosen.random()),
     ]
     watched = main_ppo([*arguments, f"trainer.custom_fit.path={watched_loop.__file__}"])
     struck = list(kills.run_killed(lambda: start_job(watched, run_dir), run_dir, moments, {kills.START: 5.0}))
     print(struck)
-    assert len(struck) == 2
+    assert len(struck) == 3
     latest = find_latest_ckpt_path(run_dir)
     return 0 if latest is None else int(read_trainer_state(latest)["step"])
 
