@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -60,7 +61,9 @@ def assert_nothing_left(slurm: MiniSlurm) -> None:
     except AssertionError:
         pytest.fail(f"left on the nodes: {left}")
     sessions = [path for host in slurm.hosts for path in (slurm.root / f"nodes/{host}/ray").glob("session_2*")]
-    assert not sessions
+    for path in sessions:  # no later test is to find them too
+        shutil.rmtree(path)
+    assert not sessions, "left of jobs that are over"
 
 
 def assert_came_back(

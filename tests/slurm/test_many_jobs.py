@@ -82,6 +82,7 @@ def test_runs_of_seeds_are_submitted_watched_and_ended(
     assert slurm.job(f"{array}_0")["JobState"] == "RUNNING"
     assert launch("cancel", str(run_dir)).stdout == f"job {array}: cancelled\n"
     assert slurm.wait(f"{array}_0")["JobState"] == "CANCELLED"
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full

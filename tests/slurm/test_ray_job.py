@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,21 @@ def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     assert "not started again, Slurm is ending the job" in out.read_text()
     assert_nothing_left(slurm)
     assert (slurm.job(job_id)["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+
+
+@pytest.mark.full
+def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nobody gets what the launcher tells a step that is only just beginning."""
+    for delay_s in (0.0, 0.2, 0.4):
+        job_id = submit(1, *WAIT_ONCE)
+        out = tmp_path / f"out-{job_id}.txt"
+        wait_until("the nodes", lambda out=out: out.exists() and "] nodes: " in out.read_text())
+        time.sleep(delay_s)
+        slurm.run("scancel", job_id)
+        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), 10)
+        assert_nothing_left(slurm)
 
 
 @pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), full(3, "n3"), full(1, "n1")])

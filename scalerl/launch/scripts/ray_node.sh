@@ -79,7 +79,8 @@ start_ray() { # start_ray OPTION ...
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
   local ray='' began
-  trap '[[ -z $ray ]] || kill -KILL "$ray"; clean; exit 0' USR2
+  # It is repeated, and must not end what cleans up.
+  trap 'trap "" USR2; [[ -z $ray ]] || kill -KILL "$ray"; clean; exit 0' USR2
   began=$(date +%F_%H-%M-%S)
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
