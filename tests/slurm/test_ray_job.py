@@ -176,7 +176,7 @@ def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
 ) -> None:
     """Nobody gets what the launcher tells a step that is only just beginning."""
-    for delay_s in (0.0, 0.2, 0.4):
+    for delay_s in (0.0, 0.3, 0.4, 0.5):
         job_id = submit(1, *WAIT_ONCE)
         out = tmp_path / f"out-{job_id}.txt"
         wait_until("the nodes", lambda out=out: out.exists() and "] nodes: " in out.read_text())
