@@ -17,6 +17,7 @@ from scalerl.config.schema import ServerConfig
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.servers.access import NO_KEY
 from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.engines.sglang import PROMPT_SLACK
 from scalerl.servers.process import RolloutServer
 from scalerl.servers.purpose import Purpose
 
@@ -127,8 +128,9 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     positions = _positions(model)
     device = resolve_device(arguments.device)
     context = arguments.context or min(positions, CONTEXT[device])
-    if not 2 <= context <= positions:
-        raise UserError(f"--context {context}: {model} has {positions} positions; give 2 to {positions}")
+    least = PROMPT_SLACK + 2
+    if not least <= context <= positions:
+        raise UserError(f"--context {context}: {model} has {positions} positions; give {least} to {positions}")
     config = ServerConfig(
         dtype=arguments.dtype or ("float32" if device == "cpu" else "auto"),
         tensor_model_parallel_size=arguments.tp,
@@ -143,7 +145,8 @@ def _launch(arguments: argparse.Namespace) -> Launch:
         str(model),
         config,
         device,
-        context,
+        # An answer without a limit of its own goes on to the end of SGLang's context.
+        context - PROMPT_SLACK,
         host=arguments.host,
         port=arguments.port,
         trust_remote_code=arguments.trust_remote_code,

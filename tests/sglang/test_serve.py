@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from tests.unit.merge.test_merge import joined_tensors, tiny, write_checkpoint
 START_TIMEOUT_S = 240.0
 QUESTION = "What is 2+2?"
 MAX_TOKENS = 12
+CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,7 @@ def server(merged: Path) -> Iterator[tuple[subprocess.Popen, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "scalerl.cli", "serve", str(merged), "--port", str(port), "--device", "cpu"]
+    command += ["--context", str(CONTEXT)]
     log = merged.parent / "serve.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -85,6 +88,12 @@ def ask(url: str, question: str) -> int:
     return chat([question, "--url", url, "--temperature", "0", "--max-tokens", str(MAX_TOKENS)])
 
 
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
+        return json.load(response)
+
+
 def test_a_merged_model_answers(merged: Path, server, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     process, url = server
     monkeypatch.setenv(API_KEY, "secret")
@@ -104,11 +113,11 @@ def test_a_merged_model_answers(merged: Path, server, monkeypatch: pytest.Monkey
     assert capsys.readouterr().out.count(expected(merged, QUESTION)) == 2
 
     # What OpenAI's clients send.
-    body = {"model": "merged", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": MAX_TOKENS}
-    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
-    data = json.dumps(body | {"temperature": 0}).encode()
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/chat/completions", data, headers)) as response:
-        assert json.load(response)["choices"][0]["message"]["content"] == expected(merged, QUESTION)
+    body = {"model": "merged", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    answer = post(f"{url}/v1/chat/completions", body | {"max_tokens": MAX_TOKENS})
+    assert answer["choices"][0]["message"]["content"] == expected(merged, QUESTION)
+    endless = post(f"{url}/v1/chat/completions", body | {"ignore_eos": True})
+    assert endless["usage"]["total_tokens"] == CONTEXT, "and no further than the model has positions"
 
     monkeypatch.delenv(API_KEY)
     with pytest.raises(UserError, match=f"401.*{API_KEY}"):

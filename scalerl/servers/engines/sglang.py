@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 CPU_MEM_FRACTION_STATIC = 0.5
-# Tokens of a context that SGLang does not use: 6 of the prompt, 2 of the response (tp_worker.py, scheduler.py).
-CONTEXT_SLACK = 8
+# Tokens of a context that SGLang does not use: of the prompt, and of prompt and response (tp_worker.py, scheduler.py).
+PROMPT_SLACK, RESPONSE_SLACK = 6, 2
+CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
 MAPPED_LOADER = "scalerl.servers.mapped.load"
 # Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.

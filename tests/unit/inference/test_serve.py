@@ -31,7 +31,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--context", "4096"], "--context 4096: .* 2048 positions; give 2 to 2048"),
+        (["--context", "4096"], "--context 4096: .* 2048 positions; give 8 to 2048"),
         (["--tp", "3"], r"--tp = 3"),
     ],
 )
