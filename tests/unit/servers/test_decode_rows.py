@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.servers.embedded.decode_rows import MIN_KEYS, PREFILL_TOKENS, DecodeRows, prefill
-from scalerl.servers.embedded.fixed_shapes import NUM_ROWS, compute_in_blocks, computes_in_blocks
+from scalerl.servers.embedded.fixed_shapes import NUM_ROWS, compute_in_blocks, computes_in_blocks, lay_weights_by_column
 from tests.tiny_models import make_tiny_model
 
 # Some rows get more keys on their way.
@@ -47,6 +47,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32, in_blocks: bool = True)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     if in_blocks:
         compute_in_blocks(model)
+    else:
+        lay_weights_by_column(model)
     assert computes_in_blocks(model) == in_blocks
     return model
 
