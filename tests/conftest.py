@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -32,15 +33,29 @@ TESTS = Path(__file__).parent
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 # Places for all runs and groups of workers that a test has at a time; a place is a number to Ray, no core.
 NUM_WORKERS = 16
+# Share of the memory. Ray kills workers when 0.05 are left, and a test may start processes of a few GiB.
+MIN_AVAILABLE = 0.25
+_processes = pytest.StashKey["Processes"]()
 
 
 @pytest.fixture(scope="session")
-def processes() -> Iterator[Processes]:
+def processes(pytestconfig: pytest.Config) -> Iterator[Processes]:
     """Ray, and what runs and groups of workers leave for each other: started once."""
     from scalerl.cluster.processes import Processes
 
     with Processes.start(num_workers=NUM_WORKERS, device="cpu", keep=True) as started:
+        pytestconfig.stash[_processes] = started
         yield started
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What waits for a later test ends where memory is short: two that run side by side each leave some GiB."""
+    if _processes not in item.config.stash:
+        return
+    memory = psutil.virtual_memory()
+    if memory.available < MIN_AVAILABLE * memory.total:
+        item.config.stash[_processes].end_waiting()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

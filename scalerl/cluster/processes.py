@@ -62,8 +62,7 @@ class Processes:
             try:
                 yield processes
             finally:
-                for pool in processes._free:
-                    pool.release()
+                processes.end_waiting()
 
     def take_pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str
@@ -94,6 +93,11 @@ class Processes:
 
     def take_back(self, pool: ResourcePool) -> None:
         self._free.append(pool)
+
+    def end_waiting(self) -> None:
+        """Ends the processes that wait for a run, for the memory that they hold; the next run starts new ones."""
+        while self._free:
+            self._free.pop().release()
 
 
 @contextmanager

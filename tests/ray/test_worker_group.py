@@ -14,11 +14,13 @@ import pytest
 import ray
 import torch
 from ray import cloudpickle
+from ray.exceptions import RayActorError
 
 from scalerl.balance import StepPlan, plan_step
 from scalerl.cluster.batch import BatchRef, Column, ShardedBatch
 from scalerl.cluster.dispatch import WorkerMethod
 from scalerl.cluster.failures import WorkerError
+from scalerl.cluster.processes import Processes
 from scalerl.cluster.worker_group import Limit, WorkerGroup
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.sft_worker import SFTWorker
@@ -92,6 +94,22 @@ def test_ranks_of_runs_of_any_kind_follow_one_another_in_one_process(start_group
             assert "perf/cpu_memory_used_gb" in group.call(MegatronWorker.memory)[0]
         start_group.stop(group)
     assert processes == [processes[0]] * 3
+
+
+def test_processes_that_wait_for_a_run_end_when_their_memory_is_needed(
+    cluster: Processes, group: WorkerGroup, start_group: Callable[..., WorkerGroup]
+) -> None:
+    waiting = start_group(PlainWorker, Layout(1), greeting="hello")
+    (process,) = waiting.ranks
+    start_group.stop(waiting)
+    ray.get(process.__ray_ready__.remote(), timeout=60)
+    cluster.end_waiting()
+    with pytest.raises(RayActorError):
+        ray.get(process.__ray_ready__.remote(), timeout=60)
+    assert len(group.call(PlainWorker.everyone, factor=1)) == 4
+    again = start_group(PlainWorker, Layout(1), greeting="hello")
+    assert again.call(PlainWorker.first) == (0, (), {})
+    start_group.stop(again)
 
 
 def test_a_registered_method_stays_a_method(group: WorkerGroup) -> None:

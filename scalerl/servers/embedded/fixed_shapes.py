@@ -54,8 +54,7 @@ def lay_weights_by_column(model: PreTrainedModel) -> None:
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        mine = type(module) is nn.Linear and id(module.weight) not in embeddings
-        if mine and module.weight.dtype == torch.float32:
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and id(module.weight) not in embeddings:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
