@@ -137,9 +137,9 @@ def attention_in_blocks(
 
     query, key, value: [B, heads, T, d].  prompt_lens: tokens of each prompt, if T is all of them, one after the other.
     """
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
     if prompt_lens is not None:
         assert attention_mask is None
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
         outputs = [
             F.scaled_dot_product_attention(_aligned(q), _aligned(k), _aligned(v), is_causal=q.shape[2] > 1, **options)
             for q, k, v in zip(*(states.split(list(prompt_lens), 2) for states in (query, key, value)), strict=True)
@@ -148,10 +148,28 @@ def attention_in_blocks(
     if query.shape[2] > 1 or attention_mask is None:  # one prompt
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     outputs = [
-        F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        attention_of_one_token(q, k, v, mask, scaling)
         for q, k, v, mask in zip(*(x.split(NUM_ROWS) for x in (query, key, value, attention_mask)), strict=True)
     ]
     return torch.cat(outputs).transpose(1, 2).contiguous(), None
+
+
+def attention_of_one_token(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
+) -> Tensor:
+    """[R, heads, 1, d].  query: of one token of each row.  attention_mask: [R, 1, 1, L], added to the scores.
+
+    In float32 the heads that share keys are computed together, as if they were tokens: a quarter faster, and other
+    bits. bfloat16 gains nothing.
+    """
+    num_sharing = query.shape[1] // key.shape[1]
+    if num_sharing == 1 or query.dtype != torch.float32:
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": num_sharing > 1}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
+    shared = query.reshape(len(query), key.shape[1], num_sharing, -1)
+    mask = attention_mask.expand(-1, -1, num_sharing, -1)
+    output = F.scaled_dot_product_attention(shared, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(len(query), query.shape[1], 1, -1)
 
 
 def experts_in_blocks(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

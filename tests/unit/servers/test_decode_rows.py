@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from scalerl.servers.embedded.decode_rows import MIN_KEYS, PREFILL_TOKENS, DecodeRows, prefill
-from scalerl.servers.embedded.fixed_shapes import NUM_ROWS, compute_in_blocks, computes_in_blocks, lay_weights_by_column
+from scalerl.servers.embedded.fixed_shapes import (
+    NUM_ROWS,
+    attention_of_one_token,
+    compute_in_blocks,
+    computes_in_blocks,
+    lay_weights_by_column,
+)
 from tests.tiny_models import make_tiny_model
 
 # Some rows get more keys on their way.
@@ -43,8 +51,24 @@ def logits_of(model: PreTrainedModel, places: dict[int, int]) -> dict[int, list[
     return found
 
 
+def sdpa_by_key_heads(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa attention, but for one token of each row of a pass, which the engine computes by key heads."""
+    if query.shape[2] > 1 or mask is None:  # one prompt
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    added = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    output = attention_of_one_token(query, key, value, added, kwargs["scaling"])
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("sdpa_by_key_heads", sdpa_by_key_heads)
+AttentionMaskInterface.register("sdpa_by_key_heads", sdpa_mask)
+
+
 def load(path: Path, dtype: torch.dtype = torch.float32, in_blocks: bool = True) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+    attention = "sdpa" if in_blocks or dtype != torch.float32 else "sdpa_by_key_heads"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
     if in_blocks:
         compute_in_blocks(model)
     else:
@@ -101,11 +125,30 @@ def test_neighbours_and_places_do_not_change_a_bit(
         assert_same_bits(logits_of(model, {sequence: row for row, sequence in enumerate(order)}), alone)
 
 
-def test_numbers_are_those_of_passes_of_32_rows_with_the_attention_of_transformers(
-    path_and_dtype: tuple[Path, Any], model: PreTrainedModel
-) -> None:
+def test_numbers_are_those_of_passes_of_32_rows(path_and_dtype: tuple[Path, Any], model: PreTrainedModel) -> None:
     places = {sequence: sequence for sequence in [*range(NUM_ROWS + 8), *PROBES]}
     assert_same_bits(logits_of(model, places), logits_of(load(*path_and_dtype, in_blocks=False), places))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_key_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_attention_of_one_token(num_heads: int, num_key_heads: int, dtype: torch.dtype) -> None:
+    """Against one head, row and key after the other, in float64; the last keys of every row are hidden."""
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(3, num_heads, 1, 8, generator=draw).to(dtype)
+    key, value = (torch.randn(3, num_key_heads, 5, 8, generator=draw).to(dtype) for _ in range(2))
+    lengths = [5, 1, 3]
+    hidden = torch.arange(5) >= torch.tensor(lengths)[:, None]
+    mask = torch.zeros(3, 5, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+    found = attention_of_one_token(query, key, value, mask, scaling=0.3)
+    assert found.shape == (3, num_heads, 1, 8) and found.dtype == dtype
+    for row, length in enumerate(lengths):
+        for head in range(num_heads):
+            of_keys = head * num_key_heads // num_heads
+            keys, values = (states[row, of_keys, :length].double() for states in (key, value))
+            expected = (keys @ query[row, head, 0].double() * 0.3).softmax(0) @ values
+            tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(found[row, head, 0].double(), expected, atol=tolerance, rtol=0)
 
 
 class _Products(TorchDispatchMode):
