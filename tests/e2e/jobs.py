@@ -196,11 +196,11 @@ class Strike:
     step: int
     replica: int
     signum: int
-    # After the step's last sample came back, else after its 6th.
+    # After the step's last sample came back, else after its second.
     idle: bool = False
 
     def as_json(self, run_dir: Path) -> dict[str, Any]:
-        at = (self.step - 1) * PROMPTS * SAMPLES + (PROMPTS * SAMPLES if self.idle else 6)
+        at = (self.step - 1) * PROMPTS * SAMPLES + (PROMPTS * SAMPLES if self.idle else 2)
         return {"at": at, "log": str(run_dir / "logs" / f"rollout-{self.replica}."), "signum": int(self.signum)}
 
 

@@ -25,7 +25,7 @@ FAULTS = ("rollout/num_restarts", "rollout/num_resubmitted")
 
 
 def arguments(inputs: Inputs, run_dir: Path, strikes: list[Strike], *more: str) -> list[str]:
-    """One prompt at a time on each server, so that most of a step is still to come at its 6th sample."""
+    """One sample at a time on each server, so that most of a step is still to come at its second sample."""
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "strikes.json"
     file.write_text(json.dumps([strike.as_json(run_dir) for strike in strikes]))
@@ -35,7 +35,7 @@ def arguments(inputs: Inputs, run_dir: Path, strikes: list[Strike], *more: str) 
         "+layout=tp2",
         f"data.max_response_length={RESPONSE}",
         f"{rollout}.ignore_eos=true",
-        f"{rollout}.max_num_seqs={SAMPLES}",
+        f"{rollout}.max_num_seqs=1",
         f"{rollout}.request_timeout_s={REQUEST_TIMEOUT_S}",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=4",

@@ -30,10 +30,14 @@ STEPS_OF_TWO_NODES = {
 STEPS = 2
 
 
-def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60) -> None:
+def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60, *, shown: Path | None = None) -> None:
+    """shown: a file whose text a failure shows."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not after {timeout_s} s"
+        if time.monotonic() >= deadline:
+            raise AssertionError(
+                f"{what}: not after {timeout_s} s\n{shown.read_text() if shown and shown.exists() else ''}"
+            )
         time.sleep(POLL_S)
 
 

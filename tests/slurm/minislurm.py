@@ -96,7 +96,8 @@ JobRequeue=1
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=10
-KillWait=20
+# 30 s by default; where other tests run beside it, a command that saves and Ray that ends may take longer.
+KillWait=60
 MinJobAge=3600
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0

@@ -164,7 +164,7 @@ def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", job_id)
     job = slurm.wait(job_id)
-    wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), 20)
+    wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), 20, shown=out)
     assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
     assert "not started again, Slurm is ending the job" in out.read_text()
     assert_nothing_left(slurm)
@@ -182,7 +182,7 @@ def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
         wait_until("the nodes", lambda out=out: out.exists() and "] nodes: " in out.read_text())
         time.sleep(delay_s)
         slurm.run("scancel", job_id)
-        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), 10)
+        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), 10, shown=out)
         assert_nothing_left(slurm)
 
 
