@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from scalerl.errors import UserError
+from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
 from scalerl.runtime.process_environment import inherited_by_servers
 from scalerl.servers.access import KEY_VARIABLE, new_key
 from scalerl.servers.purpose import POLICY, Purpose
@@ -35,8 +35,19 @@ PORT_START_ATTEMPTS = 3
 ADDRESS_IN_USE = "address already in use"
 
 
-class ServerStartError(UserError, RuntimeError):
-    """Raised for a rollout server that ended or did not answer when started; the message has its last log lines."""
+class ServerStartError(Exception):
+    """Base of the errors of a server that ended or did not answer when started; the message has its last log lines."""
+
+
+class ServerArgumentsError(ServerStartError, UserError):
+    """Raised for a server that refused its arguments; it would do so again."""
+
+
+class ServerNotReadyError(ServerStartError, RunError):
+    """Raised for a server that did not answer in time, or ended for another reason than its arguments.
+
+    It may have been killed, have lost its device, or wait for a slow disk: the next start may succeed.
+    """
 
 
 class ReservedPort:
@@ -132,7 +143,7 @@ class RolloutServer:
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Waits until GET /health answers 200, from this server and not another on the same port.
 
-        Raises `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
+        Raises a `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
         start_timeout_s) passes; the server is stopped then.
         """
         timeout_s = self.start_timeout_s if timeout_s is None else timeout_s
@@ -140,12 +151,16 @@ class RolloutServer:
         # If another job's server took the port first, that one answers until this one finds the port taken and ends.
         while not (self._answers() and self._listens()):
             if not self.alive():
-                raise self._start_error(f"ended with exit code {self.exit_code()} before it was ready")
+                code = self.exit_code()
+                # argparse's code, and `run_main`'s.
+                kind = ServerArgumentsError if code == EXIT_USER_ERROR else ServerNotReadyError
+                raise self._start_error(kind, f"ended with exit code {code} before it was ready")
             if time.monotonic() > deadline:
                 self.stop()
                 raise self._start_error(
+                    ServerNotReadyError,
                     f"was not ready after {timeout_s:.0f} s; raise {self.purpose.key('start_timeout_s')} if its log "
-                    "shows progress"
+                    "shows progress",
                 )
             time.sleep(POLL_INTERVAL_S)
 
@@ -224,8 +239,8 @@ class RolloutServer:
                 return True
         return False
 
-    def _start_error(self, what: str) -> ServerStartError:
-        return ServerStartError(
+    def _start_error(self, kind: type[ServerStartError], what: str) -> ServerStartError:
+        return kind(
             f"{self.purpose.who} {self.url} {what}.\n{self._shown_tail()}\n"
             f"It was started with: {' '.join(self.command)}"
         )

@@ -20,7 +20,14 @@ from pathlib import Path
 import pytest
 
 from scalerl.servers.client import RolloutClient
-from scalerl.servers.process import ReservedPort, RolloutServer, ServerStartError, start_on_free_port
+from scalerl.servers.process import (
+    ReservedPort,
+    RolloutServer,
+    ServerArgumentsError,
+    ServerNotReadyError,
+    ServerStartError,
+    start_on_free_port,
+)
 from scalerl.servers.supervise import descendants
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
@@ -64,7 +71,7 @@ def test_a_server_that_dies_at_start_shows_its_own_last_words(kind: str, model_a
 def test_a_server_that_never_answers_is_stopped_at_the_deadline(tmp_path: Path) -> None:
     server = RolloutServer(["sleep", "1000"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
-    with pytest.raises(ServerStartError, match="start_timeout_s"):
+    with pytest.raises(ServerNotReadyError, match="start_timeout_s"):
         server.wait_ready(timeout_s=1.0)
     assert not server.alive()
 
@@ -222,7 +229,7 @@ def test_a_command_that_ends_takes_its_tree_along_and_gives_its_code(tmp_path: P
     command, pids = dummy_tree(tmp_path, ending)
     server = RolloutServer(command, {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
-    with pytest.raises(ServerStartError, match=f"exit code {code}"):
+    with pytest.raises(ServerNotReadyError, match=f"exit code {code}"):
         server.wait_ready(timeout_s=60.0)
     assert not any(alive(pid) for pid in reported(pids))
 
@@ -240,8 +247,17 @@ def test_stop_and_the_supervisors_death_leave_no_process(tmp_path: Path) -> None
 def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
     server = RolloutServer(["/no/such/program"], {}, "http://127.0.0.1:9", tmp_path / "log")
     server.start()
-    with pytest.raises(ServerStartError, match="cannot start /no/such/program"):
+    with pytest.raises(ServerNotReadyError, match="cannot start /no/such/program"):
         server.wait_ready(timeout_s=60.0)
+
+
+@pytest.mark.parametrize("kind", [full("sglang"), "embedded"])
+def test_a_refused_argument_is_the_users_error(kind: str, model_a: Model, tmp_path: Path) -> None:
+    server = make_server(kind, model_a.path, tmp_path / "log", 9)
+    server.command = [*server.command, "--no-such-option"]
+    server.start()
+    with pytest.raises(ServerArgumentsError, match="no-such-option"):
+        server.wait_ready(timeout_s=120.0)
 
 
 @pytest.mark.full

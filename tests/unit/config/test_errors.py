@@ -13,6 +13,7 @@ from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ResourceError
 from scalerl.config import ConfigError
 from scalerl.errors import UserError, run_main
+from scalerl.servers.process import ServerArgumentsError, ServerNotReadyError
 from scalerl.servers.requests import RolloutError, ServerLostError
 
 
@@ -34,8 +35,9 @@ def fail(error: BaseException) -> int:
         (FileNotFoundError("no reward function at f.py"), "error: no reward function at f.py\n"),
         (remote(ConfigError(["a = 1: wrong"])), "error: The configuration has 1 problem:\n  1. a = 1: wrong\n"),
         (remote(UserError("reward is NaN")), "error: reward is NaN\n"),
+        (remote(ServerArgumentsError("no option --foo")), "error: no option --foo\n"),
     ],
-    ids=["user", "config", "file", "file-text", "remote-config", "remote"],
+    ids=["user", "config", "file", "file-text", "remote-config", "remote", "remote-server"],
 )
 def test_user_errors(capsys, monkeypatch, error, message):
     monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
@@ -43,7 +45,7 @@ def test_user_errors(capsys, monkeypatch, error, message):
     assert capsys.readouterr() == ("", message)
 
 
-@pytest.mark.parametrize("kind", [WorkerError, ResourceError, RolloutError, ServerLostError])
+@pytest.mark.parametrize("kind", [WorkerError, ResourceError, RolloutError, ServerLostError, ServerNotReadyError])
 def test_errors_of_what_a_run_is_made_of(capsys, monkeypatch, kind):
     """sysexits.h EX_SOFTWARE: nothing in the input explains them."""
     monkeypatch.delenv("SCALERL_TRACEBACK", raising=False)
