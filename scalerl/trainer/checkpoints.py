@@ -285,24 +285,35 @@ def announcement(trainer: RunConfig, total_steps: int) -> str:
     return f"checkpoints: {first}of the last step ({total_steps}), in {trainer.default_local_dir}{kept}{more}"
 
 
-def closing(root: str, last: Path | None, *, is_done: bool) -> str:
-    """The message at a run's end. last: the newest checkpoint, of this run or the one that it resumed from."""
+def closing(trainer: RunConfig, last: Path | None, *, step: int, is_done: bool) -> str:
+    """The message at a run's end.
+
+    last: the newest checkpoint, of this run or the one that it resumed from.  step: the run's last.
+    """
     if last is None:
-        return (
-            "No checkpoint was saved (trainer.save_freq=0): the trained weights are gone. trainer.save_freq=-1 saves "
-            "the last step."
-        )
+        return f"No checkpoint was saved{_gone(trainer, 'the trained weights')}"
     last = last.absolute()
     command = [
         *(["scalerl", "merge"] if shutil.which("scalerl") else [sys.executable, "-m", "scalerl.merge", "merge"]),
         *("--backend", "megatron"),
         *("--local_dir", str(last / "actor")),
-        *("--target_dir", str(Path(root).absolute() / f"merged_{last.name}")),
+        *("--target_dir", str(Path(trainer.default_local_dir).absolute() / f"merged_{last.name}")),
     ]
-    lines = [f"Checkpoints are in {Path(root).absolute()}, the last one is {last.name}."]
+    lines = [f"Checkpoints are in {last.parent}, the last one is {last.name}."]
+    if (saved := step_of(last.name) or 0) < step:
+        lines.append(f"No later one was saved{_gone(trainer, f'the weights of step {step}')}")
+        lines.append(f"Those of step {saved} are in {last.name}.")
     if not is_done:
         lines.append("The same command goes on from it.")
     return "\n".join([*lines, "To make a Hugging Face model of it:", f"  {shlex.join(command)}"])
+
+
+def _gone(trainer: RunConfig, weights: str) -> str:
+    """The rest of a sentence that says what was not saved: why, what is lost by it, and how to save."""
+    if trainer.save_freq == 0:
+        return f" (trainer.save_freq=0): {weights} are gone. trainer.save_freq=-1 saves the last step."
+    # scalerl's loops save the last step; one of the user may not.
+    return f": {weights} are gone. Save in the training loop: `scalerl.trainer.ppo.save(run)`."
 
 
 def is_due(step: int, every: int, total: int) -> bool:

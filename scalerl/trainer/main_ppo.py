@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     if cfg.trainer.val_only:
         return 0
     is_done = run.step >= run.total_steps or not run.stop.requested
-    print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    print(checkpoints.closing(cfg.trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
     if (how := run.tracker.how_to_open) is not None:
         print(how, flush=True)
     if not is_done:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         print(interrupted_text(cfg.trainer.default_local_dir, "sft", arguments), file=sys.stderr, flush=True)
         raise
     is_done = run.step >= run.total_steps
-    print(checkpoints.closing(cfg.trainer.default_local_dir, run.checkpoint, is_done=is_done), flush=True)
+    print(checkpoints.closing(cfg.trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
     if (how := run.tracker.how_to_open) is not None:
         print(how, flush=True)
     if not is_done:

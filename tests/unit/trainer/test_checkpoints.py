@@ -101,16 +101,32 @@ def test_the_end_says_how_to_merge_the_last_checkpoint(
     root = tmp_path / "a directory"
     last = save(root, 9, model)
     monkeypatch.chdir(root)
-    text = checkpoints.closing(".", Path(last.name), is_done=True)
+    trainer = TrainerConfig(default_local_dir=".")
+    text = checkpoints.closing(trainer, Path(last.name), step=9, is_done=True)
+    assert "gone" not in text
     assert f"Checkpoints are in {root}, the last one is global_step_9." in text
     words = shlex.split(text.splitlines()[-1])
     arguments = build_parser().parse_args(words[words.index("merge", 1 if words[0] == "scalerl" else 3) :])
     assert Path(arguments.local_dir) == last / "actor" and not Path(arguments.target_dir).exists()
-    assert "The same command goes on" in checkpoints.closing(".", last, is_done=False)
+    assert "The same command goes on" in checkpoints.closing(trainer, last, step=9, is_done=False)
 
 
-def test_the_end_says_that_nothing_was_saved(tmp_path: Path) -> None:
-    assert checkpoints.closing(str(tmp_path), None, is_done=True).startswith("No checkpoint was saved")
+@pytest.mark.parametrize(
+    ("save_freq", "why", "how"),
+    [(0, " (trainer.save_freq=0)", "trainer.save_freq=-1 saves"), (-1, "", "scalerl.trainer.ppo.save(run)")],
+    ids=["save_freq", "a loop that does not save"],
+)
+def test_the_end_says_that_nothing_was_saved(tmp_path: Path, model: Path, save_freq: int, why: str, how: str) -> None:
+    trainer = TrainerConfig(default_local_dir=str(tmp_path), save_freq=save_freq)
+    text = checkpoints.closing(trainer, None, step=12, is_done=True)
+    assert text.startswith(f"No checkpoint was saved{why}: the trained weights are gone.") and how in text
+    # What the run resumed from is no checkpoint of what it trained; it may be in another directory.
+    before = save(tmp_path / "before", 9, model)
+    text = checkpoints.closing(trainer, before, step=12, is_done=True)
+    assert f"Checkpoints are in {before.parent}, the last one is global_step_9.\n" in text
+    assert f"No later one was saved{why}: the weights of step 12 are gone." in text and how in text
+    assert "Those of step 9 are in global_step_9." in text and "merge" in text.splitlines()[-1]
+    assert "gone" not in checkpoints.closing(trainer, before, step=9, is_done=True)
 
 
 def test_a_fresh_start(tmp_path: Path) -> None:
