@@ -13,14 +13,13 @@ from urllib.parse import urlsplit
 
 from scalerl.data.local_copy import copy_to_local, is_remote
 from scalerl.errors import UserError
+from scalerl.model_files import FETCHED
 
 # ORGANISATION/NAME, and @REVISION: a branch, a tag or a commit.
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 # The path of a model's page on the hub: /ORGANISATION/NAME, /ORGANISATION/NAME/tree/REVISION.
 _HUB_PAGE = re.compile(r"/(?P<repo>[\w.-]+/[\w.-]+)(?:/tree/(?P<revision>[\w./-]+))?/?")
 HUB = "https://huggingface.co"
-# The files that are fetched; other formats of the same weights are not.
-FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # (path, key) -> the error, for later checks of the same model.
 _failures: dict[tuple[str, str], ModelSourceError] = {}
@@ -108,7 +107,7 @@ def _from_hub(repo: str, revision: str | None, setting: str) -> str:
     here = f"{setting}: there is no such directory in {Path.cwd()}"
     by_hand = f"fetch it elsewhere (hf download {repo} --local-dir DIR) and give DIR"
     try:
-        directory = snapshot_download(repo, revision=revision, allow_patterns=FILES)
+        directory = snapshot_download(repo, revision=revision, allow_patterns=FETCHED)
     except GatedRepoError as error:
         raise ModelSourceError(
             f"{setting}: its owner gives it to those who accepted its terms; accept them on "

@@ -24,20 +24,18 @@ from scalerl.families.block_scales import (
 )
 from scalerl.families.shape import ModelShape, read_config
 from scalerl.families.table import Family, LazyTensor
+from scalerl.model_files import is_beside_weights
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
-# Suffixes of a model directory's other files: configuration, tokenizer, chat template, code.
-_BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
 
 def files_beside_weights(model_dir: str | Path) -> list[Path]:
     """The files that a copy of the model with other weights needs unchanged: all but the weights and their index."""
-    files = sorted(Path(model_dir).iterdir())
-    return [file for file in files if file.suffix in _BESIDE_WEIGHTS and not file.name.endswith(".index.json")]
+    return [file for file in sorted(Path(model_dir).iterdir()) if is_beside_weights(file.name)]
 
 
 def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:

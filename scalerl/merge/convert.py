@@ -19,9 +19,9 @@ from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelSh
 from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
+from scalerl.model_files import is_beside_weights
 
 MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
-WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth)(\.index\.json)?")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -201,11 +201,11 @@ def _write_tensors(
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
-    """Copies configuration, tokenizer and everything else but weights, and sets the dtype in config.json."""
+    """Copies the files beside the weights, and directories, and sets the dtype in config.json."""
     for source in sorted(hf_dir.iterdir()):
         if source.is_dir():
             shutil.copytree(source, out_dir / source.name)
-        elif not WEIGHT_FILES.fullmatch(source.name):
+        elif is_beside_weights(source.name):
             shutil.copyfile(source, out_dir / source.name)
     config = read_config(hf_dir)
     # transformers 5 writes dtype, 4 torch_dtype.

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from scalerl.checkpoint.pieces import Piece, boxes, write_file, write_index
+from scalerl.config.pipeline_sizes import PipelineSizes
 from scalerl.families import (
     CHECKPOINT_MODEL_PREFIX,
     HFWeights,
@@ -41,6 +42,15 @@ class SplitSizes:
     @property
     def expert_tp_size(self) -> int:
         return self.etp_size or self.tp_size
+
+    @property
+    def pipeline(self) -> PipelineSizes:
+        return PipelineSizes(self.pp_size, self.vpp_size)
+
+    def stage_of_layer(self, num_layers: int) -> list[int]:
+        """The stage that has each layer: the first chunks of all stages follow each other, then the second ones."""
+        chunks = self.pipeline.chunks(num_layers)
+        return [stage for _ in range(self.vpp_size) for stage, size in enumerate(chunks) for _ in range(size)]
 
     @property
     def stage_size(self) -> int:
@@ -83,8 +93,13 @@ def pieces_of_rank(weights: HFWeights, shape: ModelShape, sizes: SplitSizes, ran
     Ranks count as Megatron's: tensor parallel first, pipeline stages last.
     """
     stage, rank_in_stage = divmod(rank, sizes.stage_size)
+    stage_of_layer = sizes.stage_of_layer(shape.num_layers)
     for param in family_of(shape).params(shape):
-        if stage != _stage_of(param, shape, sizes):
+        if param.layer is None:
+            stage_of_param = 0 if param.stage_part == "first" else sizes.pp_size - 1
+        else:
+            stage_of_param = stage_of_layer[param.layer]
+        if stage != stage_of_param:
             continue
         if param.expert is None:
             size, (copy, shard_rank) = sizes.tp_size, divmod(rank_in_stage, sizes.tp_size)
@@ -141,13 +156,6 @@ def _places(
         yield (0 if param.kind == "replicated" else shard_rank * local[0], *rest), local
 
 
-def _stage_of(param: Param, shape: ModelShape, sizes: SplitSizes) -> int:
-    if param.layer is None:
-        return 0 if param.stage_part == "first" else sizes.pp_size - 1
-    layers_per_chunk = shape.num_layers // (sizes.pp_size * sizes.vpp_size)
-    return param.layer // layers_per_chunk % sizes.pp_size
-
-
 def _check(shape: ModelShape, sizes: SplitSizes) -> None:
     size_by_option = {
         "--tp": sizes.tp_size,
@@ -160,10 +168,10 @@ def _check(shape: ModelShape, sizes: SplitSizes) -> None:
     problems = [f"{name} {size} must be at least 1" for name, size in size_by_option.items() if size < 1]
     if problems:
         raise ValueError("; ".join(problems))
-    if shape.num_layers % (sizes.pp_size * sizes.vpp_size):
-        problems.append(f"--pp {sizes.pp_size} x --vpp {sizes.vpp_size} must divide {shape.num_layers} layers")
     if sizes.vpp_size > 1 and sizes.pp_size == 1:
         problems.append(f"--vpp {sizes.vpp_size} needs --pp above 1")
+    elif sizes.pipeline.violations(shape.num_layers):
+        problems.append(f"--pp {sizes.pp_size} x --vpp {sizes.vpp_size} must divide {shape.num_layers} layers")
     if sizes.ep_size > 1 and (not shape.num_experts or shape.num_experts % sizes.ep_size):
         problems.append(f"--ep {sizes.ep_size} must divide {shape.num_experts} experts")
     for param in family_of(shape).params(shape):

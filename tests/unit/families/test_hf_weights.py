@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalerl.families import HFWeights, ModelShape, family_of, files_beside_weights
+from scalerl.merge.convert import copy_beside
+from scalerl.model_files import FETCHED
 from tests.tiny_models import make_tiny_model
 
 
@@ -119,8 +122,17 @@ def test_a_tensor_that_is_not_there(model_dir):
 
 
 def test_files_beside_the_weights(tmp_path):
+    """One rule for a checkpoint's copy, a merge and what is fetched from the hub."""
     wanted = {"config.json", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "merges.txt", "modeling.py"}
-    others = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "README.md"}
-    for name in wanted | others:
-        (tmp_path / name).touch()
-    assert {file.name for file in files_beside_weights(tmp_path)} == wanted
+    weights, others = {"model.safetensors", "model.safetensors.index.json"}, {"pytorch_model.bin", "README.md"}
+    model, merged = tmp_path / "model", tmp_path / "merged"
+    for directory in (model, merged):
+        directory.mkdir()
+    for name in wanted | weights | others:
+        (model / name).touch()
+    assert {file.name for file in files_beside_weights(model)} == wanted
+    (model / "config.json").write_text('{"dtype": "float32"}')
+    copy_beside(model, merged, torch.float32)
+    assert {file.name for file in merged.iterdir()} == wanted
+    fetched = {name for name in wanted | weights | others if any(fnmatch(name, pattern) for pattern in FETCHED)}
+    assert fetched == wanted | weights
