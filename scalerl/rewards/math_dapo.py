@@ -28,7 +28,8 @@ _SHORT_FRACTION = re.compile(r"\\frac([^{\s])(.)")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\s\[])")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|,\\!)(?=\d{3}(?!\d))")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|°")
-_DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\l?dots|\$|\\%|%|\"|\s")
+# A backslash at the end was a space of LaTeX.
+_DROPPED = re.compile(r"\\left|\\right|\\[!,;: ]|\\$|\\l?dots|\$|\\%|%|\"|\s")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 
 

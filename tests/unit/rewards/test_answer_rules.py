@@ -43,7 +43,7 @@ def test_dapo(text, truth, expected):
 # What verl's rule scores, which ours repeats: the last "Answer:" in the last 300 characters, in any case and anywhere
 # on its line; its answer begins behind the colon, on a later line too. Of an equation the right side, of inline math
 # the first formula; units, articles, spaces and quotes dropped, commas between digits too, short fractions and roots
-# with braces. Without "Answer:" the last box of the last 100 characters, as it is.
+# with braces. A box without "Answer:" is no answer.
 VERL = [
     ("Final Answer: 42", "42", True),
     ("So my final answer: 42", "42", True),
@@ -78,16 +78,19 @@ VERL = [
     (r"Answer: \textbf{42}", "42", True),
     (r"Answer: \overline{42}", "42", True),
     (r"Answer: $\boxed{42}$", "42", True),
-    (r"it is \boxed{42}", "42", True),
+    ("Answer: 42\\ ", "42", True),
+    ("Answer: 42 \\ \n", "42", True),
     (r"it is \boxed{41}", "42", False),
-    (r"\boxed{41}, no: \boxed{42}.", "42", True),
     (r"\boxed{42}" + "." * 100, "42", False),
     (r"Answer: 41, that is \boxed{42}!", "41", False),
     ("Answer: 42" + "." * 300, "42", False),
     ("", "42", False),
 ]
-# Where ours is meant to differ: answers in another form.
+# Where ours is meant to differ: answers in another form, and without "Answer:" the last box of the last 100 characters
+# (verl's rule looks at boxes only with strict_box_verify).
 MORE = [
+    (r"it is \boxed{42}", "42"),
+    (r"\boxed{41}, no: \boxed{42}.", "42"),
     ("**Answer**: 42", "42"),
     ("**Final Answer:** 42", "42"),
     ("Final Answer: 42.", "42"),
@@ -102,7 +105,14 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("text", "truth", "expected"), [*VERL, *((*case, True) for case in MORE)])
+# What verl's rule drops that ours leaves: letters of a word, and commas of no number.
+LESS = [("Answer: 1,234a ", "1234"), ("Answer: B{,}", "B"), (r"Answer: B,\!", "B")]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [*VERL, *((*case, True) for case in MORE), *((*case, False) for case in LESS)],
+)
 @pytest.mark.parametrize("data_source", ["math_dapo", "aime2024"])
 def test_the_last_answer_anywhere(data_source, text, truth, expected):
     result = default_compute_score(data_source, text, truth)
