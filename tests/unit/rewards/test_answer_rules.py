@@ -105,8 +105,14 @@ MORE = [
 ]
 
 
-# What verl's rule drops that ours leaves: letters of a word, and commas of no number.
-LESS = [("Answer: 1,234a ", "1234"), ("Answer: B{,}", "B"), (r"Answer: B,\!", "B")]
+# What verl's rule drops that ours leaves: letters of a word, commas and units of no number.
+LESS = [
+    ("Answer: 1,234a ", "1234"),
+    ("Answer: B{,}", "B"),
+    (r"Answer: B,\!", "B"),
+    (r"Answer: \mbox{m}42", "42"),
+    (r"Answer: B\mathrm{th}", "B"),
+]
 
 
 @pytest.mark.parametrize(

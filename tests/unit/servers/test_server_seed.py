@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
-from scalerl.servers.host import server_seed
+import pytest
+
+from scalerl.config.schema import RolloutConfig
+from scalerl.servers import process
+from scalerl.servers.engines import Launch
+from scalerl.servers.host import ReplicaHost, ServerSettings, server_seed
+from scalerl.servers.process import RolloutServer
+from scalerl.servers.purpose import POLICY
 
 
 def test_no_server_draws_what_another_drew() -> None:
@@ -20,3 +28,22 @@ def test_no_server_draws_what_another_drew() -> None:
 
 def test_the_same_start_has_the_same_seed() -> None:
     assert server_seed(42, index=1, first_step=0, num_restarts=0) == 1920655309
+
+
+def test_a_host_starts_its_server_with_the_seed_of_replica_step_and_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def not_started(make_server, *_: object) -> RolloutServer:
+        server = make_server(4000)
+        commands.append(list(server.command))
+        return server
+
+    monkeypatch.setattr(process, "start_on_free_port", not_started)
+    launch = Launch("/models/m", RolloutConfig(seed=42), "cpu", 1024)
+    host = ReplicaHost(3, ServerSettings(launch, POLICY, True), log_dir=str(tmp_path), first_step=7)
+    for _ in range(2):
+        host.start()
+    given = [int(command[command.index("--random-seed") + 1]) for command in commands]
+    assert given == [server_seed(42, index=3, first_step=7, num_restarts=restarts) for restarts in range(2)]
