@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
+from scalerl.config.schema import RolloutConfig
 from scalerl.merge import merge
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.servers.host import server_seed
 from scalerl.trainer.beginning import command_line
 from scalerl.verify.differences import reproducible
 from tests.e2e import kills, watched_loop
@@ -262,14 +264,23 @@ def greedy_score(model_dir: Path, data: Path, num_rows: int) -> float:
     return sum(scores) / len(scores)
 
 
+def seed_of_server(run_dir: Path) -> int:
+    """The seed of the first server, as SGLang logs its arguments when it starts."""
+    log = (run_dir / "logs" / "rollout-0.log").read_text(encoding="utf-8", errors="replace")
+    return int(re.findall(r"random_seed=(\d+)", log)[0])
+
+
 @pytest.mark.full
 def test_a_run_with_sglang_is_killed_and_resumed(
     inputs: Inputs, start_job: StartJob, kept: Kept, tmp_path: Path
 ) -> None:
-    """Its samples are others after a resume; steps, prompts and what the servers serve are as they were."""
+    """Its samples are others after a resume, as the server's seed is; steps, prompts and what the servers serve are as
+    they were."""
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     more = [
         "actor_rollout_ref.rollout.name=sglang",
+        # No other run's, so the resumed run starts its server too.
+        "actor_rollout_ref.rollout.max_num_seqs=13",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
         "trainer.val_before_train=false",
@@ -280,11 +291,15 @@ def test_a_run_with_sglang_is_killed_and_resumed(
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
     before = Record.read(run_dir).final
+    seeds = [seed_of_server(run_dir)]
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
     killed.assert_gone(but_agents=True)
     pause.over()
     assert_resumed(kept.train(arguments), run_dir, resumed_from=2)
+    seeds.append(seed_of_server(run_dir))
+    configured = RolloutConfig().seed
+    assert seeds == [server_seed(configured, index=0, first_step=step, num_restarts=0) for step in (0, 2)]
     record = Record.read(run_dir).final
     assert sorted(record) == list(range(1, STEPS + 1))
     # What was done before the checkpoint is as it was, to the bit.
