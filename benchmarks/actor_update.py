@@ -93,6 +93,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--ceiling-s", type=float, default=2.0, help="seconds for the matmul ceiling")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-actor-update-DEVICE.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -104,7 +105,7 @@ def main(arguments: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device)
     # Before anything of ours makes load.
-    ran_on = record.machine(device)
+    ran_on = record.machine(device, now=options.now)
     peak = device_peak_flops(torch.cuda.get_device_name(), options.dtype) if device == "cuda" else None
     sizes = MODELS[options.model]
     sizes = sizes.with_width(options.hidden or sizes.hidden, options.layers or sizes.layers)

@@ -63,6 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("outputs/algorithms"), help="of all runs; kept")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/algorithms.md")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-algorithms.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -78,7 +79,7 @@ def recipes_of(overrides: Iterable[str]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     work = options.work.resolve()
     runs = []
     for seed in options.seeds:

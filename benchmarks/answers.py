@@ -35,12 +35,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="of a response")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-answers.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     result = measure(options.samples, options.tokens, options.repeats)
     print(report(result))
     return record.keep("answers", arguments, vars(options), ran_on, result)

@@ -40,13 +40,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=None, help="after these no further kill")
     parser.add_argument("--directory", default=None, help="where the runs are; default: for temporary files, removed")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-chaos-ENGINE-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=args.now)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         directory = Path(args.directory or name)
         result = run(args, directory)

@@ -39,6 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-checkpoint-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -112,7 +113,7 @@ def dd(commands: list[list[str]]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=args.now)
     from tests.dist.launch import run_ranks
 
     layout = LAYOUTS[args.layout]

@@ -40,12 +40,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-controller-scale.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     logging.disable(logging.WARNING)
     measured = [measure(options, dp_size) for dp_size in options.dp]
     result = {"sizes": measured, "growth": growth(measured)}

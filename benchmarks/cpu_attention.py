@@ -67,12 +67,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--start-timeout-s", type=float, default=600.0, help="of a server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-cpu-attention-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     loads = make_loads(options)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as running:
         sizes = Sizes(

@@ -52,12 +52,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--alone", type=int, default=4, help="samples that are drawn a second time, alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-embedded-engine-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         sizes = Sizes(

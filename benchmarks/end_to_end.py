@@ -44,6 +44,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--ceiling-s", type=float, default=2.0, help="seconds for the matmul ceiling")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-end-to-end-DEVICE.json")
     parser.add_argument("overrides", nargs="*", help="after --: any key of `scalerl train`")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device)
     # Before anything of ours makes load.
-    ran_on = record.machine(device)
+    ran_on = record.machine(device, now=options.now)
 
     def ceiling() -> float:
         return sum(matmul_flops(options.world, device, options.dtype, options.ceiling_s))

@@ -53,6 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="remove what is read from the page cache before each")
     parser.add_argument("--directory", default=None, help="where to write; default: for temporary files")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-merge.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -194,7 +195,7 @@ def torch_converted(actor: Path, target: Path) -> float | None:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=args.now)
     import_s = [
         float(subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True).stdout)
         for _ in range(3)

@@ -92,12 +92,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed plans of each large batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-packing.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     shape = model_shape()
     compared = {
         distribution.name: compare(distribution, shape, options.batches, options.samples, options.dp, options.seed)

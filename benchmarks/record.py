@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -21,13 +23,42 @@ RESULTS = ":(exclude)benchmarks/results"
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "ray", "transformer-engine", "flash-attn", "apex")
 
 
-def machine(device: str) -> dict[str, Any]:
-    """load_average: runnable processes over the last 1, 5 and 15 minutes, before the benchmark adds its own."""
+# A machine is quiet when its load of the last minute is below this.
+QUIET_LOAD = 0.3
+# A busy minute before takes about two to fade out of that load.
+QUIET_LIMIT_S, QUIET_LOOK_S = 180.0, 5.0
+
+
+def add_now(parser: argparse.ArgumentParser) -> None:
+    """Adds --now, which `machine` takes."""
+    parser.add_argument("--now", action="store_true", help="do not wait until the machine is quiet")
+
+
+def wait_until_quiet() -> float:
+    """Returns when the load is below QUIET_LOAD, at the latest after QUIET_LIMIT_S; the seconds that it waited."""
+    start = time.monotonic()
+    while (load := os.getloadavg()[0]) >= QUIET_LOAD:
+        waited_s = time.monotonic() - start
+        if waited_s >= QUIET_LIMIT_S:
+            print(f"not quiet after {waited_s:.0f} s (load {load:.2f}): the result says so", flush=True)
+            return waited_s
+        time.sleep(QUIET_LOOK_S)
+    return time.monotonic() - start
+
+
+def machine(device: str, *, now: bool) -> dict[str, Any]:
+    """What the benchmark runs on, once that is quiet.  now: do not wait.
+
+    load_average: runnable processes over the last 1, 5 and 15 minutes, before the benchmark adds its own.
+    waited_s: until the machine was quiet, or the wait was given up; null: it did not wait.
+    """
+    waited_s = None if now else round(wait_until_quiet(), 1)
     found = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
+        "waited_s": waited_s,
     }
     if device == "cuda":
         import torch

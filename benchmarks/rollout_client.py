@@ -53,12 +53,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--start-timeout-s", type=float, default=600.0, help="of the server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-rollout-client-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     with tempfile.TemporaryDirectory() as directory:
         sizes = Sizes(
             hidden=options.hidden,

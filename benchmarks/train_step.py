@@ -39,6 +39,7 @@ def parse(arguments: list[str], device: str) -> argparse.Namespace:
     parser.add_argument("--ceiling-s", type=float, default=2.0, help="seconds for the matmul ceiling")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-train-step-DEVICE.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = parse(arguments, device)
     # Before anything of ours makes load.
-    ran_on = record.machine(device)
+    ran_on = record.machine(device, now=options.now)
     sizes = default_sizes(device).with_width(options.hidden, options.layers)
     lengths = draw_lengths(
         options.seqs, options.mean_len, options.sigma, options.max_tokens_per_micro_batch, options.seed

@@ -48,12 +48,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rollout", choices=("sglang", "embedded"), default="sglang")
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-vs-trl-cpu.json")
     parser.add_argument("overrides", nargs="*", help="after --: any key of `scalerl train`")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         num_parameters = make_inputs(options, directory)

@@ -70,6 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--start-timeout-s", type=float, default=600.0, help="of the server")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", help="result file; default benchmarks/results/DATE-weight-sync-cpu.json")
+    record.add_now(parser)
     return parser.parse_args(arguments)
 
 
@@ -101,7 +102,7 @@ def sizes_of(gb: float, dtype: str) -> Sizes:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    ran_on = record.machine("cpu")
+    ran_on = record.machine("cpu", now=options.now)
     measured = []
     for gb in options.gb:
         with tempfile.TemporaryDirectory() as directory:

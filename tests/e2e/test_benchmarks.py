@@ -18,13 +18,14 @@ import algorithms  # noqa: E402
 import packing  # noqa: E402
 import padded_update  # noqa: E402
 import time_shares  # noqa: E402
+import vs_trl  # noqa: E402
 
 COMMON = {"benchmark", "command", "options", "machine", "versions", "commit", "result"}
 PHASES = {"gen", "balance", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "untimed"}
 
 
 def run_benchmark(script: str, out: Path, *arguments: str, timeout_s: float = 600) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", "--out", str(out), *arguments]
+    command = [sys.executable, "-W", "ignore", f"benchmarks/{script}", "--now", "--out", str(out), *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert str(out) in done.stdout
@@ -302,6 +303,7 @@ def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
         "-W",
         "ignore",
         "benchmarks/end_to_end.py",
+        "--now",
         "--ceiling-s",
         "0.1",
         "--world",
@@ -362,6 +364,40 @@ def test_a_finished_learning_run_is_not_run_again(tmp_path: Path) -> None:
     assert algorithms.one_run(options, tmp_path, "rloo", 3) == stored
     with pytest.raises(SystemExit, match="is of other settings"):
         algorithms.one_run(algorithms.parse(["--steps", "8"]), tmp_path, "rloo", 3)
+
+
+@pytest.mark.full
+def test_algorithms(tmp_path: Path) -> None:
+    """Data, model, warm start and two algorithms; nothing is learned in two steps."""
+    result = run_benchmark(
+        "algorithms.py", tmp_path / "result.json",
+        *("--algorithms", "grpo", "ppo", "--seeds", "0", "--steps", "2", "--sft-steps", "2", "--test-freq", "1"),
+        *("--rollout", "embedded", "--work", str(tmp_path / "work")),
+    )  # fmt: skip
+    assert [run["settings"]["algorithm"] for run in result["runs"]] == ["grpo", "ppo"]
+    for run in result["runs"]:
+        assert {"1", "2"} <= run["validations"].keys() and 0 <= run["final"] <= 1
+    assert result["algorithms"]["ppo"]["num_seeds"] == 1
+
+
+@pytest.mark.full
+def test_scalerls_side_of_vs_trl(tmp_path: Path) -> None:
+    """TRL needs an environment of its own; its numbers are made up here."""
+    options = vs_trl.parse(
+        [
+            *("--trl", "none", "--prompts", "2", "--n", "2", "--max-tokens", "4", "--steps", "2", "--warmup", "1"),
+            *("--cores", "1", "--rollout", "embedded"),
+        ]
+    )
+    assert vs_trl.make_inputs(options, tmp_path) > 0
+    ours = vs_trl.run_scalerl(options, tmp_path, tmp_path / "run")
+    assert len(ours) == 2 and all(step["tokens"] > 0 and step["cpu_s"] > 0 for step in ours)
+    trl = [{"wall_s": 2 * step["wall_s"], "cpu_s": 3 * step["cpu_s"], "tokens": step["tokens"]} for step in ours]
+    result = vs_trl.summarize({"scalerl": ours, "trl": trl})
+    assert result["ratio_tokens_per_s"] == pytest.approx(2)
+    assert result["ratio_tokens_per_cpu_s"] == pytest.approx(3)
+    assert {"gen", "update_actor", "update_weights"} <= result["scalerl"]["share_of_step"].keys()
+    assert "tokens_per_cpu_s" in vs_trl.report(result)
 
 
 @pytest.mark.full
