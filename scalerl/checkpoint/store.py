@@ -7,6 +7,7 @@ One run at a time writes to a root.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -33,6 +34,8 @@ DIRECTORY_FORMAT = "global_step_{}"
 _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 
+# Keys of the manifest. Another one is damage: it may be one of these, with a flipped bit.
+_MANIFEST_KEYS = ("step", "files", "algorithm", "digests", "sha256")
 # File with the digests of files of tensors, left by their writers (checkpoint.pieces).
 _INDEX_NAME = "pieces.json"
 _MAX_THREADS = 8
@@ -126,18 +129,21 @@ def integrity_problem(
     if not directory.is_dir():
         return "no such directory"
     try:
-        manifest = json.loads((directory / COMPLETE_NAME).read_text(encoding="utf-8"))
+        text = (directory / COMPLETE_NAME).read_text(encoding="utf-8")
+        manifest = json.loads(text)
         sizes, saved = dict(manifest["files"]), dict(manifest.get("digests", {}))
     except FileNotFoundError:
         return f"no {COMPLETE_NAME} file, so its save did not finish"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{COMPLETE_NAME} is not a manifest"
+    if _is_damaged(manifest, text, sizes.keys() == saved.keys()):
+        return f"{COMPLETE_NAME} is not what was saved"
     for name, size in sizes.items():
         if below and not name.startswith(f"{below}/"):
             continue
         try:
             size_on_disk = (directory / name).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"file {name} is missing"
         if size_on_disk != size:
             return f"file {name} has {size_on_disk} bytes, was saved with {size}"
@@ -148,6 +154,21 @@ def integrity_problem(
         if digest != saved[name]:
             return f"file {name} is not what was saved{_damaged_tensor(directory / name)}"
     return None
+
+
+def _manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The manifest's file: what it says, and the digest of that."""
+    digest = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1)
+
+
+def _is_damaged(manifest: Mapping[str, Any], text: str, has_all_digests: bool) -> bool:
+    """Whether a manifest is not as it was written. Older ones have no digest of themselves, or no digests at all."""
+    if "sha256" in manifest:
+        return text != _manifest_text({key: value for key, value in manifest.items() if key != "sha256"})
+    if not manifest.keys() <= set(_MANIFEST_KEYS):
+        return True
+    return ("algorithm" in manifest or "digests" in manifest) and not has_all_digests
 
 
 def manifest_sizes(directory: str | os.PathLike[str]) -> dict[str, int]:
@@ -234,7 +255,7 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
         "algorithm": _algorithm(),
         "digests": {name: digests[name] for name in names},
     }
-    _write_atomic(tmp / COMPLETE_NAME, json.dumps(manifest, indent=1))
+    _write_atomic(tmp / COMPLETE_NAME, _manifest_text(manifest))
     return _become(tmp, final, step)
 
 

@@ -160,6 +160,7 @@ def test_save_find_and_read_back(tmp_path):
     assert (tmp_path / store.TRACKER_NAME).read_text() == "10"
     manifest = json.loads((final / "COMPLETE").read_text())
     digest = digest_of_file(final / "actor" / "a.bin")
+    assert len(manifest.pop("sha256")) == 64
     assert manifest == {
         "step": 10,
         "files": {"actor/a.bin": 1},
@@ -281,6 +282,49 @@ def test_a_flipped_byte_is_found_and_what_was_saved_before_digests_is_not_refuse
     manifest = json.loads((damaged / "COMPLETE").read_text())
     (damaged / "COMPLETE").write_text(json.dumps({key: manifest[key] for key in ("step", "files")}))
     assert store.find_latest_ckpt_path(tmp_path, digests=True) == str(damaged)
+
+
+# Keys that the manifests of a version have.
+OLDEST = ("step", "files")
+BEFORE_SHA256 = (*OLDEST, "algorithm", "digests")
+
+
+@pytest.mark.parametrize("keys", [OLDEST, BEFORE_SHA256, (*BEFORE_SHA256, "sha256")])
+def test_a_flipped_bit_of_the_manifest_hides_no_damage_and_is_passed_over(tmp_path, keys):
+    """Each bit of it; with a digest of itself each is found, also where nothing else is damaged."""
+    whole, good = save(tmp_path, 1), save(tmp_path, 2)
+    tmp = store.begin_save(tmp_path, 3)
+    # A flipped bit makes the one name of the other, and a directory of a file.
+    for name in ("a", "a.in", "c.in"):
+        (tmp / name).write_text("x")
+    damaged = store.commit(tmp, tmp_path, 3)
+    if keys == OLDEST:
+        (damaged / "a.in").unlink()
+    else:
+        (damaged / "a.in").write_text("y")
+    for directory, is_damaged in ((good, False), (damaged, True)):
+        path = directory / store.COMPLETE_NAME
+        manifest = json.loads(path.read_text())
+        # As it is written, where it has all keys.
+        content = path.read_bytes() if len(keys) == len(manifest) else None
+        content = content or json.dumps({key: manifest[key] for key in keys}, indent=1).encode()
+        path.write_bytes(content)
+        assert (store.integrity_problem(directory, digests=True) is not None) is is_damaged
+        for at in range(8 * len(content)):
+            flipped = bytearray(content)
+            flipped[at // 8] ^= 1 << at % 8
+            path.write_bytes(flipped)
+            problem = store.integrity_problem(directory, digests=True)
+            if "sha256" in keys:
+                assert problem is not None and problem.startswith("COMPLETE is not "), (at, problem)
+            elif "digests" in keys and is_damaged:
+                assert problem is not None, (at, bytes(flipped))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shutil.rmtree(damaged)
+        path = good / store.COMPLETE_NAME
+        path.write_bytes(path.read_bytes().replace(b"files", b"fIles"))
+        assert store.checkpoint_to_resume(tmp_path, digests=True) == str(whole)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
