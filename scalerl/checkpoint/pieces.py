@@ -6,6 +6,7 @@ what `torch.save` makes of it), so that whatever reads torch_dist directories re
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -24,7 +25,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
 from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
 from scalerl.checkpoint.writeback import Writeback
-from scalerl.whole_file import fsync
+from scalerl.whole_file import whole_file
 
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
@@ -199,7 +200,7 @@ class _without_crc32:
 def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[str, Any]) -> None:
     """Writes the index of the pieces and the ranks' common state, on one rank when all ranks have written.
 
-    Raises ValueError if the pieces of a tensor do not cover it exactly once.
+    Raises ValueError if the pieces of a tensor do not cover it exactly once, OSError if there is no room.
     """
     pieces = {file.name: file.pieces for file in files if file.pieces}
     by_key: dict[str, list[WrittenPiece]] = {}
@@ -219,15 +220,19 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
         "files": {name: [[p.start, p.payload, p.digest] for p in written] for name, written in pieces.items()},
         "digests": {file.name: file.digest for file in files if file.pieces},
     }
-    torch.save(dict(common), directory / "common.pt")
+    # In memory: torch's own writer hides why it could not write to a file.
+    state = io.BytesIO()
+    torch.save(dict(common), state)
     # Megatron's own load looks here for the format.
-    (directory / "metadata.json").write_text(
-        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"})
-    )
-    (directory / INDEX_NAME).write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
-    (directory / METADATA_NAME).write_bytes(pickle.dumps(content))
-    for name in ("common.pt", "metadata.json", INDEX_NAME, METADATA_NAME):
-        fsync(directory / name)
+    megatron = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    for name, data in (
+        ("common.pt", state.getvalue()),
+        ("metadata.json", json.dumps(megatron).encode()),
+        (INDEX_NAME, json.dumps(index, separators=(",", ":")).encode()),
+        (METADATA_NAME, pickle.dumps(content)),
+    ):
+        with whole_file(directory / name) as file:
+            file.write(data)
     for file in files:
         if not file.pieces:
             (directory / file.name).unlink()

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -145,8 +145,11 @@ class HFWeights:
         except SafetensorError as error:
             raise ValueError(f"{self.dir / file_name}: tensor {name} cannot be read: {error}") from None
 
-    def check(self, family: Family, shape: ModelShape) -> None:
-        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors; reads headers only."""
+    def check(self, family: Family, shape: ModelShape, may_have: Collection[str] = ()) -> None:
+        """Raises one ValueError that lists all missing, extra and wrongly shaped tensors; reads headers only.
+
+        may_have: tensors beside those of the family that are not extra.
+        """
         expected = family.hf_shapes(shape)
         tied_head = set(family.head.hf) if shape.tie_word_embeddings else set()
         unused = tuple(f"model.layers.{shape.num_layers + n}." for n in range(shape.num_prediction_layers))
@@ -155,6 +158,7 @@ class HFWeights:
             for n in self.names()
             if n not in expected
             and n not in tied_head
+            and n not in may_have
             and not HARMLESS.search(n)
             and not n.startswith(unused)
             and not (self.block is not None and n.removesuffix(SCALE_SUFFIX) in expected)

@@ -9,6 +9,8 @@ import torch
 
 from scalerl.families import HFWeights, ModelShape, family_of
 
+# A critic of transformers' token classification has it, one of scalerl's has not.
+VALUE_BIAS = "score.bias"
 _MAX_SHOWN = 8
 _NUM_TOKENS = 32
 
@@ -18,7 +20,7 @@ def differences(directory: Path, other: Path) -> list[str]:
     shapes = [ModelShape.from_hf(path) for path in (directory, other)]
     with HFWeights(directory) as ours, HFWeights(other) as theirs:
         for weights, shape in zip((ours, theirs), shapes, strict=True):
-            weights.check(family_of(shape), shape)
+            weights.check(family_of(shape), shape, (VALUE_BIAS,) if shape.head == "value" else ())
         return list(_compare(ours, theirs))
 
 
@@ -36,15 +38,22 @@ def _compare(ours: HFWeights, theirs: HFWeights) -> Iterator[str]:
 
 
 def logits_difference(directory: Path, other: Path) -> float:
-    """Largest difference between the logits that transformers computes with the two, in float32, of the same tokens."""
-    from transformers import AutoModelForCausalLM
+    """Largest difference between the logits that transformers computes with the two, in float32, of the same tokens.
 
-    vocab_size = ModelShape.from_hf(directory).vocab_size
-    ids = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+    Of critics and reward models between the values of every token. Raises ValueError if only one is such a model.
+    """
+    # Of value models the class that has a value for every token, and no bias or that of the file.
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    shapes = [ModelShape.from_hf(path) for path in (directory, other)]
+    if shapes[0].head != shapes[1].head:
+        raise ValueError(f"{directory} and {other}: one is a language model, the other has one number for every token")
+    model_class = AutoModelForCausalLM if shapes[0].head == "lm" else AutoModelForTokenClassification
+    ids = torch.randint(0, shapes[0].vocab_size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
     logits = []
     with torch.no_grad():
         for path in (directory, other):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model = model_class.from_pretrained(path, dtype=torch.float32)
             logits.append(model(ids).logits)
             del model
     return float((logits[0] - logits[1]).abs().max())

@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 
 from scalerl.families import Family, ModelShape, family_of, read_config, value_model_config
+from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, Shard, ShardedTensor
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
-# The head of a critic, and what transformers' token classification adds to it.
-_VALUE_WEIGHT, _VALUE_BIAS = "score.weight", "score.bias"
+# The head of a critic.
+_VALUE_WEIGHT = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _config(hf_dir: Path, tensors: Mapping[str, ShardedTensor]) -> dict:
     if _VALUE_WEIGHT not in tensors:
         return config
     config = value_model_config(config)
-    if _VALUE_BIAS in tensors:
+    if VALUE_BIAS in tensors:
         names = config["architectures"]
         config["architectures"] = [
             name.replace("ForSequenceClassification", "ForTokenClassification") for name in names
@@ -111,7 +112,7 @@ def _places(
     Raises one ValueError with all that is missing, unexpected or of another shape.
     """
     tensors = checkpoint.tensors
-    wanted = family.hf_shapes(shape) | ({_VALUE_BIAS: (1,)} if _VALUE_BIAS in tensors else {})
+    wanted = family.hf_shapes(shape) | ({VALUE_BIAS: (1,)} if VALUE_BIAS in tensors else {})
     places: dict[str, list[_Stretch]] = {}
     problems = []
     joined_experts = _joined_experts(family, shape)

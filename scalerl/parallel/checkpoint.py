@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialized
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import CheckpointWriteError
@@ -27,7 +28,7 @@ from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
-from scalerl.whole_file import fsync
+from scalerl.whole_file import whole_file
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
@@ -85,9 +86,9 @@ class Share:
         """Writes the share into directory/dist_ckpt and directory/rng, which are made if missing; no collective."""
         for name in (DIST_CKPT, RNG):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        rng_file = directory / RNG / f"rank_{self.rank}.safetensors"
-        save_file(self.rng, rng_file)
-        fsync(rng_file)
+        # Written here, as safetensors and torch do not say by an OSError that there is no room.
+        with whole_file(directory / RNG / f"rank_{self.rank}.safetensors") as file:
+            file.write(serialized(self.rng))
         return write_file(directory / DIST_CKPT / f"__{self.rank}_0.distcp", self.pieces)
 
 

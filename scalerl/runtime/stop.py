@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -22,15 +23,19 @@ class StopRequest:
 
     SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
     SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
-    With save_deadline_s above 0 SIGTERM acts as SIGUSR1, and interrupts only when that many seconds were not enough.
-    Halfway `may_cut` is asked whether the step in progress is to be given up for a save of what was before it: then
-    `cut` is set and the step interrupted, and the other half is for the save.
+    With save_deadline_s above 0 SIGTERM acts as SIGUSR1, and both interrupt when their time was not enough: after
+    SIGTERM that many seconds, after SIGUSR1 what the job has left, at least as many. Halfway `may_cut` is asked whether
+    the step in progress is to be given up for a save of what was before it: then `cut` is set and the step interrupted,
+    and the other half is for the save.
+    job_left_s: seconds until a scheduler ends the job; None where nobody knows.
     """
 
-    def __init__(self, save_deadline_s: float = 0.0) -> None:
+    def __init__(self, save_deadline_s: float = 0.0, job_left_s: Callable[[], float | None] = lambda: None) -> None:
         self.requested = self.terminated = False
-        self._save_deadline_s = save_deadline_s
-        self._deadline_runs = self._is_second_half = False
+        self._save_deadline_s, self._job_left_s = save_deadline_s, job_left_s
+        # On the monotonic clock; None until a signal has set it.
+        self._deadline: float | None = None
+        self._is_second_half = False
         self.cut = False
         self.may_cut: Callable[[], bool] = lambda: False
 
@@ -53,13 +58,13 @@ class StopRequest:
             yield
         except BaseException as error:
             # Ray's own handler has cut its start short, so there is nothing to save.
-            if self._deadline_runs and isinstance(error, SystemExit) and error.code == signal.SIGTERM:
+            if self._deadline is not None and isinstance(error, SystemExit) and error.code == signal.SIGTERM:
                 self.terminated = True
             # Any exception here comes from the interrupt, as an interrupted call may fail in its own way.
             if not self.terminated:
                 raise
         finally:
-            if self._deadline_runs:
+            if self._deadline is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -69,20 +74,28 @@ class StopRequest:
 
     def _after_step(self, *_: object) -> None:
         self.requested = True
+        # A launcher repeats the notice, which does not begin anew.
+        if self.has_deadline and self._deadline is None:
+            self._set_deadline(max(self._save_deadline_s, self._job_left_s() or 0.0))
 
     def _by_deadline(self, *_: object) -> None:
         self.requested = True
-        # Ray's own handler, as below, may have set the alarm; a second SIGTERM does not begin anew.
-        if not self._deadline_runs:
-            self._deadline_runs = True
-            signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s / 2)
+        # Nor does a second SIGTERM; one after SIGUSR1 may leave less time.
+        if self._deadline is None or time.monotonic() + self._save_deadline_s < self._deadline:
+            self._set_deadline(self._save_deadline_s)
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        signal.setitimer(signal.ITIMER_REAL, seconds if self._is_second_half else seconds / 2)
 
     def _on_alarm(self, *_: object) -> None:
-        if not self._deadline_runs or self._is_second_half:
+        # Without a deadline it is that of Ray's own handler, as below.
+        if self._deadline is None or self._is_second_half:
             self._now()
             return
         self._is_second_half = True
-        signal.setitimer(signal.ITIMER_REAL, self._save_deadline_s / 2)
+        # 0 would be no alarm.
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._deadline - time.monotonic()))
         if self.may_cut():
             self.cut = True
             raise KeyboardInterrupt

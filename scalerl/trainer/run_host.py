@@ -16,7 +16,7 @@ from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.stop import StopRequest
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.preflight import PPOInputs, SFTInputs
-from scalerl.trainer.rank_restarts import RankRestarts
+from scalerl.trainer.rank_restarts import RankRestarts, seconds_left
 
 # Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
 VAL_ONLY = "val_only"
@@ -86,7 +86,7 @@ def run_host(
     processes: processes that the run uses and leaves running at its end; None: the run starts its own, which end with
     the block.
     """
-    stop = StopRequest(cfg.trainer.save_deadline_s)
+    stop = StopRequest(cfg.trainer.save_deadline_s, seconds_left)
     with ExitStack() as stack:
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
         stack.enter_context(stop.listening())

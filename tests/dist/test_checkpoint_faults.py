@@ -19,6 +19,8 @@ from tests.filesystems import mounted, slow, with_quota
 from tests.tiny_models import make_tiny_model
 
 WORLD_SIZE = 2
+# In which a tmpfs counts.
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,26 @@ def test_a_full_disk_a_quota_and_a_directory_that_cannot_be_written(model: Path,
     assert could_not in full and "No space left on device" in full
     assert could_not in over_quota and "Disk quota exceeded" in over_quota
     assert "Read-only file system" in unwritable and "readonly/actor" in unwritable
+    assert good == ""
+
+
+def test_a_disk_that_is_full_at_the_first_file_and_one_that_is_full_at_the_last(
+    model: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Random states are written first, the index last, by one rank alone: all say the same, and save elsewhere."""
+    files = [*whole.glob("actor/rng/*"), *whole.glob("actor/dist_ckpt/*.distcp")]
+    assert len(files) == 2 * WORLD_SIZE
+    all_but_index = sum(-(-file.stat().st_size // PAGE_BYTES) for file in files) * PAGE_BYTES
+    with (
+        mounted(tmp_path / "first", f"size={PAGE_BYTES}") as first,
+        mounted(tmp_path / "last", f"size={all_but_index}") as last,
+    ):
+        places = [str(place / "actor") for place in (first, last, tmp_path)]
+        ranks = run_ranks(WORLD_SIZE, errors_of, str(model), places)
+        assert len(list(last.glob("actor/dist_ckpt/*.distcp"))) == WORLD_SIZE
+    assert ranks[0] == ranks[1]
+    *full, good = ranks[0]
+    assert all("rank 0 could not write its part of the checkpoint: [Errno 28] No space left" in said for said in full)
     assert good == ""
 
 

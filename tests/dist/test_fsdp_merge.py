@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,27 @@ def test_four_ranks_replicas_and_a_critic(tmp_path: Path) -> None:
     whole = torch.load(Path(critic.directory) / "whole.pt")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.num_labels == 1 and loaded.score.bias.tolist() == [0.25]
+    loaded.save_pretrained(tmp_path / "saved again")
+    arguments = ["--local_dir", str(tmp_path / "merged critic"), "--test_hf_dir", str(tmp_path / "saved again")]
+    assert main(["test", "--forward", *arguments]) == 0
+
+
+OFFLINE = """
+import sys
+from scalerl.merge import main
+code = main(sys.argv[1:])
+assert not {"megatron", "ray", "sglang", "transformers", "mlflow"} & set(sys.modules)
+import torch
+assert not torch.distributed.is_initialized()
+sys.exit(code)
+"""
+
+
+def test_neither_megatron_nor_ray_nor_a_process_group_is_needed(saved: Path, tmp_path: Path) -> None:
+    arguments = ["merge", "--backend", "fsdp", "--local_dir", str(saved), "--target_dir", str(tmp_path / "merged")]
+    done = subprocess.run([sys.executable, "-c", OFFLINE, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
 class Malicious:

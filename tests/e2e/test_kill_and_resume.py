@@ -371,8 +371,14 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_step_that_outlasts_the_deadline_is_given_up_and_the_one_before_it_saved(
-    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
+    inputs: Inputs,
+    start_job: StartJob,
+    kept: Kept,
+    uninterrupted: Callable[[str], Path],
+    tmp_path: Path,
+    number: signal.Signals,
 ) -> None:
     """Step 4 waits for a reward for ever, and step 3 is none at which the run would have saved."""
     expected, run_dir, pause = uninterrupted("dp2 with a critic"), tmp_path / "run", Pause(tmp_path / "pause")
@@ -380,7 +386,7 @@ def test_a_step_that_outlasts_the_deadline_is_given_up_and_the_one_before_it_sav
     pause.in_step(4)
     asked = start_job(main_ppo([*arguments, "trainer.save_deadline_s=60"]), run_dir)
     asked.wait_for(pause.reached, "step 4")
-    asked.kill_driver(signal.SIGTERM)
+    asked.kill_driver(number)
     assert asked.finish() == EXIT_REQUEUE, asked.tail()
     assert "it is given up, and step 3 saved" in asked.stdout
     asked.assert_gone()

@@ -89,7 +89,8 @@ class RunConfig(UserFilesConfig, DevicesConfig):
     # Seconds that writing or reading a checkpoint, as a whole, may take.
     save_timeout_s: float = key(3600.0, above(0))
     # Seconds that SIGTERM (a cancelled or preempted job) leaves a run to end its step and write a checkpoint; halfway a
-    # step that has changed no weights yet is given up, if what was before it is not saved. 0: the run ends at once.
+    # step that has changed no weights yet is given up, if what was before it is not saved. SIGUSR1 leaves what the job
+    # has left, at least as many. 0: SIGTERM ends the run at once, SIGUSR1 waits for the step.
     save_deadline_s: float = key(0.0, at_least(0))
     # Steps that are recorded on the ranks, in profile_step_N of default_local_dir and as artifacts (docs/tracking.md).
     profile_steps: list[int] = key([], STEPS)

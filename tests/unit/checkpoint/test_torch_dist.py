@@ -89,18 +89,22 @@ def test_a_flipped_byte_is_found_by_who_reads_any_part_of_its_piece(directory: P
 TOO_LARGE = """
 import errno, resource, sys, torch
 from pathlib import Path
-from scalerl.checkpoint.pieces import Piece, write_file
+from scalerl.checkpoint.pieces import Piece, write_file, write_index
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 try:
-    write_file(Path(sys.argv[1]), [Piece("a", (1024, 1024), (0, 0), torch.ones(1024, 1024))])
+    if sys.argv[2] == "tensors":
+        write_file(Path(sys.argv[1]) / "file", [Piece("a", (1024, 1024), (0, 0), torch.ones(1024, 1024))])
+    else:
+        write_index(Path(sys.argv[1]), [], {"a": torch.ones(1024, 1024)})
 except OSError as error:
     print(errno.errorcode[error.errno])
 """
 
 
-def test_a_file_that_cannot_grow_is_the_systems_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["tensors", "index"])
+def test_a_file_that_cannot_grow_is_the_systems_error(tmp_path: Path, which: str) -> None:
     """Not that of torch's writer, which a rank would not tell the others."""
     done = subprocess.run(
-        [sys.executable, "-c", TOO_LARGE, str(tmp_path / "file")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", TOO_LARGE, str(tmp_path), which], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "EFBIG\n", done.stderr[-2000:]

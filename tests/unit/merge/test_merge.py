@@ -9,13 +9,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 import scalerl
 from scalerl.checkpoint import store
@@ -447,6 +453,43 @@ def test_compared_with_another_model(tmp_path, hf_dir, actor, capsys):
     assert "model.embed_tokens.weight: differs by up to" in said and "tensors differ" in said
     assert main([*test, str(tiny(tmp_path / "tied", tied=True))]) == 1
     assert "lm_head.weight: only in" in capsys.readouterr().out
+
+
+def save_critic(directory: Path, hf_dir: Path, model_class: Any, seed: int) -> None:
+    """A value model, of token classification with a bias that is not 0."""
+    torch.manual_seed(seed)
+    model = model_class.from_pretrained(hf_dir, num_labels=1)
+    if model_class is AutoModelForTokenClassification:
+        torch.nn.init.ones_(model.score.bias)
+    model.save_pretrained(directory)
+
+
+@pytest.mark.parametrize("model_class", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
+def test_critics_are_compared_by_their_values(tmp_path, hf_dir, capsys, model_class):
+    """By their heads, not by a language model's that transformers would make up."""
+    save_critic(tmp_path / "critic", hf_dir, model_class, 0)
+    shutil.copytree(tmp_path / "critic", tmp_path / "same")
+    save_critic(tmp_path / "other", hf_dir, model_class, 1)
+    test = ["test", "--forward", "--local_dir", str(tmp_path / "critic"), "--test_hf_dir"]
+    assert main([*test, str(tmp_path / "same")]) == 0
+    assert "largest difference of the logits: 0\n" in capsys.readouterr().out
+    assert main([*test, str(tmp_path / "other")]) == 1
+    said = capsys.readouterr().out
+    assert "score.weight: differs by" in said and "logits: 0\n" not in said
+    assert main([*test, str(hf_dir)]) == 1
+    assert "one is a language model" in capsys.readouterr().err
+
+
+def test_a_bias_of_a_critic_counts(tmp_path, hf_dir, capsys):
+    for name, bias in (("critic", 1.0), ("other", 2.0)):
+        save_critic(tmp_path / name, hf_dir, AutoModelForTokenClassification, 0)
+        file = tmp_path / name / "model.safetensors"
+        save_file(load_file(file) | {"score.bias": torch.tensor([bias])}, file, metadata={"format": "pt"})
+    arguments = ["--forward", "--local_dir", str(tmp_path / "critic"), "--test_hf_dir", str(tmp_path / "other")]
+    assert main(["test", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert "score.bias: differs by up to 1\n" in said and "1 tensors differ" in said
+    assert "largest difference of the logits: 1\n" in said
 
 
 def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsys):

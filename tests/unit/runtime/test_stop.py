@@ -62,23 +62,56 @@ def test_a_second_sigterm_does_not_cut_short_the_end() -> None:
     assert closed
 
 
-def test_with_a_deadline_sigterm_lets_the_step_end() -> None:
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+
+
+@BOTH
+def test_with_a_deadline_it_lets_the_step_end(number: signal.Signals) -> None:
     """However often it comes; the deadline goes with the block."""
     stop = StopRequest(save_deadline_s=60)
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         left_s, _ = signal.getitimer(signal.ITIMER_REAL)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.requested and not stop.terminated
-        assert signal.getitimer(signal.ITIMER_REAL)[0] <= left_s <= 60
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= left_s <= 30
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-def test_what_takes_longer_than_the_deadline_is_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_leaves_what_the_job_has_left_and_a_sigterm_after_it_less() -> None:
+    """A scheduler's notice comes minutes before the end, its SIGTERM seconds before."""
+    stop = StopRequest(60, job_left_s=lambda: 600)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert 60 < signal.getitimer(signal.ITIMER_REAL)[0] <= 300
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+
+
+@pytest.mark.parametrize("left_s", [None, 2, -5])
+def test_a_notice_leaves_the_deadline_at_least(left_s: float | None) -> None:
+    stop = StopRequest(60, job_left_s=lambda: left_s)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert 3 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
+
+
+def test_a_notice_without_a_deadline_waits_for_the_step() -> None:
+    with StopRequest(job_left_s=lambda: 600).listening():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+@BOTH
+def test_what_takes_longer_than_the_deadline_is_interrupted(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     stop = StopRequest(save_deadline_s=0.05)
     went_on = []
     with pytest.raises(SystemExit) as error, stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert stop.requested and not stop.terminated
         time.sleep(30)
         went_on.append(True)
@@ -86,12 +119,13 @@ def test_what_takes_longer_than_the_deadline_is_interrupted(capsys: pytest.Captu
     assert capsys.readouterr().err == f"{TERMINATED}\n"
 
 
-def test_halfway_to_the_deadline_a_step_may_be_given_up() -> None:
+@BOTH
+def test_halfway_to_the_deadline_a_step_may_be_given_up(number: signal.Signals) -> None:
     """Once, and only if that lets something be saved: the other half is for the save."""
     stop, cut = StopRequest(save_deadline_s=0.2), []
     stop.may_cut = lambda: True
     with pytest.raises(SystemExit) as error, stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         try:
             time.sleep(30)
         except KeyboardInterrupt:
@@ -101,11 +135,12 @@ def test_halfway_to_the_deadline_a_step_may_be_given_up() -> None:
     assert error.value.code == EXIT_TERMINATED and cut == [True]
 
 
-def test_a_save_in_the_second_half_ends_the_run_as_it_was_asked_to() -> None:
+@BOTH
+def test_a_save_in_the_second_half_ends_the_run_as_it_was_asked_to(number: signal.Signals) -> None:
     stop = StopRequest(save_deadline_s=0.2)
     stop.may_cut = lambda: True
     with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             time.sleep(30)
     assert stop.requested and stop.cut and not stop.terminated
