@@ -208,10 +208,11 @@ class DistCheckpoint:
             )
 
     def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
-        data = bytearray(piece.num_bytes)
-        self._fill(piece, memoryview(data), piece.start)
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            # From the file, so that no copy of the piece lies beside the tensor.
+            tensor = torch.load(_PieceFile(self, piece), map_location="cpu", weights_only=True)
+        except DamagedCheckpointError:
+            raise
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise self._damaged(piece, f"cannot be read: {error}") from None
         if not torch.is_tensor(tensor) or tensor.numel() != prod(piece.sizes) or tensor.dtype != piece.dtype:
@@ -251,6 +252,30 @@ class DistCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class _PieceFile(io.RawIOBase):
+    """The bytes of a stored piece as a file of their own."""
+
+    def __init__(self, checkpoint: DistCheckpoint, piece: StoredPiece) -> None:
+        self._checkpoint, self._piece, self._position = checkpoint, piece, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._piece.num_bytes}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")[: max(0, self._piece.num_bytes - self._position)]
+        self._checkpoint._fill(self._piece, out, self._piece.start + self._position)
+        self._position += len(out)
+        return len(out)
 
 
 class PieceReader:

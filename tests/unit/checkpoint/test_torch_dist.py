@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from scalerl.checkpoint import torch_dist
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
@@ -108,3 +110,33 @@ def test_a_file_that_cannot_grow_is_the_systems_error(tmp_path: Path, which: str
         [sys.executable, "-c", TOO_LARGE, str(tmp_path), which], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "EFBIG\n", done.stderr[-2000:]
+
+
+WITHOUT_INDEX = """
+import re, sys, torch
+from pathlib import Path
+from scalerl.checkpoint.torch_dist import DistCheckpoint
+def resident(field):
+    return int(re.search(rf"^{field}:\\s*(\\d+) kB", Path("/proc/self/status").read_text(), re.M)[1]) * 1024
+with DistCheckpoint(sys.argv[1]) as stored:
+    small, out = stored.read("small"), torch.zeros(stored.shape("large"))
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    stored.read_box("large", ((0, 0), tuple(out.shape)), out)
+    assert out[0, 1] == 1 and out[-1, -1] == out.numel() - 1, out
+    print((resident("VmHWM") - before) / out.nbytes)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not reset the peak")
+def test_a_piece_without_an_index_takes_its_own_size(tmp_path: Path) -> None:
+    """As torch and Megatron write them: what `torch.load` makes, and nothing beside it."""
+    large = torch.arange(2**24, dtype=torch.float32).view(4096, 4096)
+    dcp.save(
+        {"small": torch.zeros(2), "large": large}, storage_writer=dcp.FileSystemWriter(tmp_path / "dist"), no_dist=True
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_INDEX, str(tmp_path / "dist")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 1.5
