@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scalerl.config.schema import CustomClassConfig, DataConfig
+from scalerl.data.messages import MessagesDigest
 from scalerl.data.problems import DataError, excerpt, type_name
 from scalerl.data.ragged import PackedObjects, RaggedArray
 from scalerl.data.rl_dataset import PromptRow, RLHFDataset
@@ -120,6 +121,10 @@ class PromptTable:
         if rows_of_problem:
             shown = list(rows_of_problem.items())[:20]
             raise DataError([f"{label}: {_rows(numbers)}: {problem}" for problem, numbers in shown])
+        digest = MessagesDigest()
+        for row in rows:
+            digest.add(row.messages)
+        self.digest = digest.hexdigest()
         self._tokens = RaggedArray([row.input_ids for row in rows], np.int32)
         self._others = PackedObjects(_others(row) for row in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -9,6 +10,25 @@ from scalerl.data.problems import FileProblems, excerpt, type_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAPE = 'write it as [{"role": "user", "content": "..."}]'
+
+
+class MessagesDigest:
+    """The digest of rows' messages, by which a run that goes on knows that its rows are those that it began with.
+
+    Not of tokens, as another chat template may go on, nor of the rest of a row, such as an answer that was corrected.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, messages: Any) -> None:
+        """Adds the messages of the next row."""
+        # What JSON has no form for, as images of a user's class, counts by its type: its text may be an address.
+        text = json.dumps(messages, sort_keys=True, skipkeys=True, default=type_name)
+        self._hash.update(text.encode() + b"\n")
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()[:32]
 
 
 def check_messages(value: Any, row: int, column: str, problems: FileProblems) -> list[dict[str, Any]] | None:

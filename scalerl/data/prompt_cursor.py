@@ -14,11 +14,12 @@ class PromptCursor:
     Philox seeded with SeedSequence([seed, epoch]). Both streams are frozen by numpy's compatibility policy (NEP 19),
     which Generator.permutation is not, so a run resumes to the same order under another numpy.
     shuffle=False: 0, 1, 2, ... in every epoch.
+    digest: of the rows (`MessagesDigest`), to know them again when a state is loaded; None: they are not compared.
 
     Raises ValueError for num_rows < 1 or seed < 0.
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_rows: int, seed: int, shuffle: bool, digest: str | None = None) -> None:
         if num_rows < 1:
             raise ValueError(f"PromptCursor: num_rows={num_rows}: the data set needs at least 1 row")
         if seed < 0:
@@ -26,6 +27,7 @@ class PromptCursor:
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
+        self._digest = digest
         self._num_taken = 0
         self._cached: tuple[int, np.ndarray] | None = None
 
@@ -63,20 +65,25 @@ class PromptCursor:
         return self._cached[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor's state in plain JSON values: epoch, position (rows taken of it), seed, num_rows, shuffle."""
+        """The cursor's state in plain JSON values: epoch, position (rows taken of it), and what is compared on load."""
         epoch, position = divmod(self._num_taken, self._num_rows)
-        return {"epoch": epoch, "position": position, **self._identity()}
+        digest = {} if self._digest is None else {"digest": self._digest}
+        return {"epoch": epoch, "position": position, **self._identity(), **digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state` was saved.
 
-        Raises ValueError when the state belongs to another order of rows, or is damaged.
+        Raises ValueError when the state belongs to other rows or another order of them, or is damaged. A state from
+        before there were digests has none to compare.
         """
         identity = self._identity()
         missing = [key for key in ("epoch", "position", *identity) if key not in state]
         if missing:
             raise ValueError(f"prompt cursor state lacks {', '.join(missing)} (it has {sorted(state)}); it is damaged")
         changed = [f"{key} {state[key]} -> {mine}" for key, mine in identity.items() if state[key] != mine]
+        before = state.get("digest")
+        if not changed and before is not None and self._digest is not None and before != self._digest:
+            changed = [f"their messages; there are {self._num_rows} as before"]
         if changed:
             raise ValueError(
                 f"the prompts changed since the checkpoint ({'; '.join(changed)}), so their order cannot be continued; "

@@ -13,6 +13,7 @@ import numpy as np
 from scalerl.config.schema import DataConfig
 from scalerl.data.chat import Conversation, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
+from scalerl.data.messages import MessagesDigest
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.prompt_rows import PromptColumns, PromptFields, check_prompt_rows
 from scalerl.data.prompt_tokens import PromptTokenizer, Tokens
@@ -108,6 +109,10 @@ class RLHFDataset:
                 rows.extend(self._read_file(file, columns, prompt_tokenizer, config, room))
         if not rows:
             raise DataError([self._why_empty(config)])
+        digest = MessagesDigest()
+        for _, _, fields in rows:
+            digest.add(fields.messages)
+        self.digest = digest.hexdigest()
         self._tokens = RaggedArray([tokens for tokens, *_ in rows], np.int32)
         self._others = PackedObjects((num_tokens, *fields) for _, num_tokens, fields in rows)
         if self.num_filtered:

@@ -13,7 +13,7 @@ import numpy as np
 from scalerl.config.schema import SFTDataConfig
 from scalerl.data.chat import Conversation, encode, render, require_chat_template
 from scalerl.data.files import DataFile, read_chunks, resolve_files
-from scalerl.data.messages import check_messages, check_tools
+from scalerl.data.messages import MessagesDigest, check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems
 from scalerl.data.ragged import RaggedArray
 from scalerl.data.truncation import truncate
@@ -60,7 +60,9 @@ class SFTDataset:
         require_chat_template(tokenizer)
         files = resolve_files(data_files, config.cache_dir)
         self.files = [file.name for file in files]
-        rows = [row for file in files for row in _read_file(file, tokenizer, config)]
+        digest = MessagesDigest()
+        rows = [row for file in files for row in _read_file(file, tokenizer, config, digest)]
+        self.digest = digest.hexdigest()
         if not rows:
             raise DataError([f"{', '.join(self.files)}: no rows; give files with at least one row"])
         self._tokens = RaggedArray([tokens for tokens, _ in rows], np.int32)
@@ -76,7 +78,7 @@ class SFTDataset:
 
 
 def _read_file(
-    file: DataFile, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig
+    file: DataFile, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, digest: MessagesDigest
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     problems = FileProblems(file.name)
     column = config.messages_key
@@ -108,6 +110,7 @@ def _read_file(
                 problems.add(problem, advice, row=row, column=column)
                 continue
             rows.append((np.asarray(tokens, np.int32), np.asarray(mask, np.int8)))
+            digest.add(messages)
     for row, num_tokens in overlong.items():
         problem = f"a conversation longer than data.max_length={config.max_length} tokens"
         advice = f"set data.max_length={max(overlong.values())} (the longest), or data.truncation=left|right"

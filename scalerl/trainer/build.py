@@ -97,7 +97,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
         rollout.wait_ready(workers)
         phases.end()
         temperature = rollout_config.temperature
-        prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle)
+        prompts = PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle, inputs.train.digest)
         run = Run(
             config=cfg,
             samples=SampleStream(cfg, rollout, prompts, total_steps=num_steps),

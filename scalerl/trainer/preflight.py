@@ -400,6 +400,6 @@ def _check_resume(
         path = models["actor"][0]
         errors.attempt(lambda: check_same_tokenizer(resumed, tokenizer, path, trust_remote_code=trust_remote_code))
     if train is not None:
-        cursor = PromptCursor(len(train), data.seed, data.shuffle)
+        cursor = PromptCursor(len(train), data.seed, data.shuffle, train.digest)
         errors.attempt(lambda: cursor.load_state_dict(resumed.state["prompts"]))
     return resumed

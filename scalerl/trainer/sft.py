@@ -177,7 +177,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
         peak = workers.call(MegatronWorker.peak_flops, cfg.megatron.dtype)
         run = SFTRun(
             config=cfg,
-            rows=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle),
+            rows=PromptCursor(len(inputs.train), cfg.data.seed, cfg.data.shuffle, inputs.train.digest),
             train=inputs.train,
             val=inputs.val,
             workers=workers,

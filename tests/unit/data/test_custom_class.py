@@ -51,6 +51,16 @@ def error_of(config: DataConfig, tokenizer, data_files="none.parquet") -> str:
     return str(caught.value)
 
 
+def test_the_digest_is_that_of_the_messages(tokenizer, custom):
+    """Also where they hold what JSON has no form for: an address in its text must not make other rows of them."""
+    plain, other, odd = (
+        [create_rl_dataset("", tokenizer, custom(own(f"return {row})"))).digest for _ in range(2)]
+        for row in (ROW, ROW.replace("'q'", "'r'"), ROW.replace("'q'", "[range(i), object()]"))
+    )
+    assert all(one == again for one, again in (plain, other, odd))
+    assert len({plain[0], other[0], odd[0]}) == 3
+
+
 def test_without_a_class_it_is_the_data_set_of_scalerl(write, tokenizer, make_row):
     data = create_rl_dataset(write([make_row(), make_row()]), tokenizer, DataConfig(), 1)
     assert type(data) is RLHFDataset and len(data) == 1

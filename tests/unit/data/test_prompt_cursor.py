@@ -100,6 +100,23 @@ def test_state_of_another_order_is_refused(other, words):
     assert other.num_taken == 0
 
 
+def test_other_rows_of_the_same_number_are_refused():
+    """A state from before there were digests is not, nor one that is loaded where nobody gives the rows."""
+    cursor = PromptCursor(4, 1, True, "rows")
+    cursor.take(3)
+    state = cursor.state_dict()
+    other = PromptCursor(4, 1, True, "other rows")
+    with pytest.raises(ValueError, match=r"the prompts changed since the checkpoint \(their messages; there are 4 as"):
+        other.load_state_dict(state)
+    assert other.num_taken == 0
+    for known, saved in ((cursor, state), (other, {k: v for k, v in state.items() if k != "digest"})):
+        known.load_state_dict(saved)
+        assert known.num_taken == 3
+    without = PromptCursor(4, 1, True)
+    without.load_state_dict(state)
+    assert without.num_taken == 3
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -36,6 +36,25 @@ def test_row_has_the_template_tokens_and_every_column(write, tokenizer, make_row
     assert row.messages == messages
 
 
+def test_the_digest_is_that_of_the_messages(write, tokenizer, make_tokenizer, make_row):
+    """Whatever the file's format, the template and the rest of the row; of the rows that are kept, in their order."""
+
+    def digest(texts, name="train.parquet", tokenizer=tokenizer, truth="4", **options):
+        return RLHFDataset(write([make_row(t, truth) for t in texts], name), tokenizer, DataConfig(), **options).digest
+
+    expected = digest(["a", "b"])
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    same = [
+        digest(["a", "b"], "train.jsonl"),
+        digest(["a", "b"], tokenizer=make_tokenizer(template)),
+        digest(["a", "b"], truth="corrected"),
+        digest(["a", "b", "c"], max_samples=2),
+    ]
+    assert same == [expected] * 4
+    others = [digest(texts) for texts in (["b", "a"], ["a", "B"], ["ab"], ["a", "b", "b"])]
+    assert len({expected, *others}) == 5
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_every_format_gives_the_same_rows(write, tokenizer, make_row, suffix):
     rows = [make_row("a"), make_row("b", extra_info=None), make_row("c", truth="3")]

@@ -48,6 +48,16 @@ def test_only_the_assistant_and_its_end_of_turn_are_learned(write, tokenizer):
     assert learned(tokenizer, row) == ["hello<|end|>", "bye<|end|>"]
 
 
+def test_the_digest_is_that_of_the_messages(write, tokenizer):
+    rows = [HI, [say("user", "and?"), say("assistant", "bye")]]
+    both, turned, one = (
+        SFTDataset(write([{"messages": row} for row in kept]), tokenizer, SFTDataConfig()).digest
+        for kept in (rows, rows[::-1], rows[:1])
+    )
+    again = SFTDataset(write([{"messages": row} for row in rows], "x.jsonl"), tokenizer, SFTDataConfig()).digest
+    assert both == again and len({both, turned, one}) == 3
+
+
 words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=12).filter(lambda s: s.strip())
 
 
