@@ -210,7 +210,7 @@ class DistCheckpoint:
     def _unpickle(self, piece: StoredPiece) -> torch.Tensor:
         try:
             # From the file, so that no copy of the piece lies beside the tensor.
-            tensor = torch.load(_PieceFile(self, piece), map_location="cpu", weights_only=True)
+            tensor = torch.load(io.BufferedReader(_PieceFile(self, piece)), map_location="cpu", weights_only=True)
         except DamagedCheckpointError:
             raise
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:

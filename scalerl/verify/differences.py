@@ -48,12 +48,12 @@ def finding(what: str, compared: str, differences: Iterator[str]) -> Finding:
 
 
 def table(findings: Collection[Finding]) -> str:
-    """A line for each, and the first difference below."""
+    """A line for each, and below the first difference of each that differs."""
     rows = [(f.what, f.compared, f.result) for f in findings]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {what:<{widths[0]}}  {compared:<{widths[1]}}  {result}" for what, compared, result in rows]
-    first = next((f for f in findings if f.difference is not None), None)
-    return "\n".join([*lines, *([] if first is None else [f"first difference, in {first.what}: {first.difference}"])])
+    lines += [f"first difference, in {f.what}: {f.difference}" for f in findings if f.difference is not None]
+    return "\n".join(lines)
 
 
 # --- checkpoints ---

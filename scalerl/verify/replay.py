@@ -79,7 +79,10 @@ class Source:
 
 
 def main(argv: Sequence[str], processes: Processes | None = None) -> int:
-    """Runs `scalerl replay`; returns 0 where the step agrees, 1 where it does not.  processes: as `main_ppo.main`."""
+    """Runs `scalerl replay`; returns 0 where the step agrees, 1 where it does not.  processes: as `main_ppo.main`.
+
+    Raises UserError where there is nothing that the step could be compared with.
+    """
     parser = argparse.ArgumentParser(
         prog="scalerl replay",
         description="Computes a step of a run again from its dump (trainer.rollout_data_dir) and the checkpoint before "
@@ -150,7 +153,17 @@ def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> Source:
             )
         check_checkpoint(before, digests=True)
     after = run_dir / f"global_step_{step}"
+    if not after.is_dir() and not _logged(run_dir, step):
+        raise UserError(
+            f"nothing of step {step} is there to compare with: no {after.name} (trainer.save_freq), and in {run_dir} "
+            "no metrics.jsonl that has it (trainer.logger with file)"
+        )
     return Source(run_dir, step, dump, before, after if after.is_dir() else None)
+
+
+def _logged(run_dir: Path, step: int) -> dict[str, float]:
+    """Metrics of the step that are no clock's, as the run logged them."""
+    return reproducible(read_metrics(run_dir).get(step, {}))
 
 
 # --- the samples ---
@@ -319,7 +332,7 @@ def trainer_run(source: Source, cfg: PPOConfig, inputs: PPOInputs, processes: Pr
 
 def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: Path) -> list[Finding]:
     tolerance = 0.0 if is_same_layout(source, cfg) else TOLERANCE
-    logged = reproducible(read_metrics(source.run_dir).get(source.step, {}))
+    logged = _logged(source.run_dir, source.step)
     both = sorted(logged.keys() & reproducible(metrics).keys() - {"training/epoch"})
     if tolerance:
         both = [key for key in both if key in _ANY_LAYOUT]
@@ -337,7 +350,7 @@ def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: 
             findings.append(finding(what, f"{len(wanted)} numbers {how}", differences))
     if not findings:
         findings.append(
-            Finding("loss", "the run has no metrics.jsonl (trainer.logger without file)", is_compared=False)
+            Finding("loss", "the run has no metrics of it (trainer.logger without file)", is_compared=False)
         )
     if source.after is None:
         findings.append(Finding("weights", f"there is no global_step_{source.step}", is_compared=False))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.config import compose
-from scalerl.errors import UserError
+from scalerl.errors import RunError, UserError
 from scalerl.tracking.chart_sections import SECTIONS
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
@@ -31,12 +35,12 @@ if TYPE_CHECKING:
 USAGE = """\
 scalerl verify-resume key=value ... [--steps N] [--at K] [--keep]
 
-Trains N steps (default 4) in one go, and again K steps (default N/2), a stop, and the rest, with the keys of scalerl
-train; then compares weights, optimizers, learning rates, random states, sampled tokens, metrics and MLflow's history
-bit for bit. Exit code 0 where all is the same, 1 where something differs, whose name is printed. Writes to
-DIR/verify_resume (DIR: trainer.default_local_dir) and removes it, unless --keep is given or something differs. With
-SGLang, whose sampler has no state that could be saved, it compares steps, prompts, learning rates and the state of the
-run.
+Trains N steps (default 4) in one go, and again K steps (default N/2), a stop, and the rest in a new process, with the
+keys of scalerl train; then compares weights, optimizers, learning rates, random states, sampled tokens, metrics and
+MLflow's history bit for bit. Exit code 0 where all is the same, 1 where something differs, whose name is printed.
+Writes to DIR/verify_resume (DIR: trainer.default_local_dir) and removes it, unless --keep is given or something
+differs. With SGLang, whose sampler has no state that could be saved, it compares steps, prompts, learning rates and the
+state of the run.
 """
 DIRECTORY = "verify_resume"
 # Name of the comparison of what MLflow has.
@@ -92,7 +96,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     print(f"verify-resume: {at} steps, then a stop", flush=True)
     train(run_keys(keys, pair.resumed, options.steps), processes, stop_after=at)
     print(f"verify-resume: steps {at + 1} to {options.steps}, resumed", flush=True)
-    train(run_keys(keys, pair.resumed, options.steps), processes)
+    train_in_new_process(run_keys(keys, pair.resumed, options.steps))
     is_exact = cfg.actor_rollout_ref.rollout.name == "embedded"
     findings = compare(pair, is_exact=is_exact)
     print(table(findings))
@@ -139,6 +143,25 @@ def train(keys: Sequence[str], processes: Processes | None, *, stop_after: int |
             fit(run)
         else:
             call_fit(inputs.fit, run)
+
+
+def train_in_new_process(keys: Sequence[str]) -> None:
+    """Trains as `scalerl train` does, in a process that knows nothing but what was saved.
+
+    Raises RunError, when its output has said why, if it fails. A SIGTERM goes on to it.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "scalerl.trainer.main_ppo", *keys])
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate()) if is_main else None
+    try:
+        code = process.wait()
+    finally:
+        # After Ctrl-C, which it has got too.
+        process.wait()
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+    if code:
+        raise RunError(f"verify-resume: the resumed run ended with exit code {code}; its output says why")
 
 
 def compare(pair: Pair, *, is_exact: bool) -> list[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,13 +107,40 @@ def test_any_difference_is_found(verified: Verified) -> None:
     assert first() == "none"
 
 
+# A cursor that goes on from what this process remembers, not from what was saved.
+REMEMBERED = """
+from scalerl.data import PromptCursor
+
+take, load = PromptCursor.take, PromptCursor.load_state_dict
+
+def remembering(self, n):
+    rows = take(self, n)
+    PromptCursor.num_remembered = self.num_taken
+    return rows
+
+def from_memory(self, state):
+    load(self, state)
+    self._num_taken = PromptCursor.num_remembered
+
+# Not again where this process has imported it before.
+if PromptCursor.take.__name__ == "take":
+    PromptCursor.num_remembered = 0
+    PromptCursor.take, PromptCursor.load_state_dict = remembering, from_memory
+"""
+
+
 @pytest.mark.full
-def test_a_cursor_that_is_not_resumed_is_found(
+def test_what_only_the_process_remembers_is_found(
     inputs: Inputs, kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PromptCursor, "load_state_dict", lambda self, state: None)
-    found = verify(inputs, kept, tmp_path)
-    assert found.code == 1
+    """The run goes on in a new process, which does not know it."""
+    monkeypatch.setattr(PromptCursor, "num_remembered", 0, raising=False)
+    for name in ("take", "load_state_dict"):
+        # As it was, after the test.
+        monkeypatch.setattr(PromptCursor, name, getattr(PromptCursor, name))
+    (tmp_path / "own.py").write_text(REMEMBERED)
+    found = verify(inputs, kept, tmp_path / "run", f"trainer.import_files=[{tmp_path / 'own.py'}]")
+    assert found.code == 1, found.said
     assert "first difference, in sampled tokens: step 2: " in found.said
 
 
@@ -133,7 +162,12 @@ def test_a_step_is_computed_again(verified: Verified, kept: Kept) -> None:
     assert "DIFFERENT" not in said and said.count(" same") == 6 and "bit for bit" in said
     code, said = call(replay.main, [run, "2", "actor_rollout_ref.actor.optim.lr=2e-3"], kept)
     assert code == 1
-    assert "  actor: weights " in said and "first difference, in loss" in said
+    # Of each that differs the first number or tensor is named; the loss is of several updates.
+    names = [line for line in said.splitlines() if line.startswith("first difference, in ")]
+    found = {line.removeprefix("first difference, in ").partition(": ")[0] for line in names}
+    assert {"loss", "actor"} <= found, said
+    assert re.search(r"^first difference, in actor: weights: \S*weight: by up to ", said, re.M), said
+    assert re.search(r"^first difference, in actor: optimizer: optimizer\.state\.\S+: by up to ", said, re.M), said
     assert not (verified.pair.resumed / "replay").exists()
 
 
@@ -152,6 +186,12 @@ def test_what_cannot_be_computed_again_is_said(verified: Verified, tmp_path: Pat
         replay.main([str(straight), "7"])
     with pytest.raises(UserError, match=r"has no config.yaml: it is not the directory of a run"):
         replay.main([str(tmp_path), "1"])
+    # Neither metrics nor a checkpoint of the step: nothing is computed, and it does not pass for the same.
+    shutil.copytree(verified.pair.resumed, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "global_step_2")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match=r"nothing of step 2 is there to compare with: no global_step_2 "):
+        replay.main([str(tmp_path / "run"), "2"])
     rows = pq.read_table(verified.pair.straight / "rollouts" / "step_1.parquet")
     pq.write_table(rows.drop_columns(["num_sampled_tokens"]), tmp_path / "step_1.parquet")
     with pytest.raises(UserError, match=r"has no column num_sampled_tokens: an earlier version of scalerl wrote it"):
