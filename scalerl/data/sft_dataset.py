@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 TRUNCATIONS = ("error", "left", "right")
 
+# Marks of a thought, in messages and in the chat templates of models that think.
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+
 
 @dataclass(frozen=True, slots=True)
 class SFTRow:
@@ -37,9 +40,13 @@ class SFTDataset:
 
     loss_mask is 1 on the assistant's words: in every assistant turn from the end of the generation prompt to the
     end-of-turn token. A turn's bounds are found by rendering the conversation before it with the generation prompt,
-    and through it without. The tokens of both must be prefixes of the whole conversation's tokens; otherwise the
-    template rewrites earlier turns, and the row is an error. Where the rendered turn lacks the end of the generation
-    prompt (<think>), the turn begins behind what both have.
+    and through it without. Where the rendered turn lacks the end of the generation prompt (<think>), the turn begins
+    behind what both have.
+
+    A row is one conversation, unless its chat template rewrites earlier turns (Qwen3's and DeepSeek-R1's drop their
+    thoughts): then a turn is learned in the conversation that ends with it, which is what a policy sees and says
+    there, and the row becomes as many conversations as that takes. A thought that the template does not even show in
+    the last turn is learned as a continuation of the generation prompt. num_rows: the rows of the files.
 
     Column config.tools_key, which may be missing, has function schemas of a row, as a list or as JSON text, or null.
     A file may be a URL (local_copy.py), whose copy is kept in config.cache_dir.
@@ -61,10 +68,12 @@ class SFTDataset:
         files = resolve_files(data_files, config.cache_dir)
         self.files = [file.name for file in files]
         digest = MessagesDigest()
-        rows = [row for file in files for row in _read_file(file, tokenizer, config, digest)]
+        by_row = [row for file in files for row in _read_file(file, tokenizer, config, digest)]
         self.digest = digest.hexdigest()
-        if not rows:
+        if not by_row:
             raise DataError([f"{', '.join(self.files)}: no rows; give files with at least one row"])
+        self.num_rows = len(by_row)
+        rows = [sample for samples in by_row for sample in samples]
         self._tokens = RaggedArray([tokens for tokens, _ in rows], np.int32)
         self._loss_mask = RaggedArray([mask for _, mask in rows], np.int8)
 
@@ -79,10 +88,11 @@ class SFTDataset:
 
 def _read_file(
     file: DataFile, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig, digest: MessagesDigest
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Tokens and loss mask of the conversations of each row."""
     problems = FileProblems(file.name)
     column = config.messages_key
-    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    rows: list[list[tuple[np.ndarray, np.ndarray]]] = []
     overlong: dict[int, int] = {}
     for chunk in read_chunks(file.path, [column], problems, optional=[config.tools_key]):
         if problems.full:
@@ -94,22 +104,23 @@ def _read_file(
             if messages is None or not _check_turns(messages, row, column, problems):
                 continue
             tools = check_tools(values.get(config.tools_key), row, config.tools_key, problems)
-            masked = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems)
-            if masked is None:
+            samples = _tokenize(Conversation(messages, tools), row, tokenizer, config, problems)
+            if samples is None:
                 continue
-            tokens, mask = masked
-            if len(tokens) > config.max_length and config.truncation == "error":
-                overlong[row] = len(tokens)
+            longest = max(len(tokens) for tokens, _ in samples)
+            if longest > config.max_length and config.truncation == "error":
+                overlong[row] = longest
                 continue
-            tokens, mask = (truncate(part, config.max_length, config.truncation) for part in (tokens, mask))
-            if not any(mask):
+            cut = [[truncate(part, config.max_length, config.truncation) for part in sample] for sample in samples]
+            cut = [(tokens, mask) for tokens, mask in cut if any(mask)]
+            if not cut:
                 problem = (
                     f"no assistant token in the {config.max_length} tokens kept by data.truncation={config.truncation}"
                 )
                 advice = "raise data.max_length, change data.truncation, or remove the row"
                 problems.add(problem, advice, row=row, column=column)
                 continue
-            rows.append((np.asarray(tokens, np.int32), np.asarray(mask, np.int8)))
+            rows.append([(np.asarray(tokens, np.int32), np.asarray(mask, np.int8)) for tokens, mask in cut])
             digest.add(messages)
     for row, num_tokens in overlong.items():
         problem = f"a conversation longer than data.max_length={config.max_length} tokens"
@@ -137,8 +148,11 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: SFTDataConfig,
     problems: FileProblems,
-) -> tuple[list[int], list[int]] | None:
-    """Tokens and loss mask of a conversation, or None with the reason added to `problems`."""
+) -> list[tuple[list[int], list[int]]] | None:
+    """Tokens and loss mask of the conversations that a row becomes, or None with the reason added to `problems`.
+
+    It is one, with all turns, if the tokens through each turn are a prefix of the whole's.
+    """
     column = config.messages_key
     messages, tools = conversation
     rendered = partial(render, tokenizer, options=config.chat_template_kwargs, tools=tools)
@@ -146,37 +160,62 @@ def _tokenize(
     try:
         texts = [rendered(messages, add_generation_prompt=False)]
         for turn in turns:
-            texts.append(rendered(messages[:turn], add_generation_prompt=True))
-            texts.append(rendered(messages[: turn + 1], add_generation_prompt=False))
+            before = rendered(messages[:turn], add_generation_prompt=True)
+            through = rendered(messages[: turn + 1], add_generation_prompt=False)
+            texts += [before, _with_thought(messages[turn], before, through)]
     except Exception as error:  # a chat template is a program of the model's author: it raises anything
         problem = f"messages that the chat template refuses ({type(error).__name__}: {error})"
         problems.add(problem, "correct the messages, or use another template", row=row, column=column)
         return None
     whole, *prefixes = encode(tokenizer, texts)
-    mask = [0] * len(whole)
-    for turn, before, through in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
-        start = len(before)
-        if whole[: len(through)] == through and whole[: len(before)] != before:
-            start = _start_of_turn(rendered(messages[:turn], add_generation_prompt=False), whole, before, tokenizer)
-        if start is None or whole[: len(through)] != through:
-            what = "before" if start is None else "through"
-            problem = f"a conversation whose tokens {what} assistant message {turn} change when the rest is added"
+    samples = [(whole, [0] * len(whole))]
+    # From the last turn to the first: a turn is learned where the most of what follows it is learned too.
+    for turn, before, through in list(zip(turns, prefixes[::2], prefixes[1::2], strict=True))[::-1]:
+        if samples[-1][0][: len(through)] != through:
+            samples.append((through, [0] * len(through)))
+        start: int | None = len(before)
+        if through[: len(before)] != before:
+            start = _start_of_turn(rendered(messages[:turn], add_generation_prompt=False), through, before, tokenizer)
+        if start is None:
+            problem = f"a conversation whose tokens before assistant message {turn} change when the message is added"
             advice = (
-                "the chat template rewrites earlier turns, so no mask of the assistant's tokens exists; "
-                "use a template that only appends, or split the row into conversations with one assistant message"
+                "the chat template writes what precedes an answer in another way than it asks for the answer, so the "
+                "answer has no beginning; use another template (data.chat_template_path)"
             )
             problems.add(problem, advice, row=row, column=column)
             return None
         end = _end_of_turn(through, start, tokenizer)
-        mask[start:end] = [1] * (end - start)
-    return whole, mask
+        samples[-1][1][start:end] = [1] * (end - start)
+    return [(tokens, mask) for tokens, mask in reversed(samples) if any(mask)]
+
+
+def _with_thought(message: dict[str, Any], before: str, through: str) -> str:
+    """The text through an assistant message, with the message's thought also if the template leaves that out.
+
+    Then it is the text before the message, with the generation prompt, and what a policy that thinks would add to it.
+    """
+    content, thought = message.get("content") or "", message.get("reasoning_content") or ""
+    answer = content.rpartition(_END_OF_THOUGHT)[2]
+    if not thought and _END_OF_THOUGHT in content:
+        thought = content.rpartition(_END_OF_THOUGHT)[0].rpartition(_THOUGHT)[2]
+    thought, answer = thought.strip(), answer.strip()
+    same = next((i for i, (a, b) in enumerate(zip(before, through, strict=False)) if a != b), len(before))
+    shown = through[same:]
+    if not thought or not answer or shown.count(thought) > answer.count(thought) or answer not in shown:
+        return through
+    prompt = before.rstrip()
+    if prompt.endswith(_END_OF_THOUGHT):  # The generation prompt says that there is no thought.
+        return through
+    opened = before if prompt.endswith(_THOUGHT) else f"{before}{_THOUGHT}\n"
+    return f"{opened}{thought}\n{_END_OF_THOUGHT}\n\n{answer}{shown.rpartition(answer)[2]}"
 
 
 def _start_of_turn(history: str, whole: list[int], before: list[int], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The start of an assistant turn whose rendering lacks the end of its generation prompt (an opening <think>).
 
-    The turn starts behind the part of the generation prompt that the rendering has. None if it has no part of it, or if
-    the rendering of the turns before differs.
+    whole: tokens through the turn.  before: tokens of what precedes it, with the generation prompt. The
+    turn starts behind the part of the generation prompt that the rendering has. None if it has no part of it, or if the
+    rendering of the turns before differs.
     """
     (without_prompt,) = encode(tokenizer, [history])
     start = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(whole))

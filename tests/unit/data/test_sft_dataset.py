@@ -65,7 +65,9 @@ words = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_siz
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), words), min_size=1, max_size=6))
 def test_learned_text_is_the_assistants_text(tokenizer, turns):
     messages = [say("user", "start"), *(say(role, text) for role, text in turns), say("assistant", "end")]
-    tokens, mask = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"))
+    samples = _tokenize(Conversation(messages), 0, tokenizer, SFTDataConfig(), FileProblems("f"))
+    assert samples is not None
+    ((tokens, mask),) = samples
     said = [m["content"] for m in messages if m["role"] == "assistant"]
     picked = [token for token, bit in zip(tokens, mask, strict=True) if bit]
     assert tokenizer.decode(picked) == "".join(f"{text}<|end|>" for text in said)
@@ -148,23 +150,107 @@ def test_missing_column(write, tokenizer):
     assert "train.parquet: column 'messages': found no such column" in message and "rename 'message'" in message
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(write, make_tokenizer):
-    # As templates do that keep only the last answer's reasoning.
-    template = (
-        "{% for m in messages %}<|start|>{{ m['role'] }}\n"
-        "{% if m['role'] == 'assistant' and loop.last %}<think></think>{% endif %}"
-        "{{ m['content'] }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-    )
-    rows = [{"messages": HI}, {"messages": [*HI, say("user", "and?"), say("assistant", "bye")]}]
-    tokenizer = make_tokenizer(template)
-    assert learned(tokenizer, SFTDataset(write(rows[:1]), tokenizer, SFTDataConfig())[0]) == [
-        "<think></think>hello<|end|>"
+# As Qwen3's: after the last question a turn shows its thought, and the last turn an empty one if it has none; turns
+# before that question lose theirs.
+QWEN3 = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}"
+    "{% set answer = m['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m['reasoning_content'] if m['reasoning_content'] is string else "
+    "(m['content'].split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in m['content'] else '') %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
+    "{% endif %}{{ answer }}{% else %}{{ m['content'] }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# As DeepSeek-R1's: no turn shows its thought, and the generation prompt opens one.
+R1 = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|start|>{{ m['content'].split('</think>')[-1] }}<|end|>"
+    "{% else %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|><think>\n{% endif %}"
+)
+
+
+def thinks(thought: str, answer: str, field: str) -> dict[str, str]:
+    """An assistant message with a thought, in its content or in `reasoning_content`."""
+    if field == "content":
+        return say("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
+    return say("assistant", answer) | {"reasoning_content": thought}
+
+
+def conversations(write, tokenizer, messages, **changes) -> list[tuple[str, list[str]]]:
+    """The conversations that a row with `messages` becomes: what stands before the learned text, and that text."""
+    data = SFTDataset(write([{"messages": messages}]), tokenizer, SFTDataConfig(**changes))
+    assert data.num_rows == 1
+    found = []
+    for row in (data[i] for i in range(len(data))):
+        given = row.input_ids[: row.loss_mask.index(1)]
+        found.append((tokenizer.decode(given), learned(tokenizer, row)))
+    return found
+
+
+@pytest.mark.parametrize("last", [[], [say("user", "more?")]], ids=["ends with an answer", "ends with a question"])
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+@pytest.mark.parametrize("kind", [QWEN3, R1], ids=["qwen3", "r1"])
+def test_thoughts_that_the_template_drops_are_learned_where_a_policy_would_have_them(
+    write, make_tokenizer, kind, field, last
+):
+    """Each turn follows exactly the prompt that generation gives for it, thoughts of earlier turns dropped."""
+    tokenizer = make_tokenizer(kind)
+    turns = [say("user", "hi"), thinks("hm", "hello", field), say("user", "and?"), thinks("so", "bye", field)]
+    opened = "" if kind == QWEN3 else "<think>\n"
+    shown = "<think>\n" if kind == QWEN3 else ""
+    prompts = [tokenizer.apply_chat_template(turns[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3)]
+    assert all(prompt.endswith(opened) for prompt in prompts) and "hm" not in prompts[1]
+    assert conversations(write, tokenizer, [*turns, *last]) == [
+        (prompts[0], [f"{shown}hm\n</think>\n\nhello<|end|>"]),
+        (prompts[1], [f"{shown}so\n</think>\n\nbye<|end|>"]),
     ]
-    message = problems_of(write(rows), tokenizer)
-    assert "train.parquet: row 1, column 'messages': found a conversation whose tokens through assistant message 1" in (
-        message
-    )
+
+
+def test_turns_without_thoughts_under_such_templates(write, make_tokenizer):
+    turns = [*HI, say("user", "and?"), say("assistant", "bye")]
+    qwen3 = make_tokenizer(QWEN3)
+    prompts = [qwen3.apply_chat_template(turns[:n], tokenize=False, add_generation_prompt=True) for n in (1, 3)]
+    empty = "<think>\n\n</think>\n\n"
+    assert conversations(write, qwen3, turns) == [
+        (prompts[0], [f"{empty}hello<|end|>"]),
+        (prompts[1], [f"{empty}bye<|end|>"]),
+    ]
+    # With enable_thinking=false the generation prompt has the empty thought, so it is not learned.
+    assert conversations(write, qwen3, turns, chat_template_kwargs={"enable_thinking": False}) == [
+        (prompts[0] + empty, ["hello<|end|>"]),
+        (prompts[1] + empty, ["bye<|end|>"]),
+    ]
+    # R1's turns are the same whatever follows them.
+    ((given, answers),) = conversations(write, make_tokenizer(R1), turns)
+    assert (given, answers) == ("[user]hi<|start|>", ["hello<|end|>", "bye<|end|>"])
+
+
+def test_turns_that_stay_as_they_are_share_a_conversation(write, make_tokenizer):
+    """Calls of a tool and what follows them keep their thoughts until the next question."""
+    tokenizer = make_tokenizer(QWEN3)
+    first = [say("user", "hi"), thinks("a", "call", "content"), say("tool", "4"), thinks("b", "four", "content")]
+    second = [say("user", "and?"), thinks("c", "call", "content"), say("tool", "5"), thinks("d", "five", "content")]
+    assert [answers for _, answers in conversations(write, tokenizer, first + second)] == [
+        ["<think>\na\n</think>\n\ncall<|end|>", "<think>\nb\n</think>\n\nfour<|end|>"],
+        ["<think>\nc\n</think>\n\ncall<|end|>", "<think>\nd\n</think>\n\nfive<|end|>"],
+    ]
+
+
+def test_lengths_of_a_row_that_becomes_many_conversations(write, make_tokenizer):
+    tokenizer = make_tokenizer(QWEN3)
+    row = [*HI, say("user", "and?" * 10), say("assistant", "bye" * 10)]
+    data = SFTDataset(write([{"messages": row}]), tokenizer, SFTDataConfig())
+    longest = max(len(data[i].input_ids) for i in range(len(data)))
+    message = problems_of(write([{"messages": row}], "sft.parquet"), tokenizer, max_length=60)
+    assert "sft.parquet: row 0, column 'messages'" in message and f"data.max_length={longest}" in message
+    # The second conversation has no answer within the limit, as later turns of one conversation would have none.
+    assert [answers for _, answers in conversations(write, tokenizer, row, max_length=60, truncation="right")] == [
+        ["<think>\n\n</think>\n\nhello<|end|>"]
+    ]
 
 
 def test_a_generation_prompt_that_opens_a_thought_which_turns_do_not_show(write, make_tokenizer):
