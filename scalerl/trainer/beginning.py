@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scalerl.checkpoint.store import find_latest_ckpt_path, read_trainer_state
 from scalerl.config.save import RESOLVED_CONFIG, saved_value
-from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
+from scalerl.config.schema import PPOConfig, SFTConfig, SFTTrainerConfig, TrainerConfig
 from scalerl.errors import UserError
 
 
@@ -43,19 +46,62 @@ def is_directory_or_free(path: str) -> bool:
     return nearest.is_dir()
 
 
-def finished_at(trainer: TrainerConfig | SFTTrainerConfig) -> Path | None:
-    """The newest checkpoint if it has reached trainer.total_training_steps, else None; reads only files.
+# Key of the trainer state with the steps that trainer.total_epochs of the data give.
+LENGTH = "length"
 
-    None too without trainer.total_training_steps, or with a trainer.resume_mode other than auto.
+
+def length_of_epochs(cfg: PPOConfig | SFTConfig, total_steps: int) -> dict[str, Any]:
+    """The trainer state's entry for the steps of trainer.total_epochs, with what they follow from.
+
+    Empty with trainer.total_training_steps, which says itself how many steps there are.
     """
-    if trainer.total_training_steps is None or trainer.resume_mode != "auto":
-        return None
-    if not is_directory_or_free(trainer.default_local_dir):
+    if cfg.trainer.total_training_steps is not None:
+        return {}
+    return {LENGTH: {"total_steps": total_steps, "follows_from": _what_gives_epochs(cfg)}}
+
+
+def _what_gives_epochs(cfg: PPOConfig | SFTConfig) -> dict[str, Any]:
+    """All that the number of steps of trainer.total_epochs depends on, and some more, as JSON has it.
+
+    A file is its path, size and time of change, so that rows that were added count.
+    """
+    data = asdict(cfg.data)
+    model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
+    files = [data["train_files"]] if isinstance(data["train_files"], str) else list(data["train_files"])
+    files += [data["chat_template_path"], data.get("custom_cls", {}).get("path")]
+    found = {
+        "trainer.total_epochs": cfg.trainer.total_epochs,
+        "model": model.path,
+        "data": data,
+        "files": [_identity(file) for file in files if file is not None],
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def _identity(file: str) -> list[Any]:
+    try:
+        stat = Path(file).expanduser().stat()
+    except OSError:  # It is a URL, or will be refused.
+        return [file]
+    return [str(Path(file).expanduser().absolute()), stat.st_size, stat.st_mtime_ns]
+
+
+def finished_at(cfg: PPOConfig | SFTConfig) -> Path | None:
+    """The newest checkpoint if it is of the run's last step, else None; reads only files.
+
+    The last step is trainer.total_training_steps. Without that it is the one that the checkpoint says for
+    trainer.total_epochs of the same data. None too with a trainer.resume_mode other than auto.
+    """
+    trainer = cfg.trainer
+    if trainer.resume_mode != "auto" or not is_directory_or_free(trainer.default_local_dir):
         return None
     latest = find_latest_ckpt_path(trainer.default_local_dir)
-    if latest is None or int(read_trainer_state(latest).get("step", 0)) < trainer.total_training_steps:
+    if latest is None:
         return None
-    return Path(latest)
+    state, last = read_trainer_state(latest), trainer.total_training_steps
+    if last is None and (length := state.get(LENGTH)) and length["follows_from"] == _what_gives_epochs(cfg):
+        last = int(length["total_steps"])
+    return None if last is None or int(state.get("step", 0)) < last else Path(latest)
 
 
 def finished_text(checkpoint: Path, trainer: TrainerConfig | SFTTrainerConfig, model_key: str, model_path: str) -> str:
@@ -64,14 +110,16 @@ def finished_text(checkpoint: Path, trainer: TrainerConfig | SFTTrainerConfig, m
     Raises UserError when that model has another architecture than the trained model.
     """
     _check_architecture(checkpoint, model_key, model_path)
+    last, more = trainer.total_training_steps, "A greater trainer.total_training_steps continues"
+    if last is None:
+        last, more = int(read_trainer_state(checkpoint)["step"]), "More trainer.total_epochs continue"
     before = saved_value(Path(trainer.default_local_dir) / RESOLVED_CONFIG, model_key)
     other = ""
     if before is not None and Path(before).resolve() != Path(model_path).resolve():
         other = f" It was started with {model_key}={before}, not {model_path}, of which nothing was trained here."
     return (
-        f"This run is finished: {checkpoint} is of step {trainer.total_training_steps}, the last one.{other} A greater "
-        "trainer.total_training_steps continues from it; another trainer.default_local_dir, or "
-        "trainer.resume_mode=disable, starts a new run."
+        f"This run is finished: {checkpoint} is of step {last}, the last one.{other} {more} from it; another "
+        "trainer.default_local_dir, or trainer.resume_mode=disable, starts a new run."
     )
 
 

@@ -38,7 +38,7 @@ from scalerl.parallel.layout import Layout
 from scalerl.runtime.garbage import collect_garbage
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import StartPhases
+from scalerl.trainer.beginning import StartPhases, length_of_epochs
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run, load
 from scalerl.trainer.preflight import PPOInputs, trained_models
@@ -114,7 +114,7 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer, config=cfg, roles=trained_models(cfg)),
+            saves=Saves(trainer, config=cfg, roles=trained_models(cfg), state=length_of_epochs(cfg, num_steps)),
             start=phases,
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.

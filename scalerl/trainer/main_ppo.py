@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
         print(translation_table(composition.translations), flush=True)
     # A training loop of the user may end at any step.
     has_own_loop = cfg.trainer.custom_fit.path is not None
-    if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg.trainer)):
+    if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg)):
         model_path = cfg.actor_rollout_ref.model.path
         print(finished_text(last, cfg.trainer, "actor_rollout_ref.model.path", model_path), flush=True)
         return 0

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     cfg = composition.config
     if composition.translations:
         print(translation_table(composition.translations), flush=True)
-    if not dry_run and (last := finished_at(cfg.trainer)):
+    if not dry_run and (last := finished_at(cfg)):
         print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
         return 0
 
@@ -53,6 +53,13 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     phases.end()
     num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
     print(devices_line(cfg.trainer, inputs.device), flush=True)
+    for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
+        if dataset is not None and len(dataset) > dataset.num_rows:
+            print(
+                f"data.{key}: {dataset.num_rows} rows make {len(dataset)} conversations, because the chat template "
+                "rewrites earlier turns",
+                flush=True,
+            )
     if inputs.memory is not None:
         print(summary(inputs.memory), flush=True)
     print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)

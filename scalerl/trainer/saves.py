@@ -32,11 +32,18 @@ class Saves:
     """Saves checkpoints, one at a time. `news` reports a failure in the background, in the step in which it failed.
 
     config: of the run, which is saved with it.  roles: the models that the run trains; a save without one fails.
+    state: what the state of every save has beside that of the step.
     """
 
     def __init__(
-        self, trainer: RunConfig, *, config: PPOConfig | SFTConfig | None = None, roles: Collection[str] = ()
+        self,
+        trainer: RunConfig,
+        *,
+        config: PPOConfig | SFTConfig | None = None,
+        roles: Collection[str] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> None:
+        self._state = dict(state or {})
         self._root, self._in_background = trainer.default_local_dir, trainer.async_save
         metric = trainer.best_ckpt_metric
         self._metric = metric
@@ -70,6 +77,7 @@ class Saves:
         """
         self._collect(wait=True)
         self.saved_at[step] = time.monotonic()
+        state = state | self._state
         if self._metric is not None and self._tested is not None and self._tested[0] == step:
             state = state | {METRICS: {self._metric: self._tested[1]}}
         if wait or not self._in_background:

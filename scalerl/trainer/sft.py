@@ -20,11 +20,12 @@ from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
 from scalerl.families.flops import flops_shape
-from scalerl.metrics import Timers, merge_metrics, mfu, to_floats
+from scalerl.metrics import Metric, Timers, merge_metrics, mfu, to_floats
 from scalerl.parallel.layout import Layout
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
+from scalerl.trainer.beginning import length_of_epochs
 from scalerl.trainer.build import open_tracker, say_how_to_open, start_phases, start_pool, start_workers
 from scalerl.trainer.packing_rules import PackingRules
 from scalerl.trainer.preflight import SFTInputs
@@ -61,6 +62,9 @@ class SFTRun:
 def fit(run: SFTRun) -> None:
     """Trains to total_steps, or to the end of the step in which a stop was requested."""
     cfg = run.config.trainer
+    if run.step == 0 and run.val is not None and cfg.test_freq != 0:
+        with run.timers("testing"):
+            run.tracker.log(to_floats(validate(run, run.val)), step=0)
     run.timers.pop()
     while run.step < run.total_steps and not run.stop.requested:
         step = run.step + 1
@@ -69,10 +73,9 @@ def fit(run: SFTRun) -> None:
             totals = [{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
             metrics = run.workers.call(SFTWorker.update_sft, batch, totals=totals).metrics
         run.step = step
-        if run.val is not None and checkpoints.is_due(step, cfg.test_freq, run.total_steps):
+        if run.val is not None and is_test_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
-                rows = place(run, run.val, range(len(run.val)))
-                tested = run.workers.call(SFTWorker.evaluate_sft, rows).metrics
+                tested = validate(run, run.val)
                 run.saves.tested(step, to_floats(tested))
                 metrics = merge_metrics([metrics, tested])
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
@@ -89,6 +92,16 @@ def fit(run: SFTRun) -> None:
             if run.saves.is_uncommitted:
                 run.tracker.flush()
                 run.saves.commit()
+
+
+def is_test_due(step: int, test_freq: int, total: int) -> bool:
+    """Whether a step validates: the last step, and each test_freq-th step if test_freq > 0; no step if it is 0."""
+    return test_freq != 0 and (step == total or (test_freq > 0 and step % test_freq == 0))
+
+
+def validate(run: SFTRun, val: SFTDataset) -> dict[str, Metric]:
+    """Metrics of the current weights on the validation set, which learns nothing."""
+    return run.workers.call(SFTWorker.evaluate_sft, place(run, val, range(len(val)))).metrics
 
 
 def place(run: SFTRun, dataset: SFTDataset, rows: Sequence[int]) -> ShardedBatch:
@@ -191,7 +204,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
             ),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer, config=cfg, roles=("actor",)),
+            saves=Saves(trainer, config=cfg, roles=("actor",), state=length_of_epochs(cfg, num_steps)),
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.
         tracker.wait_started()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept
@@ -58,9 +59,29 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
         numbers[name] = {step: reproducible(data) for step, data in Record.read(run_dir).final.items()}
         digests = json.loads((run_dir / "global_step_2" / "COMPLETE").read_text())["digests"]
         saved[name] = {file: digest for file, digest in digests.items() if file.endswith((".distcp", ".safetensors"))}
-    assert numbers["whole"].keys() == {1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
+    # Step 0 is the validation before the first step; a run that resumes has it already.
+    assert numbers["whole"].keys() == {0, 1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
     assert numbers["in parts"] == numbers["whole"]
     assert len(saved["whole"]) == 4 and saved["in parts"] == saved["whole"]
+
+
+@pytest.mark.parametrize(("test_freq", "validated"), [(None, {0, 4}), (0, set())])
+def test_a_run_without_a_word_about_steps_and_validation(
+    inputs: Inputs, kept: Kept, tmp_path: Path, test_freq: int | None, validated: set[int]
+) -> None:
+    """Validation files are used; trainer.test_freq=0 switches that off. Started again, the run says that it is done."""
+    arguments = overrides(inputs, tmp_path, f"trainer.default_local_dir={tmp_path / 'run'}")
+    arguments += [] if test_freq is None else [f"trainer.test_freq={test_freq}"]
+    finished = kept.sft(arguments)
+    assert finished.code == 0, finished.tail()
+    losses = {
+        step: data["val/loss"] for step, data in Record.read(tmp_path / "run").final.items() if "val/loss" in data
+    }
+    assert losses.keys() == validated
+    # The last one is of the trained weights.
+    assert not losses or losses[4] != losses[0]
+    again = kept.sft(arguments)
+    assert again.code == 0 and "This run is finished" in again.stdout and "start:" not in again.stdout
 
 
 def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
@@ -69,7 +90,8 @@ def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     finished = kept.sft(overrides(inputs, tmp_path, *more, f"trainer.default_local_dir={tmp_path / 'run'}"))
     assert finished.code == 0, finished.tail()
     steps = Record.read(tmp_path / "run").final
-    assert steps.keys() == set(range(1, STEPS + 1))
+    assert steps.keys() == set(range(STEPS + 1))
+    assert "val/loss" in steps.pop(0)
     phases = {
         1: ["update_actor"],
         2: ["testing", "update_actor"],

@@ -24,7 +24,7 @@ from scalerl.config.sections import ACTOR
 
 @rule("trainer.test_freq", "data.val_files")
 def _sft_validation(cfg: SFTConfig) -> Iterator[str]:
-    if cfg.trainer.test_freq != -1 and cfg.data.val_files is None:
+    if cfg.trainer.test_freq > 0 and cfg.data.val_files is None:
         yield (
             f"trainer.test_freq = {cfg.trainer.test_freq}: there is nothing to validate on while data.val_files = "
             "null; set data.val_files, or trainer.test_freq=-1"

@@ -47,10 +47,10 @@ def _kept_checkpoints(cfg: Any) -> Iterator[str]:
             f"trainer.best_ckpt_metric = {metric}: has no effect when trainer.best_ckpt_to_keep = 0; set "
             "trainer.best_ckpt_to_keep=1 or more, or trainer.best_ckpt_metric=null"
         )
-    if best and trainer.test_freq == -1:
+    if best and trainer.test_freq <= 0:
         yield (
-            f"trainer.best_ckpt_to_keep = {best}: no checkpoint has a metric when trainer.test_freq = -1; set "
-            "trainer.test_freq so that it divides trainer.save_freq"
+            f"trainer.best_ckpt_to_keep = {best}: no checkpoint of an earlier step has a metric when "
+            f"trainer.test_freq = {trainer.test_freq}; set trainer.test_freq so that it divides trainer.save_freq"
         )
     if (best or every) and trainer.max_actor_ckpt_to_keep is None:
         key, value = ("best_ckpt_to_keep", best) if best else ("ckpt_every_to_keep", every)

@@ -149,6 +149,9 @@ class SFTTrainerConfig(RunConfig):
     """`trainer` of `scalerl sft`."""
 
     experiment_name: str = "sft"
+    # Steps between validations on data.val_files; before the first step and at the last there is one, too. -1: these
+    # two alone; 0: none.
+    test_freq: int = key(RunConfig.test_freq, SAVE_FREQ)
     max_actor_ckpt_to_keep: int | None = 1
 
 

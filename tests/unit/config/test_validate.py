@@ -66,6 +66,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "DataConfig.truncation": (["cut"], ["left", "right", "middle"]),
     "SFTDataConfig.train_files": (["", []], ["a", ["a"]]),
     "SFTDataConfig.val_files": ([""], [None, "a"]),
+    "SFTTrainerConfig.test_freq": ([-2], [-1, 0]),
     "SFTDataConfig.truncation": (["middle"], ["error", "left", "right"]),
     "RewardModelConfig.timeout_s": ([0.0], [0.1]),
     "CustomClassConfig.path": ([""], [None]),
@@ -479,7 +480,7 @@ PPO_RELATIONS = {
     "best without validations": (
         {"trainer.best_ckpt_to_keep": 2, "trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
         | {"trainer.best_ckpt_metric": "m"},
-        ["trainer.best_ckpt_to_keep = 2: no checkpoint has a metric", "trainer.test_freq"],
+        ["trainer.best_ckpt_to_keep = 2: no checkpoint of an earlier step has a metric", "trainer.test_freq"],
     ),
     "every step beside all": (
         {"trainer.ckpt_every_to_keep": 5},

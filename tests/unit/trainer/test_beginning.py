@@ -5,20 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
-from scalerl.config.schema import TrainerConfig
+from scalerl.config import composed
+from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
 from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text
+from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text, length_of_epochs
 from tests.tiny_models import make_tiny_model
 
 
-def saved(root: Path, step: int) -> Path:
+def saved(root: Path, step: int, state: dict | None = None) -> Path:
     tmp = begin_save(str(root), step)
-    write_trainer_state(tmp, {"step": step})
+    write_trainer_state(tmp, {"step": step} | (state or {}))
     return Path(commit(tmp, str(root), step))
 
 
@@ -26,16 +28,55 @@ def trainer(root: Path, steps: int | None, **more) -> TrainerConfig:
     return TrainerConfig(default_local_dir=str(root), total_training_steps=steps, **more)
 
 
+def config(kind: Literal["ppo", "sft"], root: Path, *more: str) -> PPOConfig | SFTConfig:
+    model = "model.path=m" if kind == "sft" else "actor_rollout_ref.model.path=m"
+    files = [f"data.train_files={root / 'train.parquet'}", f"data.val_files={root / 'val.parquet'}"]
+    own = [model, *files, f"trainer.default_local_dir={root / 'run'}"]
+    return composed(kind, [*own, *more], rules=False).config
+
+
 def test_a_run_is_finished_when_its_last_step_is_saved(tmp_path: Path) -> None:
-    assert finished_at(trainer(tmp_path, 4)) is None
-    saved(tmp_path, 2)
-    assert finished_at(trainer(tmp_path, 4)) is None
-    last = saved(tmp_path, 4)
-    assert finished_at(trainer(tmp_path, 4)) == last and finished_at(trainer(tmp_path, 3)) == last
-    assert finished_at(trainer(tmp_path, 5)) is None
+    def finished(*more: str) -> Path | None:
+        return finished_at(config("ppo", tmp_path, *more))
+
+    steps = "trainer.total_training_steps"
+    assert finished(f"{steps}=4") is None
+    saved(tmp_path / "run", 2)
+    assert finished(f"{steps}=4") is None
+    last = saved(tmp_path / "run", 4)
+    assert finished(f"{steps}=4") == last and finished(f"{steps}=3") == last
+    assert finished(f"{steps}=5") is None
     # How many steps it has is not known from files, or it begins anew.
-    assert finished_at(trainer(tmp_path, None)) is None
-    assert finished_at(trainer(tmp_path, 4, resume_mode="disable")) is None
+    assert finished() is None
+    assert finished(f"{steps}=4", "trainer.resume_mode=disable") is None
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
+def test_a_run_of_epochs_is_finished_while_nothing_that_gives_its_steps_has_changed(
+    tmp_path: Path, kind: Literal["ppo", "sft"]
+) -> None:
+    train = tmp_path / "train.parquet"
+    train.write_bytes(b"rows")
+    began = config(kind, tmp_path)
+    saved(tmp_path / "run", 2, length_of_epochs(began, 4))
+    assert finished_at(began) is None
+    last = saved(tmp_path / "run", 4, length_of_epochs(began, 4))
+    assert finished_at(began) == last
+    text = finished_text(last, began.trainer, "model.path", "m")
+    assert f"{last} is of step 4, the last one" in text and "More trainer.total_epochs continue from it" in text
+    for changed in (
+        "trainer.total_epochs=2",
+        "data.train_batch_size=64",
+        "model.path=n" if kind == "sft" else "actor_rollout_ref.model.path=n",
+        f"data.train_files=[{train},{train}]",
+        f"data.chat_template_path={train}",
+    ):
+        assert finished_at(config(kind, tmp_path, changed)) is None, changed
+    # Steps that the user gives need no record, and have none.
+    assert finished_at(config(kind, tmp_path, "trainer.total_training_steps=4")) == last
+    assert length_of_epochs(config(kind, tmp_path, "trainer.total_training_steps=4"), 4) == {}
+    train.write_bytes(b"more rows")
+    assert finished_at(began) is None
 
 
 def test_a_finished_run_that_is_asked_for_another_model_names_it(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_a_run_directory_that_is_a_file_is_said_with_its_key(directory: Path, be
     path = f"{directory / 'rows.parquet'}{below}"
     more = [f"trainer.default_local_dir={path}", "trainer.total_training_steps=1"]
     cfg = config(directory, "qwen3", "embedded", 0, *more)
-    assert finished_at(cfg.trainer) is None
+    assert finished_at(cfg) is None
     with pytest.raises(ConfigError) as error:
         check_ppo(cfg, "cpu")
     (violation,) = error.value.violations
