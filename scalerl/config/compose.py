@@ -40,6 +40,7 @@ from scalerl.config.validate import (
     validate_eval,
     validate_generation,
     validate_launch,
+    validate_names,
     validate_ppo,
     validate_sft,
     without_repeats,
@@ -88,8 +89,9 @@ def compose(
             YAML file in DIR; it needs no defaults list, and its own groups in DIR are found too.
         rules: False for a caller who validates the configuration later, together with the files and models that it
             names: broken rules between keys are then no error here, unless something else is wrong.
-    Raises: ConfigError with every unknown key, wrong type, missing value and broken rule. Rules between keys are
-        left for the next try when a key is unknown or of a wrong type, since they would judge the wrong values.
+    Raises: ConfigError with every unknown key, wrong type, missing value, unknown name and broken rule. Rules between
+        keys are left for the next try when a key is unknown or of a wrong type, since they would judge the wrong
+        values.
     """
     return composed(kind, overrides, rules=rules).config
 
@@ -162,9 +164,12 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
     wrong_inputs = request.violations + partial.violations
     values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or wrong_inputs or missing or values:
-        violations = [*wrong_inputs, *missing, *(values if wrong_inputs else VALIDATORS[request.kind](config))]
-        if violations:
-            raise ConfigError(violations)
+        # Names are right or wrong whatever the other keys are.
+        own = [*values, *validate_names(config)] if wrong_inputs else VALIDATORS[request.kind](config)
+        if violations := [*wrong_inputs, *missing, *own]:
+            error = ConfigError(violations)
+            error.config = config
+            raise error
     return Composed(config, [*request.translations, *partial.translations], partial.set_keys)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from scalerl.errors import UserError
 
@@ -19,6 +20,8 @@ class ConfigError(UserError):
         # Pickling between processes calls the class with `args`: the list, not its text.
         super().__init__(list(violations))
         self.violations = list(violations)
+        # The configuration as far as it could be read, with defaults in the place of what is wrong; None: it could not.
+        self.config: Any = None
 
     def __str__(self) -> str:
         count = len(self.violations)

@@ -20,7 +20,7 @@ from scalerl.config.verl import Translation, Translator
 # Dicts whose entries are checked one by one.
 OVERRIDES = ("override_transformer_config", "override_ddp_config", "override_optimizer_config")
 # A text inside the domain of every key that has no default.
-_PLACEHOLDER = "missing.parquet"
+PLACEHOLDER = "missing.parquet"
 
 
 class PartialConfig:
@@ -163,7 +163,7 @@ class PartialConfig:
         for key in [key for key, value in raw.items() if value == MISSING]:
             if key not in self._mentioned:
                 problems.append(f"{key}: missing; set {key}=...{self._about(key)}")
-            OmegaConf.update(self._config, key, _PLACEHOLDER)
+            OmegaConf.update(self._config, key, PLACEHOLDER)
         # The keys are resolved one by one only where one is wrong: there are a hundred.
         with contextlib.suppress(OmegaConfBaseException):
             return problems, OmegaConf.to_object(self._config)

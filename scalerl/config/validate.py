@@ -8,6 +8,8 @@ from scalerl.config.keys import inherited_keys
 from scalerl.config.rules.base import Rule, value_at
 from scalerl.config.rules.commands import PPO_RULES, SFT_RULES, device_rules
 from scalerl.config.rules.generation import GENERATION_RULES
+from scalerl.config.rules.names import NAME_RULES
+from scalerl.config.rules.trainer import KNOWN_LOGGERS
 from scalerl.config.schema import (
     EvalConfig,
     GenerationConfig,
@@ -46,6 +48,13 @@ def validate_eval(cfg: EvalConfig) -> list[str]:
 def validate_launch(cfg: LaunchConfig) -> list[str]:
     """Lists what is wrong with the keys of `scalerl launch slurm`; `scalerl.launch` checks them against the run."""
     return _validate(cfg, [])
+
+
+def validate_names(cfg: Any) -> list[str]:
+    """Lists the names in a configuration of any command that nobody registered, if files of the user's own cannot."""
+    rules = {PPOConfig: [*NAME_RULES, KNOWN_LOGGERS], SFTConfig: [KNOWN_LOGGERS]}.get(type(cfg), [])
+    outside = dict(domain_violations(cfg))
+    return [text for rule in rules if outside.keys().isdisjoint(rule.keys) for text in rule.check(cfg)]
 
 
 def _validate(cfg: Any, rules: list[Rule], device: str | None = None) -> list[str]:

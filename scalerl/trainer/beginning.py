@@ -8,7 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from scalerl.errors import UserError
 
 
 class StartPhases:
-    """Reports how long each phase of a start took, when the next phase begins. say: called with each line."""
+    """Reports how long each phase of a start took, when the next phase begins.
+
+    say: called with each line.  show: called with the name of each phase as it begins, for a progress display.
+    """
 
     def __init__(self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.say = say or (lambda text: print(text, flush=True))
+        self.show: Callable[[str], None] = lambda name: None
         self._clock = clock
         self._current: tuple[str, float] | None = None
 
@@ -31,6 +36,7 @@ class StartPhases:
         """Ends the current phase and starts the phase `name`."""
         self.end()
         self._current = (name, self._clock())
+        self.show(f"start: {name}")
 
     def end(self) -> None:
         """Ends the current phase and reports its time; without a current phase nothing happens."""
@@ -44,6 +50,16 @@ def is_directory_or_free(path: str) -> bool:
     """Whether a run may have its directory there: it is one, or could be made, since nothing on the way is a file."""
     nearest = next(at for at in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.lexists(at))
     return nearest.is_dir()
+
+
+def run_directory_violation(path: str) -> str | None:
+    """What is wrong with trainer.default_local_dir; None if a run may have its directory there."""
+    if is_directory_or_free(path):
+        return None
+    return (
+        f"trainer.default_local_dir = {path}: it or a part of its path is a file; give a directory, which need not "
+        "exist yet"
+    )
 
 
 # Key of the trainer state with the steps that trainer.total_epochs of the data give.
@@ -137,9 +153,19 @@ def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> No
         raise UserError(f"{model_key}: the run in {checkpoint.parent} is finished, and {error}") from error
 
 
+@contextmanager
+def saying_how_to_go_on(root: str, command: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Prints `interrupted_text` where Ctrl-C ends the block; the interrupt goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(interrupted_text(root, command, arguments), file=sys.stderr, flush=True)
+        raise
+
+
 def interrupted_text(root: str, command: str, arguments: Sequence[str]) -> str:
     """The message for a run that Ctrl-C ended: its checkpoint, and how to continue. command: train or sft."""
-    latest = find_latest_ckpt_path(root)
+    latest = find_latest_ckpt_path(root) if is_directory_or_free(root) else None
     stands = f"The checkpoint {latest} stands." if latest else f"There is no checkpoint in {root} yet."
     return f"{stands} To go on{'' if latest else ' (from the start)'}:\n  {command_line(command, arguments)}"
 

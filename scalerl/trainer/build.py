@@ -177,9 +177,8 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
 
 
 def start_phases(phases: StartPhases, tracker: Tracking) -> StartPhases:
-    """Sends the lines of `phases` to the tracker from now on, and begins the phase "processes"."""
-    tracker.phase("start")
-    phases.say = tracker.message
+    """Sends the lines and names of `phases` to the tracker from now on, and begins the phase "processes"."""
+    phases.say, phases.show = tracker.message, tracker.phase
     phases.begin("processes")
     return phases
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from scalerl.config import batch_table, composed, help_text, total_steps, translation_table
+from scalerl.config import batch_table, help_text, total_steps, translation_table
 from scalerl.errors import run_main
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, interrupted_text
+from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, saying_how_to_go_on
+from scalerl.trainer.look_ups import composed_run
 from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
     phases.begin("config")
-    composition = composed("ppo", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    composition = composed_run("ppo", [argument for argument in arguments if argument != "--dry-run"])
     cfg = composition.config
     if composition.translations:
         print(translation_table(composition.translations), flush=True)
@@ -54,33 +55,30 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.preflight import PPOInputs, check_ppo
     from scalerl.trainer.run_host import run_host
 
-    phases.begin("data")
-    inputs = check_ppo(cfg, digests=not dry_run)
-    phases.end()
-    print(devices_line(cfg.trainer, inputs.device), flush=True)
-    print(batch_table(cfg, len(inputs.train)), flush=True)
-    if inputs.memory is not None:
-        print(summary(inputs.memory), flush=True)
-    if not cfg.trainer.val_only:
-        num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
-        print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)
-    if dry_run:
-        print(checkpoints.dry_run_text(inputs.resumed))
-        return 0
+    with saying_how_to_go_on(cfg.trainer.default_local_dir, "train", arguments):
+        phases.begin("data")
+        inputs = check_ppo(cfg, digests=not dry_run)
+        phases.end()
+        print(devices_line(cfg.trainer, inputs.device), flush=True)
+        print(batch_table(cfg, len(inputs.train)), flush=True)
+        if inputs.memory is not None:
+            print(summary(inputs.memory), flush=True)
+        if not cfg.trainer.val_only:
+            num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
+            print(checkpoints.announcement(cfg.trainer, num_steps), flush=True)
+        if dry_run:
+            print(checkpoints.dry_run_text(inputs.resumed))
+            return 0
 
-    def trained(inputs: PPOInputs) -> Run:
-        with ppo_run(cfg, inputs, host) as run:
-            validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
-            for line in validation_lines(validation, run.tested_at, run.step):
-                run.tracker.message(line)
-        return run
+        def trained(inputs: PPOInputs) -> Run:
+            with ppo_run(cfg, inputs, host) as run:
+                validation = fit(run) if inputs.fit is None else call_fit(inputs.fit, run)
+                for line in validation_lines(validation, run.tested_at, run.step):
+                    run.tracker.message(line)
+            return run
 
-    try:
         with run_host(cfg, inputs, processes, phases) as host:
             run = host.train(inputs, trained)
-    except KeyboardInterrupt:
-        print(interrupted_text(cfg.trainer.default_local_dir, "train", arguments), file=sys.stderr, flush=True)
-        raise
     if cfg.trainer.val_only:
         return 0
     is_done = run.step >= run.total_steps or not run.stop.requested

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scalerl.config import composed, help_text, total_steps, translation_table
+from scalerl.config import help_text, total_steps, translation_table
 from scalerl.errors import run_main
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, interrupted_text
+from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, saying_how_to_go_on
+from scalerl.trainer.look_ups import composed_run
 from scalerl.user_code import forget_files
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
     phases.begin("config")
-    composition = composed("sft", [argument for argument in arguments if argument != "--dry-run"], rules=False)
+    composition = composed_run("sft", [argument for argument in arguments if argument != "--dry-run"])
     cfg = composition.config
     if composition.translations:
         print(translation_table(composition.translations), flush=True)
@@ -48,36 +49,33 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     from scalerl.trainer.run_host import run_host
     from scalerl.trainer.sft import SFTRun, fit, sft_run
 
-    phases.begin("data")
-    inputs = check_sft(cfg, digests=not dry_run)
-    phases.end()
-    num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
-    print(devices_line(cfg.trainer, inputs.device), flush=True)
-    for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
-        if dataset is not None and len(dataset) > dataset.num_rows:
-            print(
-                f"data.{key}: {dataset.num_rows} rows make {len(dataset)} conversations, because the chat template "
-                "rewrites earlier turns",
-                flush=True,
-            )
-    if inputs.memory is not None:
-        print(summary(inputs.memory), flush=True)
-    print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
-    if dry_run:
-        print(checkpoints.dry_run_text(inputs.resumed))
-        return 0
+    with saying_how_to_go_on(cfg.trainer.default_local_dir, "sft", arguments):
+        phases.begin("data")
+        inputs = check_sft(cfg, digests=not dry_run)
+        phases.end()
+        num_steps = total_steps(cfg.trainer, len(inputs.train), cfg.data.train_batch_size)
+        print(devices_line(cfg.trainer, inputs.device), flush=True)
+        for key, dataset in (("train_files", inputs.train), ("val_files", inputs.val)):
+            if dataset is not None and len(dataset) > dataset.num_rows:
+                print(
+                    f"data.{key}: {dataset.num_rows} rows make {len(dataset)} conversations, because the chat template "
+                    "rewrites earlier turns",
+                    flush=True,
+                )
+        if inputs.memory is not None:
+            print(summary(inputs.memory), flush=True)
+        print(f"steps of the run: {num_steps}\n{checkpoints.announcement(cfg.trainer, num_steps)}", flush=True)
+        if dry_run:
+            print(checkpoints.dry_run_text(inputs.resumed))
+            return 0
 
-    def trained(inputs: SFTInputs) -> SFTRun:
-        with sft_run(cfg, inputs, host) as run:
-            fit(run)
-        return run
+        def trained(inputs: SFTInputs) -> SFTRun:
+            with sft_run(cfg, inputs, host) as run:
+                fit(run)
+            return run
 
-    try:
         with run_host(cfg, inputs, processes, phases) as host:
             run = host.train(inputs, trained)
-    except KeyboardInterrupt:
-        print(interrupted_text(cfg.trainer.default_local_dir, "sft", arguments), file=sys.stderr, flush=True)
-        raise
     is_done = run.step >= run.total_steps
     print(checkpoints.closing(cfg.trainer, run.checkpoint, step=run.step, is_done=is_done), flush=True)
     if (how := run.tracker.how_to_open) is not None:

@@ -79,7 +79,8 @@ def fit(run: Run) -> dict[str, float]:
     run.start.end()
     validation: dict[str, float] = {}
     if cfg.val_before_train or cfg.val_only:
-        validation = validate(run)
+        with run.timers("testing"):
+            validation = validate(run)
         run.tracker.log(validation, step=run.step)
     if cfg.val_only:
         return validation

@@ -40,7 +40,7 @@ from scalerl.runtime.device import resolve_device
 from scalerl.tracking import check_backends
 from scalerl.tracking.backend import safe_uri
 from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import is_directory_or_free
+from scalerl.trainer.beginning import run_directory_violation
 from scalerl.trainer.custom_fit import Fit, load_fit
 from scalerl.trainer.model_checks import (
     actor_violations,
@@ -332,6 +332,14 @@ def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimCon
     return {"actor_rollout_ref.actor.megatron": actor.megatron, "actor_rollout_ref.actor.optim": actor.optim} | others
 
 
+def fields_of_megatron_violations(cfg: PPOConfig | SFTConfig) -> list[str]:
+    """What is wrong with the fields of Megatron's configs that the user set."""
+    errors = ErrorCollector()
+    own = {"megatron": cfg.megatron, "optim": cfg.optim} if isinstance(cfg, SFTConfig) else _sections_of_megatron(cfg)
+    _check_overrides(errors, own)
+    return errors.violations
+
+
 def _check_overrides(errors: ErrorCollector, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
     """Checks the fields of Megatron's configs that the user set. sections: by key."""
     for section, config in sections.items():
@@ -377,11 +385,8 @@ def _check_resume(
     """
     from scalerl.data import PromptCursor
 
-    if not is_directory_or_free(trainer.default_local_dir):
-        errors.violations.append(
-            f"trainer.default_local_dir = {trainer.default_local_dir}: it or a part of its path is a file; give a "
-            "directory, which need not exist yet"
-        )
+    if (violation := run_directory_violation(trainer.default_local_dir)) is not None:
+        errors.violations.append(violation)
         return None
     mirror = trainer.checkpoint_mirror
     if mirror is not None and errors.attempt(lambda: open_mirror(mirror)) is None:

@@ -166,6 +166,9 @@ def test_lines_for_a_person(finished: Finished) -> None:
         assert all(f"  {name} " in line for name in ("reward", "len", "tok/s", "update"))
     assert "  val " in lines[0][1] and "  val " in lines[-1][1]
     assert "\x1b" not in finished.job.stdout
+    # The start of the run, after that of SFT.
+    starts = re.findall(r"^start: (.+) [\d.]+ s$", finished.job.stdout, re.MULTILINE)
+    assert starts[-6:] == ["config", "data", "processes", "model", "servers", "first sync"]
     samples = rf"= samples per step +{PROMPTS * SAMPLES}\b"
     assert re.search(samples, finished.job.stdout)
     assert finished.job.stderr == ""

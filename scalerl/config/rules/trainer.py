@@ -116,5 +116,6 @@ def _flash_attention_needs_a_gpu(cfg: Any) -> Iterator[str]:
         )
 
 
-TRAINER_RULES = [_resume, _kept_checkpoints, _known_loggers, _profiled_ranks, _profiled_steps]
+KNOWN_LOGGERS = _known_loggers
+TRAINER_RULES = [_resume, _kept_checkpoints, KNOWN_LOGGERS, _profiled_ranks, _profiled_steps]
 TRAINER_RULES_ON_CPU = [_nsys_needs_a_gpu, _flash_attention_needs_a_gpu]

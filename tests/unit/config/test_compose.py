@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -158,6 +159,20 @@ def test_missing_values_and_broken_rules_come_together():
         "actor_rollout_ref.model.path:",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
     ]
+
+
+def test_names_are_looked_up_where_a_key_is_unknown(tmp_path):
+    names = ["algorithm.adv_estimator=grop", "reward_model.reward_manager=naiv", "trainer.logger=[clearml]"]
+    found = violations("ppo", *PPO, "trainer.nosuch=1", "trainer.nnodes=0", f"{ROLLOUT}.n=4", *names)
+    assert [re.split("[ =:]", text)[0] for text in found] == [
+        "trainer.nosuch",
+        "trainer.nnodes",
+        "algorithm.adv_estimator",
+        "reward_model.reward_manager",
+        "trainer.logger",
+    ]
+    # A file of the user's own may register them.
+    assert len(violations("ppo", *PPO, "trainer.nosuch=1", *names, "trainer.import_files=[own.py]")) == 1
 
 
 def test_rules_between_keys_wait_until_every_key_is_known():

@@ -9,10 +9,11 @@ from typing import Literal
 
 import pytest
 
+from scalerl import cli
 from scalerl.checkpoint.store import begin_save, commit, write_trainer_state
 from scalerl.config import composed
 from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
-from scalerl.errors import UserError
+from scalerl.errors import EXIT_INTERRUPTED, UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text, length_of_epochs
 from tests.tiny_models import make_tiny_model
@@ -104,15 +105,34 @@ def test_what_an_interrupted_run_says(tmp_path: Path) -> None:
     assert f"The checkpoint {last} stands." in text and text.endswith("train 'a.b=[1, 2]' --config-name train")
 
 
-def test_parts_of_a_start_are_timed() -> None:
+@pytest.mark.parametrize(("command", "check"), [("train", "check_ppo"), ("sft", "check_sft")])
+def test_an_interrupt_while_data_is_read_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, check: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"scalerl.trainer.preflight.{check}", interrupted)
+    model = "model.path=m" if command == "sft" else "actor_rollout_ref.model.path=m"
+    keys = ["data.train_files=t.parquet", "data.val_files=v.parquet", model, f"trainer.default_local_dir={tmp_path}"]
+    assert cli.main([command, *keys]) == EXIT_INTERRUPTED
+    said = capsys.readouterr().err
+    assert f"There is no checkpoint in {tmp_path} yet. To go on (from the start):" in said
+    assert f"{command} data.train_files=t.parquet" in said and said.endswith("Interrupted.\n")
+
+
+def test_parts_of_a_start_are_timed_and_shown() -> None:
     lines: list[str] = []
+    shown: list[str] = []
     times = iter([0.0, 1.5, 2.0, 4.25])
     phases = StartPhases(lines.append, clock=lambda: next(times))
+    phases.show = shown.append
     phases.begin("config")
     phases.begin("data")
     phases.end()
     phases.end()
     assert lines == ["start: config 1.5 s", "start: data 2.2 s"]
+    assert shown == ["start: config", "start: data"]
 
 
 def test_a_finished_run_ends_before_anything_heavy_is_imported(tmp_path: Path) -> None:
