@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import scalerl
 from scalerl import nvidia
+from scalerl.errors import CommandParser
 from scalerl.nvidia import NvidiaDevice, find_nvidia_device
 from scalerl.probes import Finding, side_by_side
 from scalerl.probes.gpu import Devices, check_transformer_engine, find_devices, gpu_findings
@@ -123,7 +123,7 @@ def _section(title: str, lines: Iterable[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `scalerl doctor`."""
-    parser = argparse.ArgumentParser(prog="scalerl doctor", description=__doc__)
+    parser = CommandParser(prog="scalerl doctor", description=__doc__)
     parser.add_argument("--imports", action="store_true", help="import every package: half a minute of processor time")
     parser.add_argument(
         "--gpu",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.data.model_source import model_directory
-from scalerl.errors import CommandParser
+from scalerl.errors import EXIT_USER_ERROR, CommandParser
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
@@ -65,13 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, or 1 with one message on standard error."""
+    """Runs the command line; returns 0, 2 with one message on stderr, or 1 where `test` found a difference."""
     args = build_parser().parse_args(argv)
     try:
         return {"merge": _merge, "split": _split, "test": _test}[args.operation](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return EXIT_USER_ERROR
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from scalerl.checkpoint.store import (
     read_trainer_state,
 )
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.errors import CommandParser
+from scalerl.errors import EXIT_USER_ERROR, CommandParser
 from scalerl.families import ModelShape
 
 # Prefixes of keys -> what these tensors are. Keys with none of them are weights of the model.
@@ -33,7 +33,10 @@ _LAYOUT = ("world_size", "tp_size", "pp_size", "vpp_size", "cp_size", "ep_size",
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 1 with one message on stderr if the checkpoint is not whole or not as saved."""
+    """Runs the command.
+
+    Returns 0, else, with one message on stderr, 1 if --check found what was not saved so, or 2 for no whole checkpoint.
+    """
     parser = CommandParser(prog="scalerl inspect", description="What is in a checkpoint of a training run.")
     parser.add_argument("checkpoint", help="global_step_N, or the run's directory: the one that it would go on from")
     parser.add_argument("--check", action="store_true", help="read all of it and compare every digest")
@@ -45,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.check:
             problem = integrity_problem(directory, digests=True)
             if problem is not None:
-                raise ValueError(f"{directory}: {problem}")
+                print(f"error: {directory}: {problem}", file=sys.stderr)
+                return 1
             print(_checked(directory))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return EXIT_USER_ERROR
     return 0
 
 

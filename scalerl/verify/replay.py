@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shutil
@@ -16,7 +15,7 @@ from scalerl.checkpoint.store import check_checkpoint, read_trainer_state
 from scalerl.config import PPOConfig, compose, num_devices, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG
 from scalerl.config.schema import MegatronConfig
-from scalerl.errors import UserError
+from scalerl.errors import CommandParser, UserError
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
     Finding,
@@ -83,7 +82,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
 
     Raises UserError where there is nothing that the step could be compared with.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="scalerl replay",
         description="Computes a step of a run again from its dump (trainer.rollout_data_dir) and the checkpoint before "
         "it, and says whether loss, gradient norm and weights agree: bit for bit on the same layout, within 1e-5 on "

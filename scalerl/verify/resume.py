@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.config import compose
-from scalerl.errors import RunError, UserError
+from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.tracking.chart_sections import SECTIONS
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
@@ -78,7 +77,7 @@ class Pair:
 
 def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     """Runs `scalerl verify-resume`; returns 0 where all is the same, 1 where not.  processes: as `main_ppo.main`."""
-    parser = argparse.ArgumentParser(prog="scalerl verify-resume", usage=USAGE, add_help=False)
+    parser = CommandParser(prog="scalerl verify-resume", usage=USAGE, add_help=False)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--at", type=int, default=None)
     parser.add_argument("--keep", action="store_true")

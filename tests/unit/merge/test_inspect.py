@@ -65,10 +65,10 @@ def test_damage_is_found_when_asked_for(checkpoint: Path, capsys: pytest.Capture
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     assert "is no checkpoint and holds none: give global_step_N" in capsys.readouterr().err
-    assert main([str(tmp_path / "nowhere")]) == 1
+    assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
     (checkpoint / "trainer_state.json").unlink()
-    assert main([str(checkpoint)]) == 1
+    assert main([str(checkpoint)]) == 2
     assert "file trainer_state.json is missing" in capsys.readouterr().err

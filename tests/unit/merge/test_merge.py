@@ -494,7 +494,7 @@ def test_a_bias_of_a_critic_counts(tmp_path, hf_dir, capsys):
 
 def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsys):
     """A hub that refuses connections; a name that none can have is refused before anything is written."""
-    assert run(actor, tmp_path / "merged", "--hf_upload_path", "not/a/name") == 1
+    assert run(actor, tmp_path / "merged", "--hf_upload_path", "not/a/name") == 2
     assert "--hf_upload_path 'not/a/name' is no name of a repository" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
     code = "import sys; from scalerl.merge import main; sys.exit(main(sys.argv[1:]))"
@@ -507,7 +507,7 @@ def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsy
         text=True,
         timeout=120,
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout.startswith("merged 25 tensors")
     assert "was merged but could not be uploaded to somebody/model" in done.stderr
     assert "Traceback" not in done.stderr

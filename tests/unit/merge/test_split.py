@@ -92,7 +92,7 @@ def test_command_line(models: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == f"split over 8 ranks: {target}\n"
     assert {path.name for path in target.iterdir()} == {"dist_ckpt", "huggingface"}
     assert ModelShape.from_hf(target / "huggingface") == ModelShape.from_hf(model)
-    assert main(["split", str(model), str(target)]) == 1
+    assert main(["split", str(model), str(target)]) == 2
     assert "is there already" in capsys.readouterr().err
     for options, words in (
         (["--tp", "3"], "is not divisible by tp_size 3"),
@@ -101,6 +101,6 @@ def test_command_line(models: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
         (["--ep", "2"], "--ep 2 must divide 0 experts"),
         (["--cp", "0"], "--cp 0 must be at least 1"),
     ):
-        assert main(["split", str(model), str(tmp_path / "other"), *options]) == 1
+        assert main(["split", str(model), str(tmp_path / "other"), *options]) == 2
         assert words in capsys.readouterr().err
         assert not list(tmp_path.glob("*other*"))
