@@ -120,11 +120,14 @@ class InstantRolloutWorker:
 
         await asyncio.Event().wait()
 
-    async def cut(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> DataProto | list[DataProto]:
+    async def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> DataProto | list[DataProto]:
         return DataProto() if len(cuts) == 1 else [DataProto() for _ in cuts]
 
     async def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
         return DataProto() if len(ranks) == 1 else [DataProto() for _ in ranks]
+
+    async def dump(self, *args: Any) -> None:
+        pass
 
     async def drop(self, batch_id: int) -> None:
         pass

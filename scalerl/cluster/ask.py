@@ -26,8 +26,3 @@ def values_of(what: str, refs: list[Any], timeout_s: float, key: str = "trainer.
         raise WorkerError(f"{died}\n{last_words(error.actor_id)}") from None
     except GetTimeoutError:
         raise WorkerError(f"{what}: no answer within {key}={timeout_s:.0f} s") from None
-
-
-def answer_of(who: str, method: Any, *args: Any, timeout_s: float) -> Any:
-    """Calls a method of an actor and waits for its value; raises as `values_of`, naming `who` and the method."""
-    return values_of(f"{who} {method._method_name}", [method.remote(*args)], timeout_s)[0]

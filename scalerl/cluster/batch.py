@@ -12,6 +12,16 @@ import numpy as np
 from scalerl.balance import StepPlan
 from scalerl.cluster.dispatch import MicroBatches
 
+# The rollout's token columns as one Column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
+TOKENS = "tokens"
+
+
+def places_by_label(label_R: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Each label that occurs, in order, and its positions: one pass, however many labels there are."""
+    places_R = np.argsort(label_R, kind="stable")
+    labels, starts = np.unique(label_R[places_R], return_index=True)
+    return list(zip(labels.tolist(), np.split(places_R, starts[1:]), strict=True)) if len(labels) else []
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -40,13 +50,11 @@ class HeldRows:
     def pieces(self, rows: Sequence[int]) -> list[Piece]:
         """Splits the requested rows into one Piece per batch that has any of them; in each they keep their order."""
         rows_R = np.asarray(rows, dtype=np.int64)
-        batch_R, row_R = self.batch_S[rows_R], self.row_S[rows_R]
-        pieces = []
-        for batch in np.unique(batch_R).tolist():
-            places = np.flatnonzero(batch_R == batch)
-            worker, batch_id = self.batches[batch]
-            pieces.append(Piece(worker, batch_id, row_R[places].tolist(), places.tolist()))
-        return pieces
+        row_R = self.row_S[rows_R]
+        return [
+            Piece(*self.batches[batch], row_R[places].tolist(), places.tolist())
+            for batch, places in places_by_label(self.batch_S[rows_R])
+        ]
 
     def select(self, rows: Sequence[int]) -> HeldRows:
         return HeldRows(self.batches, self.batch_S[list(rows)], self.row_S[list(rows)])

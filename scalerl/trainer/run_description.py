@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from scalerl import __version__
-from scalerl.config import PPOConfig, SFTConfig, num_devices
+from scalerl.config import PPOConfig, SFTConfig, num_devices, world_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def describe(cfg: PPOConfig | SFTConfig, device: str) -> RunDescription:
     else:
         model, engine, algorithm = cfg.model.path, cfg.megatron, "sft"
         batch, sampler = f"{cfg.data.train_batch_size} conversations per step", {}
-        number = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+        number = world_size(cfg)
     devices = f"{number} x {'GPU' if device == 'cuda' else 'CPU process'}"
     sizes = {
         "tp": engine.tensor_model_parallel_size,

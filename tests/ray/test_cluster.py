@@ -12,7 +12,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from scalerl.cluster.ask import answer_of
+from scalerl.cluster.ask import values_of
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ActorSpec, Reusable
 from scalerl.cluster.processes import Lease, Processes
@@ -68,7 +68,7 @@ class Dying:
 
 def test_the_last_words_of_an_actor_that_died(cluster: Processes) -> None:
     with pytest.raises(WorkerError, match=r"(?s)^rollout worker die: the process died: .*  \| no more room$"):
-        answer_of("rollout worker", Dying.remote().die, timeout_s=120)
+        values_of("rollout worker die", [Dying.remote().die.remote()], 120)
 
 
 @ray.remote(num_cpus=0)

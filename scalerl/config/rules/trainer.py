@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
+from scalerl.config.layout_sizes import world_size
 from scalerl.config.rules.base import rule
 from scalerl.config.schema import LOGGERS
 from scalerl.config.sections import IMPORT_FILES
@@ -76,7 +77,7 @@ def _known_loggers(cfg: Any) -> Iterator[str]:
 
 @rule("trainer.profile_ranks", "trainer.nnodes", "trainer.n_gpus_per_node")
 def _profiled_ranks(cfg: Any) -> Iterator[str]:
-    num_ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    num_ranks = world_size(cfg)
     missing = [rank for rank in cfg.trainer.profile_ranks or () if rank >= num_ranks]
     if missing:
         yield (

@@ -16,19 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from scalerl.balance import StepPlan
-from scalerl.cluster.batch import PlacedBatch
 from scalerl.protocol import DataProto, Jagged
-
-
-def placed_fragments(batch: PlacedBatch, leave_out: str) -> tuple[list[tuple[int, ...]], list[Any]]:
-    """The fragments of all token columns of a batch except `leave_out`: (rows of each fragment, the fragments)."""
-    placed = [
-        (rows, fragment)
-        for name, column in batch.columns.items()
-        if name != leave_out
-        for rows, fragment in zip(column.rows_of_fragments, column.fragments, strict=True)
-    ]
-    return [rows for rows, _ in placed], [fragment for _, fragment in placed]
 
 
 def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
@@ -44,16 +32,17 @@ def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
     return dict(zip(("mini_batch", "dp_rank", "micro_batch"), columns, strict=True))
 
 
-def joined(rows: Sequence[Sequence[int]], fragments: Sequence[DataProto], wanted: range) -> dict[str, Jagged]:
-    """Joins the token columns of the wanted samples, in the batch's order. rows[i]: the rows of fragments[i]."""
-    pieces: dict[str, dict[int, torch.Tensor]] = {}
+def joined(rows: Sequence[np.ndarray], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
+    """Joins the token columns of a part of a step's samples, in the batch's order. rows[i]: those of fragments[i]."""
+    pieces: dict[str, list[tuple[np.ndarray, DataProto]]] = {}
     for fragment_rows, fragment in zip(rows, fragments, strict=True):
         for name, column in fragment.tokens.items():
-            tensors = {row: column[index] for index, row in enumerate(fragment_rows) if row in wanted}
-            pieces.setdefault(name, {}).update(tensors)
+            pieces.setdefault(name, []).append((fragment_rows, DataProto({name: column})))
     return {
-        name: Jagged.from_list([tensors[row] for row in sorted(tensors)], next(iter(tensors.values())).dtype)
-        for name, tensors in pieces.items()
+        name: DataProto.concat([fragment for _, fragment in parts])
+        .select(np.argsort(np.concatenate([fragment_rows for fragment_rows, _ in parts])).tolist())
+        .tokens[name]
+        for name, parts in pieces.items()
     }
 
 

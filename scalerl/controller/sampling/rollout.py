@@ -15,12 +15,12 @@ import ray
 
 from scalerl.balance import StepPlan
 from scalerl.cluster.ask import values_of
-from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch
+from scalerl.cluster.batch import TOKENS, BatchRef, HeldRows, PlacedBatch
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
-from scalerl.controller.sampling.dump import parts_at, parts_of, placed_fragments, update_columns
+from scalerl.controller.sampling.dump import parts_at, parts_of, update_columns
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.judge import JudgeServers
 from scalerl.controller.sampling.policy_servers import PolicyServers
@@ -31,7 +31,6 @@ from scalerl.controller.sampling.rollout_workers import (
     share_servers,
 )
 from scalerl.controller.sampling.worker import Generated, RolloutWorker
-from scalerl.controller.training.roles import TOKENS
 from scalerl.metrics import Metric
 from scalerl.servers.client import SamplingParams
 from scalerl.servers.server_set import plan_replicas
@@ -200,8 +199,7 @@ class HybridRollout:
 
     def forget(self, groups: Sequence[SampleGroup]) -> None:
         """Drops the unfinished samples of interrupted groups that will not be asked for again."""
-        for worker, mine in self.workers.dealt(groups).items():
-            self.workers.ask(worker, "forget", [group.uid for group in mine])
+        self.workers.forget(groups)
 
     def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, Generated]:
         """Waits for the result of each worker; servers that they lose are replaced while the others generate."""
@@ -241,29 +239,12 @@ class HybridRollout:
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
         """Writes the samples as parquet, with the trainer's columns of `batch`, which holds the same rows. Each rollout
-        worker writes a part of the rows, with its own token columns and those of other workers and the trainer."""
-        trainer_rows, trainer_fragments = placed_fragments(batch, leave_out=TOKENS)
+        worker writes a part of the rows."""
+        made = [column for name, column in batch.columns.items() if name != TOKENS]
         columns = batch.samples | update_columns(batch.plans["actor"])
-        parts = parts_of(len(samples), len(self.workers))
+        parts = parts_of(len(samples), self.workers.num_dump_parts)
         with parts_at(path, len(parts)) as files:
-            calls = []
-            for worker, (part, file) in enumerate(zip(parts, files, strict=True)):
-                own, rows, fragments = [], [], []
-                for piece in samples.held.pieces(part):
-                    step_rows = tuple(part[place] for place in piece.places)
-                    if piece.worker == worker:
-                        own.append((piece.batch_id, piece.rows, step_rows))
-                    else:
-                        rows.append(step_rows)
-                        fragments.append(self.workers.handles[piece.worker].tokens.remote(piece.batch_id, piece.rows))
-                for fragment_rows, fragment in zip(trainer_rows, trainer_fragments, strict=True):
-                    if any(row in part for row in fragment_rows):
-                        rows.append(fragment_rows)
-                        fragments.append(fragment)
-                part_columns = {name: column[part.start : part.stop] for name, column in columns.items()}
-                handle = self.workers.handles[worker]
-                calls.append(handle.dump.remote(str(file), part, part_columns, own, rows, *fragments))
-            values_of("rollout worker dump", calls, self.timeout_s)
+            self.workers.dump(samples.held, made, columns, dict(zip(files, parts, strict=True)))
 
     def texts(
         self, samples: BatchRef, rows: Sequence[int], dataset: str, *, with_special_tokens: bool

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
 
-from scalerl.cluster.ask import answer_of, values_of
-from scalerl.cluster.batch import BatchRef, HeldRows
+from scalerl.cluster.ask import values_of
+from scalerl.cluster.batch import BatchRef, Column, HeldRows, places_by_label
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import PooledActor
 from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
@@ -27,8 +28,11 @@ T = TypeVar("T")
 
 # Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
-# Data-parallel ranks whose tokens a worker cuts or puts together at a time: so many are in its memory twice.
+# Data-parallel ranks whose tokens a worker cuts or puts together at a time: so many are in its memory twice. More where
+# there are more workers, since each of them makes an object of every so many ranks: so these are no more than ranks.
 RANKS_PER_CALL = 16
+# Parts of a dump: each worker makes an object of every part.
+MAX_DUMP_PARTS = 64
 
 
 def default_num_workers(num_servers: int) -> int:
@@ -60,7 +64,7 @@ class RolloutWorkers:
         return len(self.handles)
 
     def wait_ready(self) -> None:
-        values_of("rollout worker start", [process.ready for process in self.processes], self.timeout_s)
+        self._values("start", [process.ready for process in self.processes])
 
     def owner(self, group: SampleGroup) -> int:
         return self.owner_of_server[group.position % len(self.owner_of_server)]
@@ -79,7 +83,7 @@ class RolloutWorkers:
             handle.connect.remote(replicas, clients, seed, servers=list(mine), workers=self.handles, number=number)
             for number, (handle, mine) in enumerate(zip(self.handles, self.servers, strict=True))
         ]
-        values_of("rollout worker connect", calls, self.timeout_s)
+        self._values("connect", calls)
         self.news = {handle.next_lost.remote(): worker for worker, handle in enumerate(self.handles)}
 
     def take_news(self, told: ray.ObjectRef) -> list[LostServer]:
@@ -97,13 +101,12 @@ class RolloutWorkers:
 
     def replace(self, successors: Mapping[int, Replica]) -> None:
         """Tells workers of restarted servers; no generation uses these before `in_service`."""
-        for worker, indices in self._by_owner(successors).items():
-            self.ask(worker, "replace", {index: successors[index] for index in indices})
+        mine = self._by_owner(successors)
+        self._ask("replace", [(worker, {index: successors[index] for index in mine[worker]}) for worker in mine])
 
     def in_service(self, indices: Sequence[int]) -> None:
         """Tells workers that restarted servers have the trainer's weights: generations that wait for them continue."""
-        for worker, mine in self._by_owner(indices).items():
-            self.ask(worker, "in_service", mine)
+        self._ask("in_service", list(self._by_owner(indices).items()))
 
     def _by_owner(self, indices: Sequence[int] | Mapping[int, Any]) -> dict[int, list[int]]:
         indices_of: dict[int, list[int]] = {}
@@ -113,11 +116,16 @@ class RolloutWorkers:
 
     # --- what they hold ---
 
+    def forget(self, groups: Sequence[SampleGroup]) -> None:
+        """Drops the unfinished samples of interrupted groups that will not be asked for again."""
+        mine = self.dealt(groups)
+        self._ask("forget", [(worker, [group.uid for group in mine[worker]]) for worker in mine])
+
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
         """Joins rows of several batches, in order, into one; the batches themselves are dropped."""
         asked: dict[int, list[tuple[int, list[int]]]] = {}
         sizes: dict[int, int] = {}
-        workers, rows = [], []
+        workers, rows, dropped = [], [], []
         for part, wanted in parts:
             worker_R, row_R = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
             unused = set(part.held.batches)
@@ -128,11 +136,12 @@ class RolloutWorkers:
                 sizes[piece.worker] = first + len(piece.rows)
                 worker_R[piece.places] = piece.worker
                 row_R[piece.places] = np.arange(first, first + len(piece.rows))
-            for worker, batch_id in unused:
-                self.ask(worker, "drop", batch_id)
+            dropped += sorted(unused)
             workers.append(worker_R)
             rows.append(row_R)
-        batches = tuple((worker, self.ask(worker, "join", cuts)) for worker, cuts in sorted(asked.items()))
+        self._ask("drop", dropped)
+        joined = sorted(asked.items())
+        batches = tuple(zip((worker for worker, _ in joined), self._ask("join", joined), strict=True))
         batch_of = {worker: index for index, (worker, _) in enumerate(batches)}
         batch_S = np.array([batch_of[worker] for worker in np.concatenate(workers).tolist()], dtype=np.int64)
         columns = {
@@ -148,7 +157,7 @@ class RolloutWorkers:
             ((worker, batch_id),) = held.batches
             cuts = [(batch_id, held.row_S[list(rows)].tolist()) for rows in ranks]
             return [ref for some in _split(cuts, RANKS_PER_CALL) for ref in self._cut(worker, some)]
-        chunks = _split(ranks, RANKS_PER_CALL)
+        chunks = _split(ranks, self._ranks_per_call)
         return [ref for some in _split(chunks, len(self)) for ref in self._exchanged(held, some)]
 
     def _exchanged(self, held: HeldRows, chunks: Sequence[Sequence[Sequence[int]]]) -> list[ray.ObjectRef]:
@@ -172,34 +181,98 @@ class RolloutWorkers:
             # Where the rows of the chunk are in the parts, one after another.
             order = np.argsort(np.concatenate([places for _, _, places in parts]))
             ends = np.cumsum([len(rows) for rows in chunk])
-            orders = [places.tolist() for places in np.split(order, ends[:-1])]
-            options = self.handles[number].deal.options(num_returns=len(orders))
-            dealt = options.remote(orders, *(made[worker][index] for worker, index, _ in parts))
-            refs += dealt if len(orders) > 1 else [dealt]
+            refs += self._deal(number, np.split(order, ends[:-1]), [made[worker][cut] for worker, cut, _ in parts])
         return refs
 
-    def _cut(self, worker: int, cuts: Sequence[tuple[int, list[int]]]) -> list[ray.ObjectRef]:
-        cut = self.handles[worker].cut.options(num_returns=len(cuts)).remote(cuts)
+    @property
+    def _ranks_per_call(self) -> int:
+        return max(RANKS_PER_CALL, len(self))
+
+    def _cut(self, worker: int, cuts: Sequence[tuple[int, list[int]]], *, trained: bool = True) -> list[ray.ObjectRef]:
+        cut = self.handles[worker].cut.options(num_returns=len(cuts)).remote(cuts, trained=trained)
         return cut if len(cuts) > 1 else [cut]
 
+    def _deal(self, worker: int, orders: Sequence[np.ndarray], parts: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        options = self.handles[worker].deal.options(num_returns=len(orders))
+        dealt = options.remote([places.tolist() for places in orders], *parts)
+        return dealt if len(orders) > 1 else [dealt]
+
+    def dump(
+        self, held: HeldRows, made: Sequence[Column], samples: Mapping[str, np.ndarray], parts: Mapping[Path, range]
+    ) -> None:
+        """Writes rows of a step's batch, as `RolloutWorker.dump`; each worker one part at most, and fetches no others.
+
+        made: token columns of the trainer.  samples: sample columns of the whole batch.
+        parts: file -> its rows, in their order; at most `num_dump_parts`.
+        """
+        ranges = list(parts.values())
+        # Of each part: (batch of its worker, rows of it, which rows of the step they are).
+        own: list[list[tuple[int, list[int], np.ndarray]]] = [[] for _ in ranges]
+        # Of each part, what others have: (which rows of the step, reference to their token columns).
+        others: list[list[tuple[np.ndarray, ray.ObjectRef]]] = [[] for _ in ranges]
+        cuts: dict[int, list[tuple[int, list[int]]]] = {}
+        cut_for: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for number, part in enumerate(ranges):
+            for piece in held.pieces(part):
+                step_rows = part.start + np.array(piece.places)
+                if piece.worker == number:
+                    own[number].append((piece.batch_id, piece.rows, step_rows))
+                else:
+                    cuts.setdefault(piece.worker, []).append((piece.batch_id, piece.rows))
+                    cut_for.setdefault(piece.worker, []).append((number, step_rows))
+        for worker, mine in cuts.items():
+            for (number, step_rows), ref in zip(cut_for[worker], self._cut(worker, mine, trained=False), strict=True):
+                others[number].append((step_rows, ref))
+        for number, step_rows, ref in itertools.chain.from_iterable(self._dealt(column, ranges) for column in made):
+            others[number].append((step_rows, ref))
+        calls = []
+        for number, (file, part) in enumerate(parts.items()):
+            columns = {name: column[part.start : part.stop] for name, column in samples.items()}
+            rows, refs = [rows for rows, _ in others[number]], [ref for _, ref in others[number]]
+            calls.append(self.handles[number].dump.remote(str(file), columns, own[number], rows, *refs))
+        self._values("dump", calls)
+
+    @property
+    def num_dump_parts(self) -> int:
+        return min(len(self), MAX_DUMP_PARTS)
+
+    def _dealt(self, column: Column, parts: Sequence[range]) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
+        """(number of a part, which rows of the step, reference to the column's values of them); a part has several.
+
+        The fragment of a rank has rows of nearly all parts. So each worker takes the fragments of some ranks, and makes
+        one object of these for each part.
+        """
+        ends, dealt = [part.stop for part in parts], []
+        for number, ranks in enumerate(_split(range(column.plan.dp_size), max(RANKS_PER_CALL, len(parts)))):
+            rows = np.concatenate([column.plan.rows(dp_rank) for dp_rank in ranks])
+            places_of = places_by_label(np.searchsorted(ends, rows, side="right"))
+            fragments = [column.fragments[dp_rank] for dp_rank in ranks]
+            refs = self._deal(number % len(self), [places for _, places in places_of], fragments)
+            dealt += [(part, rows[places], ref) for (part, places), ref in zip(places_of, refs, strict=True)]
+        return dealt
+
     def drop(self, samples: BatchRef) -> None:
-        for worker, batch_id in samples.held.batches:
-            self.ask(worker, "drop", batch_id)
+        self._ask("drop", samples.held.batches)
 
     def texts(
         self, samples: BatchRef, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """The texts of these rows, as `RolloutWorker.texts`."""
+        pieces = samples.held.pieces(rows)
+        asked = [(piece.worker, piece.batch_id, piece.rows, dataset, with_special_tokens) for piece in pieces]
         text_of: dict[int, tuple[str, str, str]] = {}
-        for piece in samples.held.pieces(rows):
-            texts = self.ask(piece.worker, "texts", piece.batch_id, piece.rows, dataset, with_special_tokens)
+        for piece, texts in zip(pieces, self._ask("texts", asked), strict=True):
             text_of |= dict(zip(piece.places, texts, strict=True))
         return [text_of[place] for place in range(len(text_of))]
 
     # --- calls ---
 
-    def ask(self, worker: int, method: str, *args: Any) -> Any:
-        return answer_of("rollout worker", getattr(self.handles[worker], method), *args, timeout_s=self.timeout_s)
+    def _ask(self, method: str, asked: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls a method for each (worker, *arguments), side by side, and waits for the values."""
+        return self._values(method, [getattr(self.handles[worker], method).remote(*args) for worker, *args in asked])
+
+    def _values(self, what: str, calls: list[ray.ObjectRef]) -> list[Any]:
+        return values_of(f"rollout worker {what}", calls, self.timeout_s)
 
     def leave(self) -> None:
         """Makes the workers leave the run. Raises WorkerError, or their error, where one fails or hangs."""

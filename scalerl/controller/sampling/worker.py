@@ -211,7 +211,7 @@ class RolloutWorker(Reusable):
     ) -> Generated:
         """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
 
-        keep: hold the tokens for `shard` until `drop`.
+        keep: hold the tokens for `cut` until `drop`.
         enough: ends the generation early, counted over all workers that have a part of it.  generation: its number,
         the same for all of them.  carry: groups that are unfinished then may be asked for again; else their tokens
         are given up.
@@ -336,14 +336,15 @@ class RolloutWorker(Reusable):
             result = await self.rewards.scored(request)
         return replace(result, extra=sample.extra | result.extra) if sample.extra else result
 
-    def cut(self, cuts: Sequence[tuple[int, Sequence[int]]]) -> DataProto | list[DataProto]:
-        """The token columns that ranks train on, of each (batch, rows of it): one return value each."""
-        return _one_each([self._trained_tokens(batch_id).select(rows) for batch_id, rows in cuts])
+    def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True) -> DataProto | list[DataProto]:
+        """The token columns of each (batch, rows of it): one return value each.  trained: those that ranks train on."""
+        columns = self._trained_tokens if trained else self._all_tokens
+        return _one_each([columns(batch_id).select(rows) for batch_id, rows in cuts])
 
     def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        """Puts the token columns of ranks together, one return value each.
+        """Puts the token columns of ranks, or of parts of a dump, together, one return value each.
 
-        parts: what workers cut.  ranks[i]: positions of that rank's rows in the parts, one after another.
+        parts: what workers cut, or ranks made.  ranks[i]: positions of its rows in the parts, one after another.
         """
         joined = DataProto.concat(list(parts))
         return _one_each([joined.select(rows) for rows in ranks])
@@ -351,6 +352,9 @@ class RolloutWorker(Reusable):
     def _trained_tokens(self, batch_id: int) -> DataProto:
         tokens = self.batches[batch_id].tokens
         return DataProto({name: tokens[name] for name in TRAINED_COLUMNS})
+
+    def _all_tokens(self, batch_id: int) -> DataProto:
+        return DataProto(self.batches[batch_id].tokens)
 
     def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
         """Joins parts (batch, rows of it), in order, into one batch and returns its id; the batches are dropped."""
@@ -383,20 +387,15 @@ class RolloutWorker(Reusable):
             decoded.append((decode(ids[:prompt_length]), decode(ids[prompt_length:])))
         return decoded
 
-    def tokens(self, batch_id: int, rows: Sequence[int]) -> DataProto:
-        """All token columns of these rows."""
-        return DataProto(self.batches[batch_id].select(rows).tokens)
-
     async def dump(
         self,
         path: str,
-        part: range,
         samples: dict[str, np.ndarray],
-        own: list[tuple[int, list[int], tuple[int, ...]]],
-        rows: list[tuple[int, ...]],
+        own: list[tuple[int, list[int], np.ndarray]],
+        rows: list[np.ndarray],
         *made: DataProto,
     ) -> None:
-        """Writes rows of a step's batch by `dump.write_dump`.  part: these rows.  samples: their sample columns.
+        """Writes rows of a step's batch by `dump.write_dump`.  samples: their sample columns.
 
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
@@ -404,8 +403,8 @@ class RolloutWorker(Reusable):
         from scalerl.controller.sampling.dump import joined, write_dump
 
         def write() -> None:
-            held = [self.tokens(batch_id, batch_rows) for batch_id, batch_rows, _ in own]
-            tokens = joined([*(step_rows for _, _, step_rows in own), *rows], [*held, *made], part)
+            held = [self._all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
+            tokens = joined([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
             write_dump(Path(path), tokens, samples, self._texts(tokens["input_ids"], samples["prompt_length"]))
 
         # In a thread, as a generation may run in the event loop.

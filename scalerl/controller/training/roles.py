@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scalerl.balance import StepPlan
-from scalerl.cluster.batch import PlacedBatch
+from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.controller.training.background_save import Writing, begin_save
@@ -17,8 +17,6 @@ from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, explained_variance_metrics
 
 Metrics = dict[str, Metric]
-# The rollout's token columns as one Column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
-TOKENS = "tokens"
 
 
 @dataclass(frozen=True)

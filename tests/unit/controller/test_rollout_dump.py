@@ -12,44 +12,17 @@ import pytest
 import torch
 
 from scalerl.balance import StepPlan
-from scalerl.cluster.batch import Column, PlacedBatch
-from scalerl.controller.sampling.dump import joined, parts_at, parts_of, placed_fragments, update_columns, write_dump
-from scalerl.protocol import DataProto, Jagged
+from scalerl.controller.sampling.dump import parts_at, parts_of, update_columns, write_dump
+from scalerl.protocol import Jagged
 
 LENGTHS = [3, 2, 4, 1]
 # [dp_rank][mini_batch][micro_batch]: two ranks and mini-batches; one rank with all of it.
 ACTOR = StepPlan(((((2,),), ((0,),)), (((3,),), ((1,),))), lower_bounds=(1, 1))
-CRITIC = StepPlan((((((0, 1), (2, 3)),)),), lower_bounds=(2,))
 
 
 def jagged(scale: float, rows: range | tuple[int, ...] = range(4)) -> Jagged:
     """Token t of row r: scale * (10 r + t)."""
     return Jagged.from_list([[scale * (10 * row + at) for at in range(LENGTHS[row])] for row in rows], torch.float32)
-
-
-def fragments(plan: StepPlan, name: str, scale: float) -> Column:
-    ranks = [DataProto({name: jagged(scale, plan.rows(rank))}) for rank in range(plan.dp_size)]
-    return Column(plan, tuple(ranks))
-
-
-def placed() -> PlacedBatch:
-    columns = {
-        "tokens": fragments(ACTOR, "input_ids", 1.0),
-        "old_logprobs": fragments(ACTOR, "old_logprobs", -1.0),
-        "values": fragments(CRITIC, "values", 0.5),
-    }
-    return PlacedBatch({"score": np.arange(4.0)}, {"actor": ACTOR, "critic": CRITIC}, columns)
-
-
-def test_columns_of_any_plan_come_in_the_order_of_the_batch() -> None:
-    rows, pieces = placed_fragments(placed(), leave_out="tokens")
-    found = joined(rows, pieces, range(4))
-    assert found.keys() == {"old_logprobs", "values"}
-    for name, scale in (("old_logprobs", -1.0), ("values", 0.5)):
-        assert found[name].values.tolist() == jagged(scale).values.tolist()
-        assert found[name].lengths.tolist() == LENGTHS
-    part = joined(rows, pieces, range(1, 3))
-    assert part["values"].values.tolist() == jagged(0.5, (1, 2)).values.tolist()
 
 
 def test_every_sample_has_its_place_in_the_updates() -> None:

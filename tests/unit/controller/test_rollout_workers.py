@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.balance import StepPlan
-from scalerl.cluster.batch import BatchRef, HeldRows
+from scalerl.cluster.batch import BatchRef, Column, HeldRows
+from scalerl.controller.sampling.dump import parts_of
 from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.controller.sampling.groups import Enough, SampleGroup
 from scalerl.controller.sampling.rollout_workers import (
+    MAX_DUMP_PARTS,
     RANKS_PER_CALL,
     RolloutWorkers,
     default_num_workers,
@@ -49,11 +55,16 @@ class Worker:
 
     def __init__(self) -> None:
         self.batches: dict[int, list[Any]] = {}
+        self.told: list[tuple[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = object.__getattribute__(self, name)
+        return SimpleNamespace(remote=found) if inspect.ismethod(found) else found
 
     def join(self, parts: list[tuple[int, list[int]]]) -> int:
         rows = [self.batches[batch_id][row] for batch_id, of_batch in parts for row in of_batch]
         for batch_id, _ in parts:
-            self.drop(batch_id)
+            self.drop.remote(batch_id)
         self.batches[100] = rows
         return 100
 
@@ -63,17 +74,28 @@ class Worker:
     def texts(self, batch_id: int, rows: list[int], dataset: str, with_special_tokens: bool) -> list[Any]:
         return [self.batches[batch_id][row] for row in rows]
 
+    def forget(self, uids: list[int]) -> None:
+        self.told.append(("forget", uids))
+
+    def replace(self, successors: dict[int, str]) -> None:
+        self.told.append(("replace", successors))
+
+    def in_service(self, indices: list[int]) -> None:
+        self.told.append(("in_service", indices))
+
 
 class Here(RolloutWorkers):
-    """Without Ray."""
+    """Without Ray. waits: what was waited for, and how many calls at a time."""
 
     def __init__(self, num_servers: int, num_workers: int) -> None:
         shares = share_servers(num_servers, num_workers)
         self.servers, self.handles = shares, [Worker() for _ in shares]
         self.owner_of_server = [worker for worker, mine in enumerate(shares) for _ in mine]
+        self.waits: list[tuple[str, int]] = []
 
-    def ask(self, worker: int, method: str, *args: Any) -> Any:
-        return getattr(self.handles[worker], method)(*args)
+    def _values(self, what: str, calls: list[Any]) -> list[Any]:
+        self.waits.append((what, len(calls)))
+        return calls
 
     def generate(self, groups: list[SampleGroup], finished: set[int], batch_id: int) -> tuple[Generated, HeldRows]:
         made = {}
@@ -121,21 +143,53 @@ def test_any_number_of_workers_gives_the_rows_of_one(
     assert all(one == found[0] for one in found)
 
 
+def test_workers_are_asked_side_by_side() -> None:
+    """Each call of all four is made before one is waited for."""
+    workers, groups = Here(8, 4), [SampleGroup(uid, 5, position) for position, uid in enumerate(range(100, 116))]
+    first, held = workers.generate(groups, {group.uid for group in groups}, 1)
+    second, also_held = workers.generate(groups, {group.uid for group in groups}, 2)
+    # Rows of the second round from one worker alone: the batches of the others go.
+    parts = [(BatchRef(held, first.samples), range(32)), (BatchRef(also_held, second.samples), [0, 1])]
+    joined = workers.join(parts)
+    workers.texts(joined, range(34), "train", True)
+    workers.drop(joined)
+    workers.forget(groups)
+    workers.replace({index: f"server {index}" for index in range(8)})
+    workers.in_service(range(8))
+    assert workers.waits == [
+        *(("drop", 3), ("join", 4), ("texts", 4), ("drop", 4)),
+        *(("forget", 4), ("replace", 4), ("in_service", 4)),
+    ]
+    assert workers.handles[1].told == [
+        ("forget", [group.uid for group in groups if group.position % 8 in (2, 3)]),
+        ("replace", {2: "server 2", 3: "server 3"}),
+        ("in_service", [2, 3]),
+    ]
+
+
 class Holder:
-    """Of a worker: its own methods that hand tokens out, called at once, and how often they were."""
+    """Of a worker: its own methods that hand tokens out, called at once. calls: how often they were; returned: objects
+    that they returned; fetched: rows of other processes' objects among their arguments."""
 
     def __init__(self) -> None:
         self.worker = object.__new__(RolloutWorker)
         self.worker.batches = {}
-        self.calls: Counter[str] = Counter()
-        self.cut, self.deal = (self._method(name) for name in ("cut", "deal"))
+        self.worker.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+        self.calls, self.returned, self.fetched = Counter[str](), Counter[str](), Counter[str]()
+        self.cut, self.deal, self.dump = (self._method(name) for name in ("cut", "deal", "dump"))
 
     def _method(self, name: str) -> SimpleNamespace:
-        def remote(*args: Any) -> Any:
+        def remote(*args: Any, **kwargs: Any) -> Any:
             self.calls[name] += 1
-            return getattr(self.worker, name)(*args)
+            self.fetched[name] += sum(len(arg) for arg in args if isinstance(arg, DataProto))
+            value = getattr(self.worker, name)(*args, **kwargs)
+            return asyncio.run(value) if inspect.iscoroutine(value) else value
 
-        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+        def options(num_returns: int) -> SimpleNamespace:
+            self.returned[name] += num_returns
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(options=options, remote=remote)
 
 
 def ids(rows: Sequence[int]) -> DataProto:
@@ -166,20 +220,89 @@ def test_a_ranks_rows_come_from_whoever_holds_them(num_workers: int, dp_size: in
         assert [row.tolist() for row in fragment.tokens["input_ids"]] == [[row] * row for row in plan.rows(dp_rank)]
 
 
+def holders(num_workers: int, num_rows: int) -> tuple[Here, HeldRows]:
+    """Workers that hold the rows in turn, each with its number of tokens (at least one)."""
+    workers = Here(num_workers, num_workers)
+    workers.handles = [Holder() for _ in range(num_workers)]
+    row_S = np.arange(num_rows)
+    for worker, handle in enumerate(workers.handles):
+        handle.worker.batches[0] = ids([1 + row % 5 for row in row_S[worker::num_workers].tolist()])
+    batches = tuple((worker, 0) for worker in range(num_workers))
+    return workers, HeldRows(batches, row_S % num_workers, row_S // num_workers)
+
+
+def plan_of(dp_size: int, num_rows: int) -> StepPlan:
+    """Neighbouring rows are on different ranks, so that a rank has rows of all parts of a batch."""
+    return StepPlan(tuple(((tuple(range(rank, num_rows, dp_size)),),) for rank in range(dp_size)), (1,))
+
+
 @pytest.mark.parametrize(("num_workers", "cuts", "deals"), [(1, [13], [0]), (4, [4] * 4, [4, 3, 3, 3])])
 def test_calls_for_tokens_do_not_grow_with_the_workers(num_workers: int, cuts: list[int], deals: list[int]) -> None:
     """200 ranks with two rows each, 16 ranks at a time."""
     dp_size = 12 * RANKS_PER_CALL + 8
-    plan = StepPlan(tuple((((2 * rank, 2 * rank + 1),),) for rank in range(dp_size)), (1,))
-    workers = Here(num_workers, num_workers)
-    workers.handles = [Holder() for _ in range(num_workers)]
-    for worker, handle in enumerate(workers.handles):
-        handle.worker.batches[0] = ids([1] * len(range(worker, 2 * dp_size, num_workers)))
-    row_S = np.arange(2 * dp_size)
-    held = HeldRows(tuple((worker, 0) for worker in range(num_workers)), row_S % num_workers, row_S // num_workers)
-    assert len(workers.tokens(held, plan)) == dp_size
+    workers, held = holders(num_workers, 2 * dp_size)
+    assert len(workers.tokens(held, plan_of(dp_size, 2 * dp_size))) == dp_size
     assert [handle.calls["cut"] for handle in workers.handles] == cuts
     assert [handle.calls["deal"] for handle in workers.handles] == deals
+
+
+@pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (64, 256), (40, 100)])
+def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_size: int) -> None:
+    """The workers cut no more pieces than there are ranks (and one each): the driver holds two references a rank."""
+    workers, held = holders(num_workers, 2 * dp_size)
+    assert len(workers.tokens(held, plan_of(dp_size, 2 * dp_size))) == dp_size
+    returned = [handle.returned for handle in workers.handles]
+    assert sum(count["cut"] for count in returned) <= dp_size + num_workers
+    assert sum(count["deal"] for count in returned) == dp_size
+
+
+@pytest.mark.parametrize(("num_workers", "dp_size", "num_rows"), [(1, 2, 6), (3, 2, 10), (4, 70, 210), (5, 3, 4)])
+def test_a_worker_fetches_the_rows_of_its_part_of_a_dump(
+    tmp_path: Path, num_workers: int, dp_size: int, num_rows: int
+) -> None:
+    """Of a column of the trainer each row goes once to a worker that deals, and once to the one that writes it."""
+    workers, held = holders(num_workers, num_rows)
+    lengths = [1 + row % 5 for row in range(num_rows)]
+    columns = []
+    # The second column was made by fewer ranks, under another plan.
+    for name, plan in (("old_logprobs", plan_of(dp_size, num_rows)), ("values", plan_of(1, num_rows))):
+        fragments = [
+            DataProto({name: Jagged.from_list([[row + 0.5] * lengths[row] for row in plan.rows(rank)], torch.float32)})
+            for rank in range(plan.dp_size)
+        ]
+        columns.append(Column(plan, tuple(fragments)))
+    parts = parts_of(num_rows, workers.num_dump_parts)
+    files = [tmp_path / f"part-{number}.parquet" for number in range(len(parts))]
+    samples = {"prompt_length": np.ones(num_rows, np.int64), "uid": np.arange(num_rows)}
+    workers.dump(held, columns, samples, dict(zip(files, parts, strict=True)))
+    written = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert [row["uid"] for row in written] == list(range(num_rows))
+    for row, length in zip(written, lengths, strict=True):
+        assert row["input_ids"] == row["policy_versions"] == [length] * length
+        assert row["old_logprobs"] == row["values"] == [row["uid"] + 0.5] * length
+        assert row["prompt"] == str(length)
+    assert sum(handle.fetched["deal"] for handle in workers.handles) == len(columns) * num_rows
+    for number, (handle, part) in enumerate(zip(workers.handles, parts, strict=False)):
+        of_others = sum(row % num_workers != number for row in part)
+        assert handle.fetched["dump"] == len(columns) * len(part) + of_others
+    assert [waited for waited in workers.waits if waited[0] == "dump"] == [("dump", len(parts))]
+
+
+@pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (80, 256)])
+def test_references_of_a_dump_do_not_grow_with_ranks_times_workers(
+    tmp_path: Path, num_workers: int, dp_size: int
+) -> None:
+    workers, held = holders(num_workers, 2 * dp_size)
+    plan = plan_of(dp_size, 2 * dp_size)
+    ranks = [
+        DataProto({"x": ids([1 + row % 5 for row in plan.rows(rank)]).tokens["input_ids"]}) for rank in range(dp_size)
+    ]
+    parts = parts_of(2 * dp_size, workers.num_dump_parts)
+    files = {tmp_path / str(number): part for number, part in enumerate(parts)}
+    workers.dump(held, [Column(plan, tuple(ranks))], {"prompt_length": np.ones(2 * dp_size, np.int64)}, files)
+    returned = [handle.returned for handle in workers.handles]
+    assert sum(count["deal"] for count in returned) <= dp_size + len(parts)
+    assert all(count["cut"] <= min(num_workers, MAX_DUMP_PARTS) for count in returned)
 
 
 def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> None:
