@@ -76,22 +76,21 @@ def _fit_decreasing(sizes: np.ndarray, cap: int, order: Callable[[int, int], Any
 
 def least_loaded(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: float) -> Bins | None:
     """Packs items by decreasing workload, each into the least loaded bin with room (LPT); None if an item fits none."""
-    return least_loaded_in_order(
-        np.argsort(-workload, kind="stable").tolist(), sizes.tolist(), workload.tolist(), num_bins, cap
-    )
+    items = np.argsort(-workload, kind="stable")
+    # In this order too: a step's numbers are more than a cache holds, and are read one after the other.
+    return least_loaded_in_order(items.tolist(), sizes[items].tolist(), workload[items].tolist(), num_bins, cap)
 
 
 def least_loaded_in_order(
     items: Sequence[int], sizes: Sequence[int], workload: Sequence[float], num_bins: int, cap: float
 ) -> Bins | None:
-    """Packs these items as `least_loaded`, in the given order; sizes and workload are those of all items."""
+    """Packs these items as `least_loaded`, in the given order.  sizes[i], workload[i]: of items[i]."""
     bins: Bins = [[] for _ in range(num_bins)]
     room = [cap] * num_bins
     heap = [(0.0, index) for index in range(num_bins)]
     # Bins too full for an item wait here, roomiest first, until an item may fit.
     parked: list[tuple[float, float, int]] = []
-    for item in items:
-        size = sizes[item]
+    for item, size, work in zip(items, sizes, workload, strict=True):
         while parked and -parked[0][0] >= size:
             _, load, index = heapq.heappop(parked)
             heapq.heappush(heap, (load, index))
@@ -101,7 +100,7 @@ def least_loaded_in_order(
         if not heap:
             return None
         load, index = heap[0]
-        heapq.heapreplace(heap, (load + workload[item], index))
+        heapq.heapreplace(heap, (load + work, index))
         bins[index].append(item)
         room[index] -= size
     return bins

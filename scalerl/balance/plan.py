@@ -157,8 +157,7 @@ def plan_step(
             raise ValueError(_too_few_rows(number, len(rows), dp_size, micro_batch_multiple, keys))
         sizes = sizes_S[rows]
         ranks = _plan_mini_batch(sizes, workload_S[rows], dp_size, micro_batch_multiple, cap, number, keys)
-        numbers = rows.tolist()
-        plans.append(_ordered(ranks, numbers, workload_S))
+        plans.append(_ordered(ranks, rows, workload_S))
         lower_bounds.append(round_up(lower_bound(sizes, cap), multiple) // dp_size)
         num_computed += int(alignment.of_micro_batch(bin_sums([bin_ for bins in ranks for bin_ in bins], sizes)).sum())
     return StepPlan(
@@ -207,12 +206,14 @@ def _pack_each_rank(
 ) -> list[Bins] | None:
     """Packs each rank's items by themselves: the best balance, but a rank's items may not fit (None)."""
     ranks = []
-    size_of, work_of = sizes.tolist(), workload.tolist()
-    for items in by_rank:
-        if len(items) < num_bins or sum([size_of[item] for item in items]) > num_bins * cap:
+    dealt, ends = _flat(by_rank)
+    sizes_in_order, work_in_order = sizes[dealt].tolist(), workload[dealt].tolist()
+    for items, end in zip(by_rank, ends, strict=True):
+        mine = slice(end - len(items), end)
+        if len(items) < num_bins or sum(sizes_in_order[mine]) > num_bins * cap:
             return None
         # They were dealt to the rank by decreasing workload.
-        bins = least_loaded_in_order(items, size_of, work_of, num_bins, cap)
+        bins = least_loaded_in_order(items, sizes_in_order[mine], work_in_order[mine], num_bins, cap)
         if bins is None or not all(bins):
             bins = pack(sizes[items], workload[items], num_bins, cap)
             if bins is None:
@@ -229,9 +230,18 @@ def _deal(bins: Bins, workload: np.ndarray, count: int, dp_size: int) -> list[Bi
     return [[bins[index] for index in group] for group in group_evenly(loads, dp_size)]
 
 
-def _ordered(ranks: Sequence[Bins], rows: Sequence[int], workload_S: np.ndarray) -> list[tuple[MicroBatch, ...]]:
+def _flat(bins: Bins) -> tuple[np.ndarray, list[int]]:
+    """The items of all bins, one bin's after the other's, and where each bin ends."""
+    ends = list(itertools.accumulate(map(len, bins)))
+    return np.fromiter(itertools.chain.from_iterable(bins), np.int64, ends[-1]), ends
+
+
+def _ordered(ranks: Sequence[Bins], rows: np.ndarray, workload_S: np.ndarray) -> list[tuple[MicroBatch, ...]]:
     """Each rank's micro-batches, equally many, with light ones first and last: a pipeline fills and drains quickly."""
-    micros = [sorted(tuple(sorted([rows[item] for item in items])) for items in bins) for bins in ranks]
+    items, ends = _flat([items for bins in ranks for items in bins])
+    numbers = rows[items].tolist()
+    all_micros = iter([tuple(sorted(numbers[start:end])) for start, end in itertools.pairwise([0, *ends])])
+    micros = [sorted(itertools.islice(all_micros, len(bins))) for bins in ranks]
     work = bin_sums(list(itertools.chain.from_iterable(micros)), workload_S).reshape(len(ranks), -1)
     orders = np.argsort(work, axis=1, kind="stable").tolist()
     return [
@@ -251,13 +261,13 @@ def seqlen_metrics(
     """
     num_tokens_S = np.asarray(num_tokens_S, dtype=np.int64)
     before = [int(chunk.sum()) for chunk in np.array_split(num_tokens_S, plan.dp_size)]
-    after = [int(num_tokens_S[list(plan.rows(rank))].sum()) for rank in range(plan.dp_size)]
+    after = np.add.reduceat(num_tokens_S[plan.rows_by_rank], plan.starts[:-1])
     return {
         f"{prefix}/min": float(min(before)),
         f"{prefix}/max": float(max(before)),
         f"{prefix}/minmax_diff": float(max(before) - min(before)),
-        f"{prefix}/balanced_min": float(min(after)),
-        f"{prefix}/balanced_max": float(max(after)),
+        f"{prefix}/balanced_min": float(after.min()),
+        f"{prefix}/balanced_max": float(after.max()),
         f"{prefix}/mean": sum(before) / plan.dp_size,
     }
 

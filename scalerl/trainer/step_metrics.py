@@ -98,7 +98,7 @@ def step_metrics(
 def reward_extra_means(extras: np.ndarray) -> dict[str, float]:
     """The metrics reward_extra/{key}: means of the numbers that the reward function returned beside the score."""
     values: dict[str, list[float]] = {}
-    for extra in extras:
+    for extra in extras.tolist():
         for key, value in extra.items():
             if isinstance(value, (int, float)):
                 values.setdefault(key, []).append(value)
