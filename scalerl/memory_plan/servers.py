@@ -40,7 +40,8 @@ def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None
     """The bytes that a server takes on one of its devices.
 
     free_bytes: of the device when the server starts; None: not known. The cache has config.kv_cache_tokens tokens or,
-    if that is null, those that gpu_memory_utilization leaves room for.
+    if that is null, those that gpu_memory_utilization leaves room for. That is a share of what is free once the
+    server's process has its context, before it loads weights (SGLang's `measure_pre_model_load_memory`).
     """
     weights = weight_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
     token = kv_token_bytes(shape, config.tensor_model_parallel_size, ITEMSIZE[config.dtype])
@@ -48,7 +49,7 @@ def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None
         return ServerBytes(weights, token, config.kv_cache_tokens)
     if free_bytes is None:
         return ServerBytes(weights, token, None)
-    room = int(config.gpu_memory_utilization * free_bytes) - weights
+    room = int(config.gpu_memory_utilization * (free_bytes - CONTEXT_BYTES)) - weights
     tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
     return ServerBytes(weights, token, tokens)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from scalerl.cluster.ask import values_of
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.config.replicas import ReplicaRoom
 from scalerl.config.schema import ModelConfig, ServerConfig
+from scalerl.servers.cache_size import small_caches
 from scalerl.servers.control import ServerControl
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.host import ReplicaHost, ServerNode, ServerSettings
@@ -168,11 +169,16 @@ class ServerSet:
         return sum(self.num_restarts_of.values())
 
     def wait_ready(self) -> None:
-        """Waits until all servers answer. Raises ServerStartError with the last log lines of one that does not."""
+        """Waits until all servers answer.
+
+        Raises ServerStartError with the last log lines of one that does not, or for a smaller KV cache than planned.
+        """
         started = values_of(f"{self.purpose.who} start", self.starting, self.timeout_s)
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
         self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
         self.control = ServerControl(self.clients, self.replicas)
+        if small := self._small_caches(range(len(self.replicas))):
+            raise ServerStartError("\n".join(small))
 
     def end(self, index: int, why: str) -> None:
         """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
@@ -193,6 +199,7 @@ class ServerSet:
     def restart_down(self) -> dict[int, Replica]:
         """Restarts the servers that are down. Returns index -> successor.
 
+        Warns of one with a smaller KV cache than before: its samples take longer, which is better than no run.
         Raises RolloutError when a server does not start within its restarts.
         """
         restarted = sorted(self.down)
@@ -210,7 +217,13 @@ class ServerSet:
                 del self.down[index]
                 self.replicas[index] = replace(self.replicas[index], url=url, key=key)
                 self.control.put(index, self.replicas[index])
+        for small in self._small_caches(restarted):
+            logger.warning(small)
         return {index: self.replicas[index] for index in restarted}
+
+    def _small_caches(self, indices: Iterable[int]) -> list[str]:
+        clients = {index: self.control.clients[index] for index in indices}
+        return list(small_caches(clients, self.config.kv_cache_tokens, self.purpose))
 
     def leave(self) -> None:
         """Makes the servers forget the run; they wait for another, each with its actors."""

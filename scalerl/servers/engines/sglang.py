@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalerl.config import server_violations
+from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.families import read_config, weight_block
 from scalerl.runtime.cuda_toolkit import toolkit_environment
@@ -23,7 +24,6 @@ from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
 if TYPE_CHECKING:
     import torch
 
-    from scalerl.config.schema import ServerConfig
     from scalerl.families import ModelShape
     from scalerl.servers.checksums import ExpectedChecksums
     from scalerl.servers.weights import Bucket
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 CPU_MEM_FRACTION_STATIC = 0.5
+# Least share of a GPU's free memory for weights and KV cache where the number of tokens is given. SGLang takes what the
+# share leaves if that is less, which with the share of the plan would be so beside a trainer that holds a little more.
+GIVEN_CACHE_FRACTION = 0.95
 # Tokens of a context that SGLang does not use: of the prompt, and of prompt and response (tp_worker.py, scheduler.py).
 PROMPT_SLACK, RESPONSE_SLACK = 6, 2
 CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
@@ -38,6 +41,10 @@ CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 MAPPED_LOADER = "scalerl.servers.mapped.load"
 # Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
 MIXTURES = ("qwen3_moe", "mixtral")
+# With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known: other kernels reorder
+# their rows, and so does Triton's with the activation fused in.
+PLAIN_EXPERTS = {"moe_runner_backend": "triton"}
+PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
 # Prefixes of its arguments that decide which rank stores which expert, and how.
 EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
 
@@ -80,8 +87,11 @@ class SGLangEngine(Engine):
             env |= _cpu_environment(config.tensor_model_parallel_size)
         else:
             env |= toolkit_environment()
-            arguments["mem_fraction_static"] = config.gpu_memory_utilization
+            arguments["mem_fraction_static"] = _memory_fraction(config)
             arguments["enable_memory_saver"] = launch.releases_memory
+            if launch.synced and _has_checked_experts(config, launch.model_path):
+                arguments |= PLAIN_EXPERTS
+                env |= PLAIN_EXPERTS_ENVIRONMENT
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
         if launch.nnodes > 1:
@@ -97,7 +107,6 @@ class SGLangEngine(Engine):
             arguments["json_model_override_args"] = json.dumps({"quantization_config": None})
             arguments["load_format"] = "dummy"
         if config.kv_cache_tokens is not None:
-            # Less than what gpu_memory_utilization leaves; SGLang takes the smaller of both.
             arguments["max_total_tokens"] = config.kv_cache_tokens
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
         if on_cpu:
@@ -152,7 +161,7 @@ class SGLangEngine(Engine):
                 f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
             )
         if shape.num_experts:
-            yield from _mixture_violations(config, shape, section, device, verify_weights_every)
+            yield from _mixture_violations(config, shape, section, verify_weights_every)
 
     def served_model_violations(self, path: str | Path, key: str, tp_size: int) -> Iterator[str]:
         try:
@@ -171,8 +180,19 @@ def _own_arguments(config: ServerConfig) -> dict[str, Any]:
     return config.engine_kwargs.get(SGLangEngine.name) or {}
 
 
+def _memory_fraction(config: ServerConfig) -> float:
+    share = config.gpu_memory_utilization
+    return share if config.kv_cache_tokens is None else max(share, GIVEN_CACHE_FRACTION)
+
+
+def _has_checked_experts(config: ServerConfig, model_path: str) -> bool:
+    """Whether a trainer compares checksums with a server of this configuration, whose model is a mixture."""
+    checks = isinstance(config, RolloutConfig) and config.verify_weights_every > 0
+    return checks and read_config(model_path).get("model_type") in MIXTURES
+
+
 def _mixture_violations(
-    config: ServerConfig, shape: ModelShape, section: str, device: str, verify_weights_every: int
+    config: ServerConfig, shape: ModelShape, section: str, verify_weights_every: int
 ) -> Iterator[str]:
     if shape.model_type == "qwen3_moe" and not all(shape.moe_layers):
         dense = [layer for layer, is_mixture in enumerate(shape.moe_layers) if not is_mixture]
@@ -189,8 +209,6 @@ def _mixture_violations(
             f"{key} server are not known for a {shape.model_type} model (known: dense models and "
             f"{', '.join(MIXTURES)}); set it to 0"
         )
-    elif device == "cuda":
-        yield f"{key} server on a GPU are not known for a mixture of experts ({shape.model_type}); set it to 0"
     moved = sorted(name for name in _own_arguments(config) if name.startswith(EXPERT_ARGUMENTS))
     if moved:
         yield (

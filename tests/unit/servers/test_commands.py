@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scalerl.config.device_memory import GIB
 from scalerl.config.schema import RolloutConfig
+from scalerl.families import ModelShape
+from scalerl.memory_plan.servers import server_bytes
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES, Command, Launch
 from scalerl.servers.engines.sglang import CONTEXT_SLACK
 from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
+from tests.model_configs import read_config
 
 
 def sglang_command(config: RolloutConfig, device: str, **more: Any) -> Command:
@@ -72,13 +77,30 @@ def test_commands_of_a_server_on_two_nodes_differ_in_rank_and_address_alone() ->
 
 
 def test_a_cache_of_a_given_size_is_the_same_in_every_server() -> None:
-    """On a GPU beside the share of the memory, of which SGLang takes less; on a CPU in the place of its own number."""
-    config = RolloutConfig(kv_cache_tokens=123_456)
+    """On a GPU beside a share of the memory that is not less; on a CPU in the place of its own number."""
+    config = RolloutConfig(kv_cache_tokens=123_456, gpu_memory_utilization=0.5)
     for device in ("cuda", "cpu"):
         arguments, _ = sglang_command(config, device)
         assert arguments[arguments.index("--max-total-tokens") + 1] == "123456"
         assert arguments.count("--max-total-tokens") == 1
-    assert "--max-total-tokens" not in sglang_command(RolloutConfig(), "cuda")[0]
+    alone = sglang_command(RolloutConfig(gpu_memory_utilization=0.5), "cuda")[0]
+    assert "--max-total-tokens" not in alone and value_of(alone, "--mem-fraction-static") == "0.5"
+
+
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.85, 0.95, 0.97])
+@pytest.mark.parametrize("context_gib", [0.3, 1.0, 1.5])
+def test_sglang_takes_the_plans_cache_and_not_what_its_share_leaves(share: float, context_gib: float) -> None:
+    """By what `KVCacheConfigurator` computes: share x what is free before the weights, less the weights."""
+    config = RolloutConfig(gpu_memory_utilization=share)
+    free = 50 * GIB
+    plan = server_bytes(ModelShape.from_config(read_config("qwen3-8b")), config, free)
+    assert plan.kv_tokens and plan.kv_tokens > 0
+    command, _ = sglang_command(replace(config, kv_cache_tokens=plan.kv_tokens), "cuda")
+    fraction = float(value_of(command, "--mem-fraction-static"))
+    before_weights = free - context_gib * GIB
+    slack = before_weights * (1 - fraction)
+    profiled = int(before_weights - plan.weights - slack) // plan.kv_token_bytes
+    assert min(profiled, int(value_of(command, "--max-total-tokens"))) == plan.kv_tokens
 
 
 def test_engine_kwargs_have_the_last_word() -> None:
