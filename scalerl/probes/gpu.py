@@ -244,9 +244,12 @@ def start_violations(device: str, *, serves: bool, flash_attention_impl: str | N
     """
     probes: list[Callable[[], Finding]] = [check_transformer_engine]
     if device == "cuda":
-        probes.append(check_compiler)
+        # On a CPU a run may have less: Ray's store goes to disk then, and a sync says what it lacks.
+        probes += [check_compiler, check_shared_memory]
         if serves:
-            probes += [check_ninja, partial(check_nvcc, None)]
+            import torch
+
+            probes += [check_ninja, partial(check_nvcc, torch.version.cuda)]
     for finding in side_by_side(probes):
         if not finding.ok:
             yield f"{finding.name}: {finding.value}; {finding.meaning}"

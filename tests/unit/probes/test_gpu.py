@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.nvidia import NvidiaDevice
-from scalerl.probes import Finding, gpu, side_by_side
+from scalerl.probes import Finding, gpu, host, side_by_side
 from scalerl.probes.gpu import Devices
 
 H100 = ("NVIDIA H100 80GB HBM3", 80 << 30)
@@ -72,6 +72,25 @@ def test_run_on_gpus_needs_what_compiles_kernels(monkeypatch: pytest.MonkeyPatch
     assert list(gpu.start_violations("cuda", serves=True)) == ["ninja: none; pip install ninja"]
     # Fine-tuning starts no server, a run on a CPU compiles nothing.
     assert list(gpu.start_violations("cuda", serves=False)) == []
+    assert list(gpu.start_violations("cpu", serves=True)) == []
+
+
+def test_run_on_gpus_compares_as_doctor_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """nvcc with torch's version of CUDA, and the space of /dev/shm."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(host, "find_cuda_home", lambda: tmp_path)
+    monkeypatch.setattr(gpu, "check_ninja", lambda: Finding("ninja", True, "here", ""))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    (violation,) = gpu.start_violations("cuda", serves=True)
+    assert violation.startswith("nvcc: 12.4 in ") and "13" in violation
+    monkeypatch.setattr("torch.version.cuda", "12.6")
+    assert list(gpu.start_violations("cuda", serves=True)) == []
+    monkeypatch.setattr(gpu, "check_shared_memory", lambda: host.check_shared_memory(tmp_path, min_gib=10**6))
+    (violation,) = gpu.start_violations("cuda", serves=False)
+    assert "NCCL and weight updates fail" in violation
     assert list(gpu.start_violations("cpu", serves=True)) == []
 
 
