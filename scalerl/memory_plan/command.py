@@ -43,6 +43,10 @@ def main(argv: Sequence[str]) -> int:
     shapes = shapes_of(cfg)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
     print((summary if only_summary else table)(plan))
+    if not only_summary:
+        from scalerl.memory_plan.report import balance_line
+
+        print(balance_line(cfg, shapes["actor"]))
     if isinstance(cfg, PPOConfig) and plan.concurrency:
         from scalerl.memory_plan.seconds import predicted_seconds
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.device_memory import GIB
+from scalerl.families import ModelShape
+from scalerl.memory_plan.balance import full_length_balance, spread_balance
 from scalerl.memory_plan.plan import SOURCES, DevicePlan, MemoryPlan
 
 
@@ -27,6 +30,16 @@ def table(plan: MemoryPlan) -> str:
     lines += ["", "where the numbers come from"]
     lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
     return "\n".join([*lines, "", *_totals(plan)])
+
+
+def balance_line(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> str:
+    """How evenly the ranks share an update of the actor, as text."""
+    full, spread = full_length_balance(cfg, shape), spread_balance(cfg, shape)
+    return (
+        f"balance of an update over {full.dp_size} data-parallel rank(s): the busiest has {full.operations:.2f} times "
+        f"the mean's operations with samples of full length ({full.num_micro_batches} micro-batches each), "
+        f"{spread.operations:.2f} with lengths spread evenly up to it, and {spread.tokens:.2f} of its tokens then"
+    )
 
 
 def _ends(devices: Sequence[DevicePlan]) -> list[DevicePlan]:

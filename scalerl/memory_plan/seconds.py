@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig, model_roles, world_size
 from scalerl.families import ModelShape
 from scalerl.families.flops import flops_shape
@@ -24,9 +25,9 @@ RESPONSE_FRAC = 0.5
 def predicted_seconds(cfg: PPOConfig, shapes: Mapping[str, ModelShape], plan: MemoryPlan) -> float:
     """The predicted seconds of one step: decode rounds, then the passes of all models.
 
-    A decode round reads a server's weights and KV cache once. The passes are forward passes of the reference, of old
-    log-probs and of values; an update counts as three forward passes, with full recompute as four. A pipeline's idle
-    share, weight sync, rewards and waiting for the longest sample are left out.
+    A decode round reads a server's weights and KV cache once. The passes are forward passes of the reference, of values
+    and, where the step has such a pass, of old log-probs; an update counts as three, with full recompute as four. A
+    pipeline's idle share, weight sync, rewards and waiting for the longest sample are left out.
     """
     samples = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
     length = int(cfg.data.max_prompt_length + RESPONSE_FRAC * cfg.data.max_response_length)
@@ -37,7 +38,7 @@ def _training(cfg: PPOConfig, shapes: Mapping[str, ModelShape], samples: int, le
     peak = device_peak_flops("H100", "bfloat16")
     assert peak is not None
     actor = cfg.actor_rollout_ref.actor
-    passes = {"actor": actor.ppo_epochs * _update_passes(actor.megatron.recompute_granularity) + 1}
+    passes = {"actor": actor.ppo_epochs * _update_passes(actor.megatron.recompute_granularity) + has_logprob_pass(cfg)}
     for role in model_roles(cfg):
         updates = cfg.critic.ppo_epochs * _update_passes(role.megatron.recompute_granularity)
         passes[role.name] = 1 + (updates if role.name == "critic" else 0)
@@ -48,6 +49,12 @@ def _training(cfg: PPOConfig, shapes: Mapping[str, ModelShape], samples: int, le
         flops = float(flops_shape(shape).forward_each([length])[0]) * samples * count
         seconds += flops / (world_size(cfg) * peak * mfu)
     return seconds
+
+
+def has_logprob_pass(cfg: PPOConfig) -> bool:
+    """Whether a step that updates the actor makes a separate pass for old log-probs."""
+    one_pass = is_one_pass_enough(cfg, step=cfg.trainer.critic_warmup + 1)
+    return not one_pass and not cfg.algorithm.rollout_correction.bypass_mode
 
 
 def _update_passes(granularity: str | None) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from scalerl.algorithms import KLController
+from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config import PPOConfig
@@ -22,7 +23,6 @@ from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages,
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step, generations_table
-from scalerl.trainer.one_pass import is_one_pass_enough
 from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.profiling import profiled
 from scalerl.trainer.sample_stream import SampleStream

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scalerl.algorithms import get_adv_estimator, policy_loss_needs
-from scalerl.algorithms.losses import SELECTED
+from scalerl.algorithms.advantages import get_adv_estimator
+from scalerl.algorithms.losses import SELECTED, policy_loss_needs
 from scalerl.config import PPOConfig
 from scalerl.config.correction import corrects
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scalerl.algorithms import advantages, register_adv_est
+from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig
-from scalerl.trainer.one_pass import is_one_pass_enough
 
 ACTOR = "actor_rollout_ref.actor"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
