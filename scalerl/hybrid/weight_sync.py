@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scalerl.errors import RunError
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed, feeds_of
-from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets
+from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets, hashed_expert_bytes
 from scalerl.hybrid.transports import TransportName
 from scalerl.hybrid.transports.create import make_transport
 from scalerl.parallel.engine import MegatronEngine
@@ -98,7 +98,7 @@ class WeightSync:
         server that failed (the others have the weights then), HandoverError where the largest tensor has no room.
         """
         start = time.perf_counter()
-        bucket_bytes = self._agree_on_buckets()
+        bucket_bytes = self._agree_on_buckets(verify=verify)
         delivery = self._delivery(policy_version, verify=verify, only=only, bucket_bytes=bucket_bytes)
         for feed in delivery.led:
             delivery.tell(feed, "begin", self._begin)
@@ -120,12 +120,17 @@ class WeightSync:
             "failed": delivery.failed,
         }
 
-    def _agree_on_buckets(self) -> int:
+    def _agree_on_buckets(self, *, verify: bool) -> int:
         """The bucket size of this sync: self.bucket_bytes, or less where free memory is short; collective."""
         engine = self.engine
         itemsize = next(engine.chunks[0].parameters()).element_size()
+        free_bytes, device = free_for_buckets(engine.device)
+        if verify and engine.device == "cuda" and self.clients:
+            tp_size = min(feed.replica.tp_size for feed in self.feeds)
+            free_bytes = max(0, free_bytes - hashed_expert_bytes(engine.shape, itemsize, tp_size))
         return agreed_bucket_bytes(
-            *free_for_buckets(engine.device),
+            free_bytes,
+            device,
             limit_bytes=self.bucket_bytes,
             largest_bytes=largest_bytes(engine.family, engine.shape, itemsize),
             num_copies=BUCKET_COPIES,

@@ -11,7 +11,7 @@ from scalerl.config.batch_sizes import longest_sample
 from scalerl.config.device_memory import GIB
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.families import ModelShape
-from scalerl.hybrid.handover import BUCKET_COPIES, bucket_bytes_that_fit
+from scalerl.hybrid.handover import BUCKET_COPIES, bucket_bytes_that_fit, hashed_expert_bytes
 from scalerl.memory_plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
 from scalerl.memory_plan.parameters import (
     FLOAT,
@@ -39,8 +39,9 @@ SOURCES = {
     "vocabulary": "float32 logits of a chunk twice, the chunk in the model's dtype, gradient of the hidden states",
     "layer": "what one layer takes while it is computed (again), and the gradient of its largest tensor",
     "gradient exchange": "on a CPU: 4 B x parameters of the rank, the copy that gloo's reduce-scatter sums",
-    "optimizer step": "4 B x parameters whose state is here (square root of the second moment)",
+    "optimizer step": "on a CPU: 4 B x parameters whose state is here (square root of the second moment)",
     "buckets": "copies of update_weights_bucket_megabytes, less where memory is short, at least of the largest tensor",
+    "checksums": "experts of a layer, kept until their fused tensors are whole (rollout.verify_weights_every)",
     "server weights": "parameters / rollout.tensor_model_parallel_size x bytes of rollout.dtype",
     "KV cache": "tokens of the cache x layers x key/value heads of the rank x head size x 2",
     "save copy": "bytes of a checkpoint that the rank writes (trainer.async_save), in host memory",
@@ -213,6 +214,9 @@ class _Model:
         return bytes_by_part | {"layer": max(0, layer)}
 
     def step(self, stage: int) -> dict[str, int]:
+        """Part -> bytes of the optimizer beside its state: on a GPU it is fused, and has no temporaries."""
+        if not self.on_cpu:
+            return {}
         numbers = self.stages[stage].optimizer_numbers(distributed=self.megatron.use_distributed_optimizer)
         return {"optimizer step": FLOAT * numbers}
 
@@ -244,7 +248,7 @@ def memory_plan(
     resting = max(sum(_all_resting(together, stage).values()) for stage in range(actor.layout.pp_size)) if hybrid else 0
     process = 0 if on_cpu else PROCESS_BYTES
     free = None if memory_bytes is None else memory_bytes - (resting + process if hybrid else 0)
-    server = server_bytes(shapes["actor"], rollout, free)
+    server = server_bytes(shapes["actor"], rollout, free, on_cpu=on_cpu)
     devices = [
         DevicePlan(
             f"trainer, stage {stage}" if actor.layout.pp_size > 1 else "trainer",
@@ -375,6 +379,10 @@ def _phases(
     yield Phase("save", resting | saved | beside if released and rollout.free_cache_engine and is_short else save)
     weights = _named("actor", {"weights": actor.state(stage)["weights"]})
     held = resting | weights | resumed
+    if process and rollout.verify_weights_every:
+        tp_size = rollout.tensor_model_parallel_size
+        hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size)
+        held |= {"checksums": hashed} if hashed else {}
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)
     yield Phase("weight sync", held | {"buckets": BUCKET_COPIES * bucket})

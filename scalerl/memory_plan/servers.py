@@ -36,7 +36,9 @@ class ServerBytes:
         return self.kv_token_bytes * max(0, self.kv_tokens or 0)
 
 
-def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None) -> ServerBytes:
+def server_bytes(
+    shape: ModelShape, config: ServerConfig, free_bytes: int | None, *, on_cpu: bool = False
+) -> ServerBytes:
     """The bytes that a server takes on one of its devices.
 
     free_bytes: of the device when the server starts; None: not known. The cache has config.kv_cache_tokens tokens or,
@@ -49,7 +51,7 @@ def server_bytes(shape: ModelShape, config: ServerConfig, free_bytes: int | None
         return ServerBytes(weights, token, config.kv_cache_tokens)
     if free_bytes is None:
         return ServerBytes(weights, token, None)
-    room = int(config.gpu_memory_utilization * (free_bytes - CONTEXT_BYTES)) - weights
+    room = int(config.gpu_memory_utilization * (free_bytes - (0 if on_cpu else CONTEXT_BYTES))) - weights
     tokens = int(room * KV_SURE_FRAC) // token // KV_GRANULE * KV_GRANULE
     return ServerBytes(weights, token, tokens)
 

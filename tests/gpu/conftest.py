@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,15 +23,17 @@ MAX_MODEL_LEN = 256
 # Of the device: enough to see that memory moves, and room for the trainer.
 MEMORY_UTILIZATION = 0.3
 START_TIMEOUT_S = 600.0
+# What makes a mixture of that model.
+MIXTURE: dict[str, Any] = {"num_experts": 8}
 PROMPTS = [[5, 6, 7, 8], [100, 41, 300], [9, 200, 33, 44, 55, 66, 77, 88, 99, 110]]
 
 
-def make_gpu_model(path: Path, seed: int) -> Path:
+def make_gpu_model(path: Path, seed: int, family: str = "qwen3", **changes: Any) -> Path:
     """52 million parameters in bfloat16; head_dim 64 is the smallest that all attention backends of SGLang take."""
-    return make_tiny_model(
-        path, "qwen3", num_layers=4, hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=2, head_dim=64,
-        vocab_size=32768, seed=seed, dtype=torch.bfloat16, initializer_range=0.05,
-    )  # fmt: skip
+    sizes: dict[str, Any] = dict(
+        num_layers=4, hidden_size=512, ffn_size=2048, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=32768
+    )
+    return make_tiny_model(path, family, seed=seed, dtype=torch.bfloat16, initializer_range=0.05, **(sizes | changes))
 
 
 @pytest.fixture(scope="session")
@@ -43,10 +46,19 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gpu_model(tmp_path_factory.mktemp("gpu_model_b"), seed=1)
 
 
-def make_server(model_path: Path, log_path: Path, port: int, device: str) -> RolloutServer:
+def make_server(model_path: Path, log_path: Path, port: int, device: str, synced: bool = False) -> RolloutServer:
     rollout = RolloutConfig(dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION)
     gpu_ids = [0] if device == "cuda" else None
-    launch = Launch(str(model_path), rollout, device, MAX_MODEL_LEN, port=port, gpu_ids=gpu_ids, releases_memory=True)
+    launch = Launch(
+        str(model_path),
+        rollout,
+        device,
+        MAX_MODEL_LEN,
+        port=port,
+        gpu_ids=gpu_ids,
+        releases_memory=True,
+        synced=synced,
+    )
     command, env = ENGINES["sglang"].command(launch)
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S)
 
@@ -56,9 +68,9 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
     """A server on the GPU with that model, and its client."""
     started: list[RolloutServer] = []
 
-    def start(model_path: Path, device: str = "cuda") -> RolloutClient:
+    def start(model_path: Path, device: str = "cuda", synced: bool = False) -> RolloutClient:
         log_path = tmp_path / f"sglang-{len(started)}.log"
-        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device))
+        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device, synced))
         started.append(server)
         return RolloutClient(server.url, "sglang", key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
 

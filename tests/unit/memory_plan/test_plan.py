@@ -14,10 +14,12 @@ from scalerl.config.device_memory import DEVICES_GIB, GIB, device_memory_bytes
 from scalerl.config.schema import RunConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.activations import micro_batches_in_flight
+from scalerl.memory_plan.balance import full_length_balance, spread_balance
 from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.memory_plan.command import main, read_arguments
 from scalerl.memory_plan.plan import MemoryPlan, memory_plan
-from scalerl.memory_plan.report import summary
+from scalerl.memory_plan.report import balance_line, summary
+from scalerl.memory_plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.parallel.layout import Layout
 from tests.model_configs import model_directory, read_config
 
@@ -112,6 +114,19 @@ def test_servers_weights_leave_for_a_save_that_has_no_room_beside_them() -> None
     assert parts == {name: size for name, size in beside.items() if name != "server weights"}
     assert "server weights" in phase(short, "weight sync")
     assert "server weights" in phase(plan(f"{ROLLOUT}.free_cache_engine=false", memory=10**10), "save")
+
+
+def test_experts_that_are_hashed_are_counted() -> None:
+    """Qwen3-30B-A3B: 128 experts of three matrices of 768 x 2048, of which two are joined, for one of 4 ranks."""
+    cfg = config(f"{MEGATRON}.expert_model_parallel_size=8", f"{ROLLOUT}.tensor_model_parallel_size=4")
+    matrix = 128 * 768 * 2048 * 2
+    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert found["checksums"] == 3 * matrix + 2 * matrix // 4
+    cfg.actor_rollout_ref.rollout.verify_weights_every = 0
+    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert "checksums" not in found
+    on_cpu = memory_plan(config(), shapes(), memory_bytes=H100, on_cpu=True)
+    assert "checksums" not in phase(plan(), "weight sync") and "checksums" not in phase(on_cpu, "weight sync")
 
 
 def test_servers_stay_with_what_does_not_release() -> None:
@@ -251,3 +266,39 @@ def test_arguments() -> None:
         False,
     )
     assert read_arguments(["sft", "--summary"]) == ("sft", [], True)
+
+
+def test_fused_adam_has_no_temporaries() -> None:
+    """On a CPU the square root of the second moment: 4 B of each of the 8.19e9 / 8 parameters whose state is here."""
+    assert "actor optimizer step" not in phase(plan(), "actor step")
+    on_cpu = memory_plan(config(), shapes(), memory_bytes=H100, on_cpu=True)
+    assert phase(on_cpu, "actor step")["actor optimizer step"] == pytest.approx(4 * 8_190_735_360 / 8, rel=1e-3)
+
+
+def test_seconds_count_the_passes_that_a_step_makes() -> None:
+    """One update a step computes the old log-probs itself: 3 forward passes instead of 4."""
+    more = (f"{MEGATRON}.tensor_model_parallel_size=4", "data.train_batch_size=64")
+    two = config(*more, "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    one = config(*more, "actor_rollout_ref.actor.ppo_mini_batch_size=64")
+    found = memory_plan(one, shapes(), memory_bytes=H100)
+    assert has_logprob_pass(two) and not has_logprob_pass(one)
+    training = [predicted_seconds(cfg, shapes(), found) for cfg in (two, one)]
+    passes = training[0] - training[1]
+    assert passes > 0
+    two.algorithm.rollout_correction.bypass_mode = True
+    assert predicted_seconds(two, shapes(), found) == pytest.approx(training[1])
+
+
+def test_balance_by_hand() -> None:
+    """512 samples of one length are even over 8 ranks; 36 are not: the busiest has 5, the mean is 4.5."""
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    even = full_length_balance(config(f"{mini}=64"), shapes()["actor"])
+    assert (even.dp_size, even.operations, even.tokens) == (8, 1.0, 1.0)
+    few = config("data.train_batch_size=24", f"{mini}=12", "actor_rollout_ref.rollout.n=3")
+    uneven = full_length_balance(few, shapes()["actor"])
+    assert uneven.operations == pytest.approx(5 / 4.5) and uneven.tokens == pytest.approx(5 / 4.5)
+    long = config("data.max_response_length=15872", "data.max_prompt_length=512", f"{mini}=64")
+    spread = spread_balance(long, shapes()["actor"])
+    assert 1 <= spread.operations < 1.01 and spread.tokens >= 1
+    line = balance_line(long, shapes()["actor"])
+    assert line.startswith("balance of an update over 8 data-parallel rank(s): the busiest has 1.00 times ")

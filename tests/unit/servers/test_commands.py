@@ -19,7 +19,7 @@ from scalerl.families import ModelShape
 from scalerl.memory_plan.servers import server_bytes
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines import ENGINES, Command, Launch
-from scalerl.servers.engines.sglang import CONTEXT_SLACK
+from scalerl.servers.engines.sglang import CONTEXT_SLACK, MIXTURES, PLAIN_EXPERTS, PLAIN_EXPERTS_ENVIRONMENT
 from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
 from tests.model_configs import read_config
@@ -101,6 +101,68 @@ def test_sglang_takes_the_plans_cache_and_not_what_its_share_leaves(share: float
     slack = before_weights * (1 - fraction)
     profiled = int(before_weights - plan.weights - slack) // plan.kv_token_bytes
     assert min(profiled, int(value_of(command, "--max-total-tokens"))) == plan.kv_tokens
+
+
+def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
+    def started(model_type: str, device: str = "cuda", synced: bool = True, every: int = 10) -> tuple[bool, str | None]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        config = RolloutConfig(verify_weights_every=every)
+        launch = Launch(str(tmp_path), config, device, 1024, port=4000, synced=synced)
+        command, env = ENGINES["sglang"].command(launch)
+        pinned = "--moe-runner-backend" in command and value_of(command, "--moe-runner-backend") == "triton"
+        return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED")
+
+    for family in MIXTURES:
+        assert started(family) == (True, "0")
+    not_pinned = (False, None)
+    assert started("qwen3") == started("mixtral", device="cpu") == not_pinned
+    assert started("mixtral", synced=False) == started("mixtral", every=0) == not_pinned
+
+
+# What SGLang does with the experts of a layer once they are loaded, as on a GPU; argument: the kernels of experts.
+EXPERTS_ON_A_GPU = """
+import sys
+from types import SimpleNamespace
+import torch
+from sglang.srt.layers.quantization import unquant
+unquant._is_cuda, unquant._is_cpu = True, False
+unquant.get_moe_a2a_backend = lambda: SimpleNamespace(is_none=lambda: True)
+unquant.get_lora = lambda: SimpleNamespace(enable_lora=False, lora_paths=None)
+unquant.get_exec = lambda: SimpleNamespace(moe=SimpleNamespace(enable_eplb=False))
+from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
+method = unquant.UnquantizedFusedMoEMethod()
+config = MoeRunnerConfig(num_local_experts=2, activation="silu", is_gated=True)
+layer = torch.nn.Module()
+layer.moe_runner_config = config
+method.create_weights(layer, 2, 8, 4, torch.bfloat16)
+method._aiter_runner, method.runner = None, SimpleNamespace(runner_backend=MoeRunnerBackend(sys.argv[1]))
+loaded = {}
+for name, parameter in layer.named_parameters():
+    parameter.data.copy_(torch.randn(parameter.shape))
+    loaded[name] = parameter.data.clone()
+method.process_weights_after_loading(layer)
+for name, parameter in layer.named_parameters():
+    print(name, tuple(parameter.shape), torch.equal(parameter.data, loaded[name]))
+"""
+
+
+@pytest.mark.parametrize("fused", ["0", "1"])
+def test_sglang_leaves_checked_experts_as_they_are(fused: str) -> None:
+    """And would not with the activation fused into Triton's kernel, which is why that is set."""
+    _, env = sglang_command(RolloutConfig(), "cpu")
+    environment = os.environ | env | PLAIN_EXPERTS_ENVIRONMENT
+    if fused == "1":
+        environment |= dict.fromkeys(PLAIN_EXPERTS_ENVIRONMENT, fused)
+    ran = subprocess.run(
+        [sys.executable, "-c", EXPERTS_ON_A_GPU, PLAIN_EXPERTS["moe_runner_backend"]],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-2:] == [
+        f"w13_weight (2, 8, 8) {fused == '0'}",
+        "w2_weight (2, 8, 4) True",
+    ]
 
 
 def test_engine_kwargs_have_the_last_word() -> None:

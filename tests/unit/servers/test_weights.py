@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scalerl.errors import UserError
+from scalerl.servers.checksums import Place
 from scalerl.servers.engines import ENGINES
+from scalerl.servers.sglang.placement import SGLangPlacement
 from scalerl.servers.weights import (
     SharedBytes,
     checksum_differences,
@@ -135,6 +138,24 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
             ),
             prefix + "experts.w2_weight": digest(np.stack([of(e, down)[columns] for e in range(3)])),
         }
+
+
+@pytest.mark.parametrize("family", MIXTURE_CONFIG)
+def test_a_gpu_has_experts_without_padding(family: str) -> None:
+    """Of a width that a CPU would pad; on fake tensors, no GPU needed."""
+    prefix, gate, _, down = MIXTURE_NAMES[family]
+    placement = SGLangPlacement(MIXTURE_CONFIG[family], 2)
+    with FakeTensorMode():
+        for device, width in (("cuda", 24), ("cpu", 32)):
+            matrix = torch.empty(48, 8, device=device)
+            rows = list(placement.parts(f"{prefix}experts.2.{gate}.weight", matrix))
+            columns = list(placement.parts(f"{prefix}experts.2.{down}.weight", matrix.t()))
+            assert [(rank, place, tuple(part.shape)) for rank, place, part in rows] == [
+                (rank, Place(prefix + "experts.w13_weight", 4, 6), (width, 8)) for rank in range(2)
+            ]
+            assert [(rank, place, tuple(part.shape)) for rank, place, part in columns] == [
+                (rank, Place(prefix + "experts.w2_weight", 2, 3), (8, width)) for rank in range(2)
+            ]
 
 
 def test_experts_that_come_in_the_order_of_the_table_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
