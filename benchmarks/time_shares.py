@@ -1,7 +1,7 @@
 """Where the time of an update goes, by torch's profiler: attention, GEMM, optimizer, communication, other, waiting.
 
 An operation belongs to the first category of CATEGORIES whose pattern its own name or that of any operation around it
-matches: a matrix product inside an attention call is attention, one inside the optimizer's step the optimizer's.
+matches: a matrix product inside an attention call is attention, one inside the vocabulary head the head's.
 CPU: self time of the operations of the thread that runs the update. What is left is communication while one of gloo's
 collectives runs (a slower rank's lateness included), else waiting: Python between operations.
 GPU: time of the kernels that an operation launched. Waiting is when no kernel runs. Kernels on several streams count
@@ -19,6 +19,8 @@ from typing import Any
 CATEGORIES = {
     "optimizer": r"^Optimizer\.step|_fused_adam|FusedAdam|multi_tensor|aten::_foreach|aten::_amp_foreach",
     "communication": r"^c10d::|^gloo:|^nccl|record_param_comms|AllReduce|AllGather|ReduceScatter|SendRecv",
+    # By the name of its autograd function, forward and backward: products, float32 passes over logits, the rest.
+    "vocabulary head": r"_LinearLogprobs",
     "attention": r"scaled_dot_product|flash|fmha|varlen_attn|_efficient_attention|ScaledDotProduct|FusedAttn",
     "gemm": r"^aten::(mm|addmm|addmm_|bmm|baddbmm|_grouped_mm|mv|dot)$|gemm|nvjet|cutlass|cublas",
 }

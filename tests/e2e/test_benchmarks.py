@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from scalerl.parallel.logprobs import linear_logprobs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -142,11 +145,28 @@ def test_padded_micro_batches() -> None:
         (["ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"], "communication"),
         (["nvjet_tst_128x256_64x4_1x2_h_bz_NTT"], "gemm"),
         (["flash_fwd_kernel", "aten::_flash_attention_forward"], "attention"),
+        (["aten::mm", "_LinearLogprobsBackward"], "vocabulary head"),
         (["aten::mul", "aten::silu"], "other"),
     ],
 )
 def test_categories_of_time(names: list[str], category: str) -> None:
     assert time_shares.category_of(names) == category
+
+
+def test_the_vocabulary_head_is_found_in_a_profile() -> None:
+    """Forward and backward, by the name of the trainer's own function in autograd; the body's product is not it."""
+    hidden, body, head = (torch.randn(size, requires_grad=True) for size in ((64, 32), (32, 32), (96, 32)))
+
+    recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with recorded as profiler, torch.profiler.record_function("update"):
+        logprobs, entropy = linear_logprobs(hidden @ body, head, torch.arange(64), vocab_size=96)
+        (logprobs.sum() + entropy.sum()).backward()
+    events = profiler.events()
+    products = [e for e in events if e.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::addmm_out")]
+    found = [time_shares.category_of(time_shares._chain(event, None)) for event in products]
+    # Logits, then in the backward pass logits again, gradients of the hidden states and of the weight.
+    assert found.count("vocabulary head") >= 4 and found.count("gemm") == 3
+    assert time_shares.cpu_shares(events)["vocabulary head"] > 0
 
 
 def test_packing(tmp_path: Path) -> None:
