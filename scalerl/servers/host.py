@@ -33,6 +33,11 @@ def server_seed(seed: int, *, index: int, first_step: int, num_restarts: int) ->
     return int.from_bytes(digest[:4], "little") >> 1
 
 
+# Seconds that a server may take to start where the configuration has no number; less than trainer.timeout_s, so that a
+# server that does not start is named with the last lines of its log.
+START_TIMEOUT_S = {"cpu": 600.0, "cuda": 1500.0}
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """The settings of a server that are equal in all its starts; host, port and seed differ.
@@ -58,6 +63,12 @@ class ServerSettings:
         # Included because another model may have been written to the path.
         model = Path(self.launch.model_path, "config.json").read_text(encoding="utf-8")
         return json.dumps([started_with, model])
+
+    @property
+    def start_timeout_s(self) -> float:
+        """Seconds that the server may take to start."""
+        configured = self.launch.config.start_timeout_s
+        return START_TIMEOUT_S[self.launch.device] if configured is None else configured
 
     @property
     def address(self) -> str:
@@ -216,7 +227,7 @@ class ReplicaHost(ServerProcess):
         self.server = start_on_free_port(
             lambda port: self._make_server(port, seed=seed, num_restarts=num_restarts),
             self.settings.address,
-            self.settings.launch.config.start_timeout_s,
+            self.settings.start_timeout_s,
         )
         return self.server.url, self.server.key
 
@@ -240,7 +251,7 @@ class ReplicaHost(ServerProcess):
             env,
             url_of(host, port),
             log,
-            settings.launch.config.start_timeout_s,
+            settings.start_timeout_s,
             settings.purpose,
             others=self.others,
             begun_with={"seed": seed, "dist_init_addr": meeting, "num_restarts": num_restarts},

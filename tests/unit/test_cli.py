@@ -155,7 +155,7 @@ def test_help_takes_texts_from_the_comments_and_defaults_from_the_fields():
 OBVIOUS = {
     "lr", "min_lr", "weight_decay", "betas", "temperature", "top_p", "seed", "shuffle", "nnodes", "total_epochs",
     "project_name", "experiment_name", "dtype", "name", "kl_loss_coef", "do_sample", "resume_from_path",
-    "start_timeout_s", "request_timeout_s", "update_weights_bucket_megabytes", "val_files", "loss_agg_mode",
+    "request_timeout_s", "update_weights_bucket_megabytes", "val_files", "loss_agg_mode",
 }  # fmt: skip
 
 

@@ -66,8 +66,9 @@ class ServerConfig(SamplingConfig):
     kv_cache_tokens: int | None = key(None, or_null(at_least(1)))
     # Requests that one replica runs at a time.
     max_num_seqs: int = key(256, at_least(1))
-    # Seconds that a server may take to start.
-    start_timeout_s: float = key(600.0, above(0))
+    # Seconds that a server may take to start. null: 600 on a CPU; on a GPU 1500, as a first start compiles kernels and
+    # reads a large model from a network disk. Where more are needed, raise trainer.timeout_s too.
+    start_timeout_s: float | None = key(None, or_null(above(0)))
     # Seconds that one request may take, its time in the server's queue included; a server that then answers no health
     # check is restarted.
     request_timeout_s: float = key(600.0, above(0))

@@ -199,7 +199,7 @@ BORDERS: dict[str, tuple[list[Any], list[Any]]] = {
     "device_memory": (["80", "0GB", ""], [None, "80GB", "h100"]),
     "update_weights_bucket_megabytes": ([0], [1]),
     "verify_weights_every": ([-1], [0]),
-    "start_timeout_s": ([0.0], [0.1]),
+    "start_timeout_s": ([0.0], [None, 0.1]),
     "request_timeout_s": ([0.0], [0.1]),
     "max_restarts": ([-1], [0]),
     "max_rank_restarts": ([-1], [0, 5]),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from scalerl.config.schema import MULTI_NODE_NAMES, ROLLOUT_NAMES, RolloutConfig
+from scalerl.config.schema.devices import DevicesConfig
 from scalerl.servers.checksums import AsSent, ExpectedChecksums
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.engines import ENGINES, Command, Engine, Launch
@@ -87,3 +88,12 @@ def test_a_third_engine_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serialize_bucket(weights, "third") == "a,b"
     (rank,) = expected_checksums(weights, {}, 1, "third")
     assert rank.keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize(("device", "configured", "limit_s"), [
+    ("cpu", None, 600.0), ("cuda", None, 1500.0), ("cuda", 40.0, 40.0),
+])  # fmt: skip
+def test_a_start_on_a_gpu_may_take_longer(device: str, configured: float | None, limit_s: float) -> None:
+    launch = Launch("/m", RolloutConfig(start_timeout_s=configured), device, 64)
+    assert ServerSettings(launch, POLICY, True).start_timeout_s == limit_s
+    assert limit_s < DevicesConfig().timeout_s, "else the run ends first, and no log is shown"
