@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
+from scalerl.config.suggestions import is_misspelt
+
 KeyKind = Literal["leaf", "section", "free", "unknown"]
-# Likeness from which on a name counts as another one, misspelt.
-_NEAR = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +108,24 @@ class KeyTable:
         below = [name for name in known if name.startswith(section + ".") or not section]
         if skipped := [name for name in below if section and name.endswith("." + last)]:
             return min(skipped, key=lambda name: name.count("."))
-        neighbours = [name for name in known if name.rpartition(".")[0] == section]
-        near = [name for name in neighbours if _is_near(name.rpartition(".")[2], last)]
-        if near:
-            return max(near, key=lambda name: _ratio(name.rpartition(".")[2], last))
+        neighbours = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+        if near := [name for name in neighbours if is_misspelt(last, name)]:
+            return neighbours[max(near, key=lambda name: _ratio(name, last))]
+        cut = [name for name in neighbours if name.startswith(last + "_") or _lacks_one_word(last, name)]
+        # A name that is part of several is no misspelling of one of them, unless they begin with it.
+        if len(cut) == 1 or (cut and all(name.startswith(last + "_") for name in cut)):
+            return neighbours[max(cut, key=lambda name: _ratio(name, last))]
         return self._misspelt_section(section, last)
 
     def _misspelt_section(self, section: str, last: str) -> str | None:
-        alike = [name for name in sorted(self.sections) if section and _is_near(name, section)]
+        parts = section.split(".")
+        alike = [
+            name
+            for name in sorted(self.sections)
+            if section
+            and len(known := name.split(".")) == len(parts)
+            and all(part == other or is_misspelt(part, other) for part, other in zip(parts, known, strict=True))
+        ]
         named = [f"{name}.{last}" for name in alike if f"{name}.{last}" in self.leaves]
         return named[0] if named else None
 
@@ -126,11 +136,11 @@ class KeyTable:
         return f"{key}: no such key{origin}; {advice}"
 
 
-def _is_near(known: str, written: str) -> bool:
-    """Whether one name is the start of the other, word by word, or the names differ in a few letters only."""
-    if known.startswith(written + "_") or written.startswith(known + "_"):
-        return True
-    return _ratio(known, written) >= _NEAR
+def _lacks_one_word(written: str, known: str) -> bool:
+    """Whether a name of at least two words has all words of the other but one, in their order."""
+    words, meant = written.split("_"), known.split("_")
+    others = iter(meant)
+    return len(words) >= 2 and len(meant) == len(words) + 1 and all(word in others for word in words)
 
 
 def _ratio(a: str, b: str) -> float:

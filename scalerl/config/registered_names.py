@@ -6,10 +6,10 @@ tests hold that those modules register exactly these. Each registry adds what a 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 from scalerl.config.sections import IMPORT_FILES
+from scalerl.config.suggestions import is_misspelt
 
 
 class RegisteredNames:
@@ -31,7 +31,8 @@ class RegisteredNames:
 
     def unknown(self, name: str) -> str:
         """The violation of a user who wrote this name, which nobody registered."""
-        near = difflib.get_close_matches(str(name), self._names, n=1)
+        # Of these short names each letter counts: gdpo is an estimator of its own, and no slip of grpo.
+        near = sorted(known for known in self._names if is_misspelt(str(name), known, replaceable=6))
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return (
             f"{self.key}={name!r}: no such {self.kind}; known are {', '.join(sorted(self._names))}.{hint} One of your "

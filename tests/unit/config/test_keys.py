@@ -24,6 +24,10 @@ PPO = KeyTable(PPOConfig)
         ("actor_rollout_ref.rollout.tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
         ("trainer.n_gpus", "trainer.n_gpus_per_node"),
         ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.actor.use_kl_los", "actor_rollout_ref.actor.use_kl_loss"),
+        ("actor_rollout_ref.actor.ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("actor_rollout_ref.actr.clip_ratio", "actor_rollout_ref.actor.clip_ratio"),
+        ("trainer.node", "trainer.nnodes"),
     ],
 )
 def test_nearest_key(wrong, right):
@@ -41,6 +45,12 @@ def test_nearest_key(wrong, right):
         "actor_rollout_ref.actor.megatron.use_fsdp",
         "async.total_steps",
         "temperatur",
+        # Another word in the place of one makes another name.
+        "actor_rollout_ref.actor.use_gpg_loss",
+        "actor_rollout_ref.rollout.dp_model_parallel_size",
+        "actor_rollout_ref.rollout.resource_pool_id",
+        "trainer.train_freq",
+        "algorithm.use_pf_in_reward",
     ],
 )
 def test_what_is_like_no_key_gets_no_guess(wrong):

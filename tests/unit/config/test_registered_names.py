@@ -86,6 +86,12 @@ def test_unknown_names_are_reported_with_everything_else() -> None:
     assert len(caught.value.violations) == 5
 
 
+@pytest.mark.parametrize("name", ["gdpo", "cppo", "dppo_tv", "dapo"])
+def test_another_algorithm_is_no_misspelt_one(name: str) -> None:
+    for names in (ESTIMATORS, POLICY_LOSSES):
+        assert "Did you mean" not in names.unknown(name)
+
+
 def test_names_of_files_that_are_not_imported_yet_are_left_to_the_preflight() -> None:
     files = "trainer.import_files=[own.py]"
     assert compose("ppo", [*REQUIRED, files, "algorithm.adv_estimator=of_own.py", f"{LOSS}=of_own.py"])
