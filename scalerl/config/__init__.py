@@ -9,7 +9,7 @@ from scalerl.config.help import help_text
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
 from scalerl.config.layout_sizes import LayoutSizes, alignment, trained_layout, world_size
 from scalerl.config.model_specs import ModelRole, model_roles, num_devices, uses_critic
-from scalerl.config.run_length import too_few_conversations, too_few_prompts, total_steps
+from scalerl.config.run_length import decay_to_the_end, too_few_conversations, too_few_prompts, total_steps
 from scalerl.config.save import flatten, save_resolved
 from scalerl.config.schema import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
 from scalerl.config.validate import validate_eval, validate_generation, validate_ppo, validate_sft
@@ -31,6 +31,7 @@ __all__ = [
     "batch_table",
     "compose",
     "composed",
+    "decay_to_the_end",
     "examined",
     "flatten",
     "help_text",

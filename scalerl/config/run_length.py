@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from scalerl.config.model_specs import uses_critic
-from scalerl.config.schema import PPOConfig, RunConfig, SFTConfig
+from scalerl.config.schema import OptimConfig, PPOConfig, RunConfig, SFTConfig
 from scalerl.config.sections import ACTOR
 from scalerl.config.validate import validate_ppo, validate_sft
 
@@ -20,6 +20,37 @@ def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     return math.ceil(num_rows * trainer.total_epochs / batch_size)
+
+
+def decay_to_the_end(cfg: PPOConfig | SFTConfig, num_rows: int) -> Iterator[str]:
+    """Sets each lr_decay_steps that is null to the optimizer updates of the whole run, where the rate decays.
+
+    num_rows: of the training data. `cfg` must be valid. Yields a violation where the warm-up has as many updates.
+    """
+    steps = total_steps(cfg.trainer, num_rows, cfg.data.train_batch_size)
+    for section, optim, updates in _updates_of_models(cfg, steps):
+        if optim.lr_decay_style == "constant" or optim.lr_decay_steps is not None:
+            continue
+        if optim.lr_warmup_steps >= updates:
+            yield (
+                f"{section}.lr_warmup_steps = {optim.lr_warmup_steps}: must be below the {updates} optimizer updates "
+                f"of the run, where the decay ends; set {section}.lr_warmup_steps lower, or {section}.lr_decay_steps"
+            )
+        else:
+            optim.lr_decay_steps = updates
+
+
+def _updates_of_models(cfg: PPOConfig | SFTConfig, steps: int) -> Iterator[tuple[str, OptimConfig, int]]:
+    """The optim sections of the models that a run trains: (key, section, optimizer updates of the run)."""
+    if isinstance(cfg, SFTConfig):
+        yield "optim", cfg.optim, steps
+        return
+    batch, actor, critic = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor, cfg.critic
+    # The actor does not learn while the critic warms up.
+    learns = max(steps - cfg.trainer.critic_warmup, 0)
+    yield f"{ACTOR}.optim", actor.optim, learns * (batch // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    if uses_critic(cfg):
+        yield "critic.optim", critic.optim, steps * (batch // critic.ppo_mini_batch_size) * critic.ppo_epochs
 
 
 def too_few_prompts(cfg: PPOConfig, num_prompts: int) -> Iterator[str]:

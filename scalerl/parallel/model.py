@@ -20,7 +20,7 @@ from scalerl.parallel.attention import PackedAttention, RMSNorm
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
 from scalerl.parallel.mla import latent_config, latent_layer_spec
 from scalerl.parallel.output import hand_out_hidden
-from scalerl.parallel.overrides import megatron_values
+from scalerl.parallel.overrides import transformer_values
 from scalerl.parallel.recompute import recompute_arguments
 from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
 from scalerl.parallel.values import put_value_head
@@ -95,7 +95,7 @@ def transformer_config(shape: ModelShape, config: MegatronConfig, groups: Groups
         **mixture_config(shape, config),
         **latent,
     )
-    overrides = megatron_values("override_transformer_config", config.override_transformer_config)
+    overrides = transformer_values(config.override_transformer_config, on_cpu=on_cpu)
     try:
         return (MLATransformerConfig if latent else TransformerConfig)(**(own | overrides))
     except (AssertionError, ImportError, ValueError) as error:

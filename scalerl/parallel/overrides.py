@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.value_checks import show
@@ -26,6 +28,9 @@ CLASSES: dict[str, type] = {
     "override_ddp_config": DistributedDataParallelConfig,
     "override_optimizer_config": OptimizerConfig,
 }
+# Fields that let tokens of experts travel by DeepEP, and the one that adds up gradients in the product's kernel.
+_DISPATCH = ("moe_token_dispatcher_type", "moe_enable_deepep")
+_FUSION = "gradient_accumulation_fusion"
 
 
 def override_violations(section: str, config: MegatronConfig | OptimConfig) -> Iterator[str]:
@@ -44,6 +49,48 @@ def megatron_values(key: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides as arguments of CLASSES[key]: names of enum members and of torch's types become these."""
     hints = _hints(CLASSES[key])
     return {field: _converted(value, hints[field]) for field, value in overrides.items()}
+
+
+def kernel_violations(section: str, config: MegatronConfig | OptimConfig, *, device: str) -> Iterator[str]:
+    """One sentence where the experts' tokens should travel by kernels that cannot run here. device: cuda or cpu."""
+    fields = getattr(config, "override_transformer_config", {})
+    dispatcher, deepep = fields.get("moe_token_dispatcher_type"), fields.get("moe_enable_deepep")
+    wanted = [f"{name} = {show(fields[name])}" for name in _DISPATCH if fields.get(name) in (True, "flex")]
+    if not wanted:
+        return
+    what = f"{section}.override_transformer_config.{' and '.join(wanted)}"
+    remedy = "or leave out what says so: the tokens then travel by torch's all-to-all, with the same numbers"
+    if dispatcher != "flex":
+        yield f"{what}: only with moe_token_dispatcher_type = flex; set that too, {remedy}"
+        return
+    backend = "deepep" if deepep else fields.get("moe_flex_dispatcher_backend", "deepep")
+    package = {"deepep": "deep_ep", "hybridep": "deep_ep with HybridEPBuffer"}.get(backend, backend)
+    is_there = fused_a2a.HAVE_HYBRIDEP if backend == "hybridep" else fused_a2a.HAVE_DEEP_EP
+    if device != "cuda":
+        yield f"{what}: DeepEP runs on GPUs only, and the device is {device}; set trainer.device=cuda, {remedy}"
+    elif not is_there:
+        yield f"{what}: needs {package}, which cannot be imported here; install it (docs/gpu.md), {remedy}"
+
+
+def unfused(section: str, config: MegatronConfig | OptimConfig, *, on_cpu: bool) -> Iterator[str]:
+    """One line for each fused kernel that is asked for, is not there, and without which the numbers are the same."""
+    if getattr(config, "override_transformer_config", {}).get(_FUSION) and not _has_fusion(on_cpu):
+        yield (
+            f"{section}.override_transformer_config.{_FUSION} = true: its kernel (fused_weight_gradient_mlp_cuda of "
+            "apex) is not here; gradients are added up without it, to the same sums"
+        )
+
+
+def transformer_values(overrides: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """`override_transformer_config` as arguments of Megatron's config, without fused kernels that are not there."""
+    values = megatron_values("override_transformer_config", overrides)
+    if values.get(_FUSION) and not _has_fusion(on_cpu):
+        values[_FUSION] = False
+    return values
+
+
+def _has_fusion(on_cpu: bool) -> bool:
+    return layers._grad_accum_fusion_available and not on_cpu
 
 
 @functools.cache

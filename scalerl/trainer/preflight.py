@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from scalerl.checkpoint.mirror import Mirror
 from scalerl.config import (
     PPOConfig,
     SFTConfig,
+    decay_to_the_end,
     model_roles,
     too_few_conversations,
     too_few_prompts,
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
     from scalerl.data import PromptTable, RLHFDataset, SFTDataset
     from scalerl.rewards import RewardManager
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class PPOInputs:
@@ -102,6 +106,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
 
     errors = ErrorCollector()
     serves = cfg.actor_rollout_ref.rollout.name == "sglang"
+    runs_here = device is None
     device = device or _this_machine(errors, cfg.trainer, serves=serves)
     fetch_models(cfg, errors.attempt)
     # First: the rules that hold, and the models of the run, depend on what these files register.
@@ -116,7 +121,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
         rewards = errors.attempt(lambda: build_reward_manager(cfg.reward_model, cfg.custom_reward_function))
     broken = validate_ppo(cfg, device=device)
     errors.violations.extend(broken)
-    _check_overrides(errors, _sections_of_megatron(cfg))
+    _check_overrides(errors, _sections_of_megatron(cfg), device if runs_here else None)
     model = cfg.actor_rollout_ref.model
     tokenizer = errors.attempt(
         lambda: _policy_tokenizer(model, "actor_rollout_ref.model.path", cfg.data.chat_template_path)
@@ -139,6 +144,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
         errors.violations.extend(_scorers_without_prompts(cfg, train, val))
     if train is not None and not broken and not cfg.trainer.val_only:
         errors.violations.extend(too_few_prompts(cfg, len(train)))
+        errors.violations.extend(decay_to_the_end(cfg, len(train)))
     if rewards is not None:
         datasets = {name: dataset for name, dataset in (("train", train), ("val", val)) if dataset is not None}
         _try_rewards(errors, rewards, cfg, datasets, tokenizer)
@@ -288,12 +294,13 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     from scalerl.data import SFTDataset
 
     errors = ErrorCollector()
+    runs_here = device is None
     device = device or _this_machine(errors, cfg.trainer, serves=False)
     fetch_models(cfg, errors.attempt)
     _import_own(errors, cfg.trainer)
     broken = validate_sft(cfg, device=device)
     errors.violations.extend(broken)
-    _check_overrides(errors, {"megatron": cfg.megatron, "optim": cfg.optim})
+    _check_overrides(errors, {"megatron": cfg.megatron, "optim": cfg.optim}, device if runs_here else None)
     shape = errors.attempt(lambda: read_model(cfg.model.path, "model.path"))
     if shape and not broken:
         errors.violations.extend(
@@ -311,6 +318,7 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
             val = errors.attempt(lambda: SFTDataset(cfg.data.val_files, tokenizer, cfg.data))
     if train is not None and not broken:
         errors.violations.extend(too_few_conversations(cfg, len(train)))
+        errors.violations.extend(decay_to_the_end(cfg, len(train)))
     models = {"actor": (cfg.model.path, shape)}
     remote = cfg.model.trust_remote_code
     resumed = _check_resume(
@@ -333,21 +341,30 @@ def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimCon
 
 
 def fields_of_megatron_violations(cfg: PPOConfig | SFTConfig) -> list[str]:
-    """What is wrong with the fields of Megatron's configs that the user set."""
+    """What is wrong with the fields of Megatron's configs that the user set, on any machine."""
     errors = ErrorCollector()
     own = {"megatron": cfg.megatron, "optim": cfg.optim} if isinstance(cfg, SFTConfig) else _sections_of_megatron(cfg)
-    _check_overrides(errors, own)
+    _check_overrides(errors, own, device=None)
     return errors.violations
 
 
-def _check_overrides(errors: ErrorCollector, sections: Mapping[str, MegatronConfig | OptimConfig]) -> None:
-    """Checks the fields of Megatron's configs that the user set. sections: by key."""
+def _check_overrides(
+    errors: ErrorCollector, sections: Mapping[str, MegatronConfig | OptimConfig], device: str | None
+) -> None:
+    """Checks the fields of Megatron's configs that the user set.
+
+    sections: by key.  device: whose kernels are asked for; None where the run is on other machines.
+    """
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
             # Imported here: megatron takes seconds to import.
-            from scalerl.parallel.overrides import override_violations
+            from scalerl.parallel.overrides import kernel_violations, override_violations, unfused
 
             errors.violations.extend(override_violations(section, config))
+            if device is not None:
+                errors.violations.extend(kernel_violations(section, config, device=device))
+                for line in unfused(section, config, on_cpu=device == "cpu"):
+                    log.warning(line)
 
 
 def _import_own(errors: ErrorCollector, trainer: RunConfig) -> bool:

@@ -14,12 +14,7 @@ def optimizer_rules(optim: str) -> list[Rule]:
     lr, min_lr = f"{optim}.lr", f"{optim}.min_lr"
 
     @rule(style, decay)
-    def decay_given(cfg: Any) -> Iterator[str]:
-        if value_at(cfg, style) != "constant" and value_at(cfg, decay) is None:
-            yield (
-                f"{decay} = null: needed when {style} = {value_at(cfg, style)}; set it to the optimizer updates of the "
-                f"run, or {style}=constant"
-            )
+    def decay_has_effect(cfg: Any) -> Iterator[str]:
         if value_at(cfg, style) == "constant" and value_at(cfg, decay) is not None:
             yield (
                 f"{decay} = {value_at(cfg, decay)}: has no effect when {style} = constant; set {style}=linear or "
@@ -42,4 +37,4 @@ def optimizer_rules(optim: str) -> list[Rule]:
                 f"{min_lr}={value_at(cfg, lr)} or less"
             )
 
-    return [decay_given, warmup_before_decay, floor_below_peak]
+    return [decay_has_effect, warmup_before_decay, floor_below_peak]

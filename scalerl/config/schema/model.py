@@ -58,7 +58,7 @@ class OptimConfig:
     lr_warmup_steps: int = key(0, at_least(0))
     # How lr falls after the warm-up.
     lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
-    # Optimizer updates over which lr decays to min_lr; required unless lr_decay_style is constant.
+    # Optimizer updates over which lr decays to min_lr; null: all of the run.
     lr_decay_steps: int | None = key(None, or_null(at_least(1)))
     min_lr: float = key(0.0, at_least(0))
     weight_decay: float = key(0.01, at_least(0))

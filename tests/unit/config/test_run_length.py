@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from scalerl.config import PPOConfig, compose, too_few_conversations, too_few_prompts, total_steps, validate_ppo
+from scalerl.config import (
+    PPOConfig,
+    compose,
+    decay_to_the_end,
+    too_few_conversations,
+    too_few_prompts,
+    total_steps,
+    validate_ppo,
+)
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -79,3 +87,23 @@ def test_fewer_conversations_than_an_update_takes() -> None:
     # Four ranks need a row each.
     (found,) = too_few_conversations(cfg, 3)
     assert found.endswith("give at least 8")
+
+
+def test_a_decay_without_an_end_of_its_own_takes_the_whole_run():
+    """Ten steps: the actor has four updates in each, the critic two, and warms up for three."""
+    batches = ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2"]
+    critic = ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1"]
+    warmup = ["trainer.critic_warmup=3", "trainer.total_epochs=2"]
+    decays = [f"{ACTOR}.optim.lr_decay_style=cosine", "critic.optim.lr_decay_style=linear"]
+    cfg = ppo(*batches, *critic, *warmup, *decays)
+    assert list(decay_to_the_end(cfg, 80)) == []
+    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_steps, cfg.critic.optim.lr_decay_steps) == (28, 20)
+    # What is given stays, and a constant rate has no end.
+    cfg = ppo(*batches, *decays[:1], f"{ACTOR}.optim.lr_decay_steps=5")
+    assert list(decay_to_the_end(cfg, 80)) == []
+    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_steps, cfg.critic.optim.lr_decay_steps) == (5, None)
+    sft = compose("sft", [*SFT, "data.train_batch_size=8", "optim.lr_decay_style=cosine", "optim.lr_warmup_steps=9"])
+    assert list(decay_to_the_end(sft, 80)) == [] and sft.optim.lr_decay_steps == 10
+    sft.optim.lr_decay_steps = None
+    (found,) = decay_to_the_end(sft, 72)
+    assert found.startswith("optim.lr_warmup_steps = 9: must be below the 9 optimizer updates of the run")

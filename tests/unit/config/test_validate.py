@@ -415,7 +415,6 @@ PPO_RELATIONS = {
         ["1 x 4 = 4 samples", "8 data-parallel ranks", "ppo_mini_batch_size=2 or more"],
     ),
     "longest sample": ({f"{ACTOR}.max_tokens_per_micro_batch": 1023}, ["= 1023", "= 1024; set"]),
-    "decay missing": ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, ["lr_decay_steps = null", "= cosine"]),
     "decay without effect": ({f"{ACTOR}.optim.lr_decay_steps": 10}, ["lr_decay_steps = 10", "no effect"]),
     "warmup": (
         {
@@ -503,7 +502,6 @@ SFT_RELATIONS = {
         ["max_tokens_per_micro_batch = 16384", "max_tokens_per_micro_batch=20000"],
     ),
     "validation without data": ({"trainer.test_freq": 5}, ["test_freq = 5", "val_files"]),
-    "decay missing": ({"optim.lr_decay_style": "linear"}, ["optim.lr_decay_steps = null"]),
     "warmup": (
         {"optim.lr_decay_style": "linear", "optim.lr_decay_steps": 3, "optim.lr_warmup_steps": 4},
         ["optim.lr_warmup_steps = 4"],

@@ -9,7 +9,9 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import fused_a2a
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -18,7 +20,7 @@ from scalerl.errors import UserError
 from scalerl.families import ModelShape
 from scalerl.parallel.layout import Layout
 from scalerl.parallel.model import transformer_config
-from scalerl.parallel.overrides import fits, megatron_values, override_violations
+from scalerl.parallel.overrides import fits, kernel_violations, megatron_values, override_violations, transformer_values
 
 
 def test_fields_of_megatron_pass():
@@ -74,7 +76,9 @@ def test_names_become_members_and_types():
     ],
 )
 def test_what_is_said_to_be_set_elsewhere_is_a_field_of_megatron(kind: str, owner: type):
-    names = set(OWNED[kind]) - {"use_flash_attn"}  # of Megatron's command line, not of its config
+    # Of Megatron's command line or of MindSpeed, not of its config.
+    foreign = {"use_flash_attn", "position_embedding_type", "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer"}
+    names = {name for name in OWNED[kind] if not name.startswith("use_fused_")} - foreign
     assert names <= set(get_type_hints(owner))
     if kind == "transformer":
         assert set(SAME_NAME) - {"use_distributed_optimizer"} <= set(get_type_hints(owner))
@@ -104,3 +108,39 @@ def test_what_megatron_refuses_is_said_with_the_fields():
 def test_a_number_fits_a_float_and_a_bool_does_not():
     assert fits(1, float) and fits(1.5, float | None) and fits(None, float | None)
     assert not fits(True, float) and not fits(True, int)
+
+
+def test_gradients_are_added_up_by_a_fused_kernel_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    given = {"gradient_accumulation_fusion": True}
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    assert transformer_values(given, on_cpu=False) == {"gradient_accumulation_fusion": False}
+    assert config_of(**given).gradient_accumulation_fusion is False
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    assert transformer_values(given, on_cpu=False) == given
+    assert transformer_values(given, on_cpu=True) == {"gradient_accumulation_fusion": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "text"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "cpu", "runs on GPUs only, and the device is cpu"),
+        ({"moe_token_dispatcher_type": "flex"}, "cuda", "needs deep_ep, which cannot be imported here; install it"),
+        ({"moe_enable_deepep": True}, "cuda", "only with moe_token_dispatcher_type = flex; set that too"),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+            "cuda",
+            "needs deep_ep with HybridEPBuffer, which",
+        ),
+        ({"moe_enable_deepep": False, "moe_token_dispatcher_type": "alltoall"}, "cpu", None),
+    ],
+)
+def test_kernels_of_deepep(fields: dict[str, Any], device: str, text: str | None, monkeypatch: pytest.MonkeyPatch):
+    megatron = MegatronConfig(override_transformer_config=fields)
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", False)
+    monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", False)
+    found = list(kernel_violations("m", megatron, device=device))
+    assert [text in violation for violation in found] == ([] if text is None else [True])
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
+    monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", True)
+    here = list(kernel_violations("m", megatron, device="cuda"))
+    assert here == ([] if text is None or "only with" not in text else found)

@@ -356,3 +356,32 @@ def test_fields_of_megatrons_configs_are_checked_against_megatron(directory: Pat
         f"{section}.moe_permut_fusion = true: Megatron's MLATransformerConfig has no such field; leave it out",
         f"{section}.batch_p2p_sync = maybe: Megatron's MLATransformerConfig wants bool",
     ]
+
+
+def test_experts_tokens_by_a_package_that_is_not_here_are_refused(directory: Path) -> None:
+    """The device of this machine; a run on other machines is not judged by what is installed here."""
+    section = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    deepep = [f"{section}.moe_enable_deepep=true", f"{section}.moe_token_dispatcher_type=flex"]
+    cfg = config(directory, "qwen3", "embedded", 0, *deepep)
+    with pytest.raises(ConfigError) as error:
+        check_ppo(cfg)
+    (violation,) = error.value.violations
+    assert violation.startswith(f"{section}.moe_token_dispatcher_type = flex and moe_enable_deepep = true: DeepEP runs")
+    assert check_ppo(cfg, "cpu")
+
+
+def test_a_fused_kernel_that_is_not_here_is_left_out_with_a_line(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.gradient_accumulation_fusion"
+    check_ppo(config(directory, "qwen3", "embedded", 0, f"{key}=true"))
+    (line,) = [record.message for record in caplog.records if "fusion" in record.message]
+    assert line.startswith(f"{key} = true: its kernel (fused_weight_gradient_mlp_cuda of apex) is not here")
+
+
+def test_a_rate_that_decays_ends_with_the_run(directory: Path) -> None:
+    cfg = config(directory, "qwen3", "embedded", 0, "actor_rollout_ref.actor.optim.lr_decay_style=cosine")
+    inputs = check_ppo(cfg, "cpu")
+    updates = cfg.data.train_batch_size // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    steps = len(inputs.train) * cfg.trainer.total_epochs // cfg.data.train_batch_size
+    assert cfg.actor_rollout_ref.actor.optim.lr_decay_steps == updates * steps > 0
