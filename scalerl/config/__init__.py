@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scalerl.config.batch_summary import batch_table
-from scalerl.config.compose import Composed, Examined, compose, composed, examined
+from scalerl.config.compose import Composed, Examined, compose, composed, examined, refusals
 from scalerl.config.errors import ConfigError
 from scalerl.config.help import help_text
 from scalerl.config.layout_checks import ModelSizes, layout_violations, recompute_violations, server_violations
@@ -39,6 +39,7 @@ __all__ = [
     "model_roles",
     "num_devices",
     "recompute_violations",
+    "refusals",
     "save_resolved",
     "server_violations",
     "too_few_conversations",

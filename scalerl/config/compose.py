@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
@@ -154,6 +154,21 @@ def examined(kind: str, overrides: Sequence[str], left_open: Mapping[str, str]) 
     )
 
 
+def refusals(kind: str, overrides: Sequence[str], left_open: Iterable[str]) -> list[str]:
+    """Lists what a run would refuse of a command line, without the config groups and files that it names.
+
+    left_open: keys whose value is not known; what names one of them is left out.
+    """
+    request = _parse(kind, overrides)
+    partial = PartialConfig(SCHEMAS[kind], kind)
+    for override in request.values:
+        partial.put_override(override)
+    missing, config = partial.finish()
+    found = [*request.violations, *partial.violations, *missing, *VALIDATORS[kind](config)]
+    names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])") for key in left_open]
+    return [text for text in dict.fromkeys(found) if not any(name.search(text) for name in names)]
+
+
 def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:
     partial = PartialConfig(SCHEMAS[request.kind], request.kind)
     for origin, package, content in _files(request, groups):
@@ -164,8 +179,10 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
     wrong_inputs = request.violations + partial.violations
     values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or wrong_inputs or missing or values:
-        # Names are right or wrong whatever the other keys are.
-        own = [*values, *validate_names(config)] if wrong_inputs else VALIDATORS[request.kind](config)
+        # A run would do without what is refused of verl's keys, so that the others mean what they will mean then. Names
+        # are right or wrong whatever the other keys are.
+        judged = set(wrong_inputs) <= set(partial.refusals)
+        own = VALIDATORS[request.kind](config) if judged else [*values, *validate_names(config)]
         if violations := [*wrong_inputs, *missing, *own]:
             error = ConfigError(violations)
             error.config = config
@@ -244,9 +261,7 @@ def _parse_override(request: _Request, group_names: set[str], text: str) -> None
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except HydraException as error:
-        reason = str(error).split("\nSee ")[0]
-        key, _, value = text.partition("=")
-        request.violations.append(f"{text}: {reason}; quote a value with special characters: '{key}=\"{value}\"'")
+        request.violations.append(f"{text}: {_unreadable(text, str(error))}")
         return
     if override.value_type not in (ValueType.ELEMENT, None):
         key, _, value = text.partition("=")
@@ -255,6 +270,17 @@ def _parse_override(request: _Request, group_names: set[str], text: str) -> None
         request.groups.append(override)
     else:
         request.values.append(override)
+
+
+def _unreadable(text: str, error: str) -> str:
+    """Why the parser of overrides cannot read an argument, and how to write it.  error: what the parser says."""
+    key, _, value = text.partition("=")
+    if placeholder := re.search(r"<[^<>]*>|‹[^‹›]*›", value):
+        return f"{placeholder[0]} stands for a value of yours; write it there"
+    reason = error.split("\nSee ")[0]
+    if reason.startswith("LexerNoViableAltException"):
+        reason = "the value has a character that must be quoted"
+    return f"{reason}; quote a value with special characters: '{key}=\"{value}\"'"
 
 
 # Files and groups

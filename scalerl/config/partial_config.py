@@ -34,6 +34,8 @@ class PartialConfig:
         """
         self.table = KeyTable(schema)
         self.violations: list[str] = []
+        # Of the violations those of verl's keys that a run does without: nothing else is wrong by them.
+        self.refusals: list[str] = []
         # What became of verl's keys; complete after `finish`.
         self.translations: list[Translation] = []
         self._verl = Translator(kind)
@@ -142,6 +144,7 @@ class PartialConfig:
             self.translations.append(translation)
             if translation.verdict == "refused":
                 self.violations.append(translation.violation)
+                self.refusals.append(translation.violation)
             for key, value in values.items():
                 self._put_leaf(key, value, translation.origin)
 

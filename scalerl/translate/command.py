@@ -23,7 +23,7 @@ def translated(text: str) -> str:
     """The text that the command prints for a script. Raises UserError where the script runs no program of verl."""
     script = read_script(text)
     if not script.commands:
-        script = _arguments_by_line(text)
+        script = _arguments_by_line(text, script.notes)
     blocks = []
     for command in script.commands:
         known = command_of(command.program)
@@ -32,18 +32,23 @@ def translated(text: str) -> str:
                 f"# line {command.line}: {command.program}: there is no such program in scalerl; see `scalerl --help`"
             )
             continue
-        report = report_on(*known, command.arguments)
+        report = report_on(*known, command.arguments, command.launched)
         blocks.append(f"{report.shell()}\n\n{report.table()}")
     if script.notes:
         blocks.append("\n".join(["not known without running the script:", *(f"  {note}" for note in script.notes)]))
     return "\n\n".join(blocks)
 
 
-def _arguments_by_line(text: str) -> Script:
+def _arguments_by_line(text: str, notes: Sequence[str]) -> Script:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not all("=" in line.split(" ")[0] for line in lines):
         raise UserError(
-            "the script runs no program of verl (python3 -m verl.trainer.main_ppo ...); give one that does, or a file "
-            "with one argument of it a line"
+            "\n".join(
+                [
+                    "the script runs no program of verl (python3 -m verl.trainer.main_ppo ...) where it can be read "
+                    "without running it; give one that does, or a file with one argument of it a line",
+                    *(f"  {note}" for note in notes),
+                ]
+            )
         )
     return Script([Command("verl.trainer.main_ppo", lines, 1)])

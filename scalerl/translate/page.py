@@ -35,15 +35,17 @@ scalerl translate run_qwen3_8b_megatron.sh
 ```
 prints the command of scalerl and a row for each key. The script is read, not run: assignments, `${NAME:-default}`,
 whole-number arithmetic, arrays, `"${ARGS[@]}"`, heredocs, `if [ ... ]` and `case` of known values are followed.
-What it cannot know (a command in `$(...)`, a variable of the environment, a loop, a sourced file) is listed with
-its line, and stays in the command for your shell. Defaults of verl that decide what is trained, and are others
-here, are written out where the script is silent (`algorithm.adv_estimator=gae`, `trainer.total_epochs=30`,
+What it cannot know (a command in `$(...)`, a variable of the environment, a sourced file) is listed with its line,
+and stays in the command for your shell; a program in a loop or a function is named, and not translated. What a run
+would refuse of the translated command (sizes that do not fit each other, a missing path) ends the table. Defaults
+of verl that decide what is trained, and are others here, are written out where the script is silent
+(`algorithm.adv_estimator=gae`, `trainer.total_epochs=30`,
 `actor_rollout_ref.rollout.tensor_model_parallel_size=2`).
 
 ## The same name, another meaning
 - `optim.lr_warmup_steps` and `lr_decay_steps` count optimizer updates; verl counts steps. A step has
 `train_batch_size / ppo_mini_batch_size * ppo_epochs` updates. `scalerl translate` multiplies; `scalerl train` takes
-the number as it is.
+the number as it is. With `lr_decay_steps` left out the decay takes the whole run, as verl's.
 - `trainer.save_freq=-1` saves the last step, too. `trainer.default_local_dir` begins with `outputs/`.
 - `algorithm.rollout_correction.*`: bounds of `*_k1` are of the ratio, not of its inverse
 ([configuration](configuration.md)).
@@ -59,19 +61,27 @@ saved with the run. Reference, critic and reward model have the actor's, and the
 key here go there; fields that scalerl sets itself are refused, unless the value is the one that it sets: the tables
 below name them.
 """
-BEFORE = """
-Before keys were translated (revision 1a88f90, the same arguments) 34, 49, 62 and 68 of them were accepted; each
-command ended with a list of the others.
+# Keys that were accepted of these commands before keys were translated.
+BEFORE = {"grpo8b": 34, "gspo30b": 49, "dsv3": 62, "dapo_npu": 68}
+BEFORE_TITLE = "accepted at revision 1a88f90, before keys were translated"
+MORE = """\
+## Other scripts
+What becomes of the arguments of other scripts of verl: of its examples, recipes and end-to-end tests. What is dropped,
+and what else a run refuses, is left to edit; it comes in one message.
 """
 
 
-def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
-    """Makes the text of docs/from-verl.md.  commands: name -> (title, arguments) of commands of verl."""
+def page(commands: Mapping[str, tuple[str, Sequence[str]]], more: Mapping[str, Sequence[str]]) -> str:
+    """Makes the text of docs/from-verl.md.
+
+    commands: name -> (title, arguments) of commands of verl.  more: name -> arguments of those that are only counted;
+    a name that begins with sft is of fine-tuning.
+    """
     reports = {name: report_on("train", "ppo", list(arguments)) for name, (_, arguments) in commands.items()}
-    blocks = [INTRO, "## Whole commands", _counts(commands, reports), BEFORE]
+    blocks = [INTRO, "## Whole commands", _counts(commands, reports)]
     for name, (title, _) in commands.items():
         blocks.append(f"### {title}\n```\n{reports[name].shell()}\n```\n{_rows(reports[name])}")
-    blocks += ["## Keys", _key_table(ENTRIES["ppo"])]
+    blocks += [MORE, _counts_of_more(more), "## Keys", _key_table(ENTRIES["ppo"])]
     more = [entry for entry in ENTRIES["sft"] if entry not in ENTRIES["ppo"]]
     blocks += ["## Keys of fine-tuning", "Beside those above that `scalerl sft` has too:", _key_table(more)]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
@@ -79,10 +89,22 @@ def page(commands: Mapping[str, tuple[str, Sequence[str]]]) -> str:
 
 def _counts(commands: Mapping[str, tuple[str, Sequence[str]]], reports: Mapping[str, Report]) -> str:
     fates = [fate for fate in FATES if fate != "verl's default"]
-    lines = [f"| command | keys | {' | '.join(fates)} |", f"|{'---|' * (len(fates) + 2)}"]
+    lines = [f"| command | keys | {BEFORE_TITLE} | {' | '.join(fates)} |", f"|{'---|' * (len(fates) + 3)}"]
     for name, (title, arguments) in commands.items():
         counts = Counter(row.fate for row in reports[name].rows)
-        lines.append(f"| {title} | {len(arguments)} | {' | '.join(str(counts[fate]) for fate in fates)} |")
+        cells = [len(arguments), BEFORE[name], *(counts[fate] for fate in fates)]
+        lines.append(f"| {title} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _counts_of_more(more: Mapping[str, Sequence[str]]) -> str:
+    fates = [fate for fate in FATES if fate != "verl's default"]
+    lines = [f"| script | keys | {' | '.join(fates)} | else to edit |", f"|{'---|' * (len(fates) + 3)}"]
+    for name, arguments in more.items():
+        report = report_on(*(("sft", "sft") if name.startswith("sft") else ("train", "ppo")), list(arguments))
+        counts = Counter(row.fate for row in report.rows)
+        cells = [len(arguments), *(counts[fate] for fate in fates), len(report.refused)]
+        lines.append(f"| `{name}` | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scalerl.config import Examined, examined
+from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import KeyTable
 from scalerl.config.schema import SCHEMAS
 
@@ -19,7 +19,7 @@ PROGRAMS = {
     "main_generation": ("generate", "generation"),
     "main_eval": ("eval", "eval"),
     "sft": ("sft", "sft"),
-    "main_": ("train", "ppo"),
+    "main": ("train", "ppo"),
 }
 # Keys whose default decides what is trained and is not the same in verl, with verl's default.
 DEFAULTS_OF_VERL = {
@@ -45,10 +45,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The translation of one command of verl.  command: that of scalerl, for example train."""
+    """The translation of one command of verl.
+
+    command: that of scalerl, for example train.  refused: what is wrong with the translated command, as a run says it.
+    """
 
     command: str
     rows: list[Row]
+    refused: list[str] = field(default_factory=list)
 
     @property
     def arguments(self) -> list[str]:
@@ -69,6 +73,8 @@ class Report:
                 blocks.append(
                     "\n".join([f"{fate} ({len(rows)}):", *(f"  {line}" for row in rows for line in _lines(row))])
                 )
+        if self.refused:
+            blocks.append("\n".join(["a run will refuse:", *(f"  {text}" for text in self.refused)]))
         return "\n".join(blocks)
 
 
@@ -78,8 +84,11 @@ def command_of(program: str) -> tuple[str, str] | None:
     return next((command for part, command in PROGRAMS.items() if part in name.rpartition(".")[2]), None)
 
 
-def report_on(command: str, kind: str, arguments: list[str]) -> Report:
-    """Reports what becomes of each argument. Values may hold `$NAME` and `$(...)` of a shell."""
+def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[str, str] | None = None) -> Report:
+    """Reports what becomes of each argument. Values may hold `$NAME` and `$(...)` of a shell.
+
+    launched: arguments of the program's launcher -> what they are here.
+    """
     table = KeyTable(SCHEMAS[kind])
     open_arguments = [
         text for text in arguments if _left_to_the_shell(text) and table.kind(_key(text)) in ("leaf", "free")
@@ -100,7 +109,20 @@ def report_on(command: str, kind: str, arguments: list[str]) -> Report:
             rows.append(Row(written, "dropped", why=why))
     if kind == "ppo":
         rows += _defaults(result, {_key(text) for text in open_arguments})
-    return Report(command, rows)
+    given = {_key(text) for row in rows for text in row.becomes}
+    for written, text in (launched or {}).items():
+        if _key(text) not in given:
+            rows.append(Row(written, "renamed", (text,), "of the program's launcher"))
+    return _judged(kind, Report(command, rows))
+
+
+def _judged(kind: str, report: Report) -> Report:
+    """The report with what a run would refuse of its command, as far as no shell has to say it."""
+    known = [text for text in report.arguments if not _left_to_the_shell(text)]
+    left_open = {_key(text) for text in report.arguments if _left_to_the_shell(text)}
+    # Without it a run takes what its own machine has.
+    left_open |= {"trainer.n_gpus_per_node"} - {_key(text) for text in known}
+    return Report(report.command, report.rows, refusals(kind, known, left_open))
 
 
 def _taken(text: str, config: Any) -> Row:

@@ -16,6 +16,7 @@ _EXPANSION = re.compile(
     r"\$\(\((?P<sum>.*?)\)\)|\$\{(?P<braced>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\$(?P<name>\w+|[@*#?$!])"
 )
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+_OF_TORCHRUN = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -38,11 +39,15 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 @dataclass(frozen=True)
 class Command:
-    """A Python program and its arguments. What could not be expanded stays in them as `$NAME` or `$(...)`."""
+    """A Python program and its arguments. What could not be expanded stays in them as `$NAME` or `$(...)`.
+
+    launched: arguments of torchrun -> the same as arguments of scalerl.
+    """
 
     program: str
     arguments: list[str]
     line: int
+    launched: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,6 +73,8 @@ class _Block:
     active: bool
     done: bool = False
     subject: str | None = None
+    # Of a skipped block: what it is.
+    name: str = ""
     # The alternatives of a case's pattern before the last one, each with its `|`.
     patterns: str = ""
 
@@ -113,8 +120,17 @@ class _Interpreter:
             pass
         if statement.words and self._active:
             self._simple(statement)
+        elif statement.words:
+            self._skipped(statement)
         if statement.ends == ";;" and self.blocks and self.blocks[-1].kind == "case":
             self.blocks[-1].active = False
+
+    def _skipped(self, statement: Statement) -> None:
+        """Says of a program of verl in a loop or a function that it is not translated."""
+        outside = next((block.name for block in self.blocks if block.kind == "skipped"), None)
+        found = _program([statement.raw(number) for number in range(len(statement.words))])
+        if outside is not None and found is not None:
+            self._note(f"{found[0]} is in {outside}, and not translated; put its command into a file of its own")
 
     def _keyword(self, statement: Statement) -> bool:
         """Takes a keyword away if the first word is one, a condition as a whole.
@@ -137,16 +153,17 @@ class _Interpreter:
         elif first in ("for", "while", "until", "select"):
             if self._active:
                 self._note(f"a loop ({first}) is left out")
-            self.blocks.append(_Block("skipped", False))
+            self.blocks.append(_Block("skipped", False, name=f"a loop ({first})"))
             statement.words.clear()
         elif first == "case":
             subject = self._text(statement.words[1]) if len(statement.words) > 1 else None
             self.blocks.append(_Block("case", False, subject=subject))
             del statement.words[: min(3, len(statement.words))]
         elif re.fullmatch(r"[\w-]+\(\)", first) or first == "function":
+            name = statement.raw(1 if first == "function" and len(statement.words) > 1 else 0).rstrip("()")
             if self._active:
-                self._note(f"the function {first.rstrip('()')} is left out")
-            self.blocks.append(_Block("skipped", False))
+                self._note(f"the function {name} is left out")
+            self.blocks.append(_Block("skipped", False, name=f"the function {name}"))
             statement.words.clear()
         elif block is not None and block.kind == "case" and first.endswith(")") and not first.startswith("$"):
             self._case_pattern(block, first.rstrip(")").lstrip("("))
@@ -212,6 +229,10 @@ class _Interpreter:
         return None
 
     def _simple(self, statement: Statement) -> None:
+        if statement.raw(0) == "let":
+            for number in range(1, len(statement.words)):
+                self._let(statement.raw(number))
+            return
         start = 1 if statement.raw(0) in _DECLARING else 0
         index = start
         while index < len(statement.words) and self._assign(statement, index):
@@ -224,7 +245,17 @@ class _Interpreter:
         fields = [text for word in statement.words[index:] for text in self._fields(word)]
         if (command := _program(fields)) is not None:
             program, arguments = command
-            self.script.commands.append(Command(program, _until_redirection(arguments), self.line))
+            launched = _launched(fields[: len(fields) - len(arguments)])
+            self.script.commands.append(Command(program, _until_redirection(arguments), self.line, launched))
+
+    def _let(self, text: str) -> None:
+        """Computes `NAME=SUM`, in which a name stands for its value; what is none stays with the shell."""
+        match = re.fullmatch(r"\s*(\w+)\s*([-+*/%]?)=(.*)", text, re.DOTALL)
+        if match is None:
+            self._note(f"`let {text}` is not computed")
+            return
+        name, sign, value = match.groups()
+        self.variables[name] = self._sum(f"{name} {sign} ({value})" if sign else value, f"$(({text}))")
 
     def _assign(self, statement: Statement, index: int) -> bool:
         word = statement.words[index]
@@ -334,6 +365,21 @@ def _program(fields: list[str]) -> tuple[str, list[str]] | None:
         if re.search(r"(^|/)(main_\w+|\w*sft_trainer\w*)\.py$", text):
             return text, fields[index + 1 :]
     return None
+
+
+def _launched(fields: list[str]) -> dict[str, str]:
+    """The devices that torchrun was given: its arguments -> those of scalerl."""
+    if not any(re.search(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$", text) for text in fields):
+        return {}
+    found = {}
+    for index, text in enumerate(fields):
+        option, equals, value = text.partition("=")
+        key = _OF_TORCHRUN.get(option.replace("-", "_").lstrip("_"))
+        if key is not None and (equals or index + 1 < len(fields)):
+            value = value if equals else fields[index + 1]
+            if re.fullmatch(r"\d+|\$.*", value):
+                found[text if equals else f"{text} {value}"] = f"{key}={value}"
+    return found
 
 
 def _until_redirection(arguments: list[str]) -> list[str]:

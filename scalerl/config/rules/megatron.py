@@ -54,7 +54,21 @@ def megatron_rules(megatron: str, unless: str | None = None) -> list[Rule]:
         if is_judged(cfg):
             yield from _attention(value_at(cfg, megatron), megatron)
 
-    return [recompute, loss_scale, attention]
+    @rule(f"{megatron}.use_distributed_optimizer", f"{megatron}.override_ddp_config")
+    def late_gather(cfg: Any) -> Iterator[str]:
+        section = value_at(cfg, megatron)
+        if (
+            is_judged(cfg)
+            and section.override_ddp_config.get("overlap_param_gather")
+            and not (section.use_distributed_optimizer)
+        ):
+            yield (
+                f"{megatron}.override_ddp_config.overlap_param_gather = true: only with "
+                f"{megatron}.use_distributed_optimizer = true, whose ranks gather parameters; set "
+                f"{megatron}.use_distributed_optimizer=true, or leave it out"
+            )
+
+    return [recompute, loss_scale, attention, late_gather]
 
 
 def _attention(megatron: MegatronConfig, section: str) -> Iterator[str]:

@@ -95,8 +95,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
     """Whether the options contain a value, where 0 is not false and texts are compared without regard to case."""
-    folded = value.lower() if isinstance(value, str) else value
-    return any(isinstance(option, bool) == isinstance(folded, bool) and option == folded for option in options)
+    folded = _folded(value)
+    return any(isinstance(option, bool) == isinstance(value, bool) and _folded(option) == folded for option in options)
+
+
+def _folded(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
 
 
 def same(pattern: str, *allowed: Any, why: str) -> Entry:

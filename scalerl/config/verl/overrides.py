@@ -5,8 +5,10 @@ What is not here goes to Megatron as it is (`parallel.overrides` checks name and
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scalerl.config.schema import MegatronConfig, OptimConfig
@@ -28,6 +30,7 @@ _MODEL = "the model's config.json says it"
 _LOOP = "the training step sets it"
 _ATTENTION = "attention and rotary embedding are those of scalerl, or Transformer Engine's with cp_comm_type"
 _NORM = "the norms are torch's"
+_HINT = "no number depends on a fused kernel"
 _LOCAL = "the layers are Megatron's local ones"
 _HEAD = "log-probs are computed from the hidden states in pieces"
 _ROUTING = "routers and experts give the same numbers on every layout"
@@ -75,7 +78,7 @@ OWNED: dict[str, dict[str, Owned]] = {
         **_owned(
             "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels "
             "layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit "
-            "activation_func normalization qk_layernorm qk_l2_norm multi_latent_attention num_moe_experts "
+            "activation_func qk_layernorm qk_l2_norm multi_latent_attention num_moe_experts "
             "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
             "moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias "
             "moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor q_lora_rank kv_lora_rank "
@@ -84,21 +87,33 @@ OWNED: dict[str, dict[str, Owned]] = {
             "rotary_interleaved window_size",
             why=_MODEL,
         ),
-        **_owned("mtp_num_layers", 0, None, why="prediction layers are not trained"),
-        **_ignored("mtp_loss_scaling_factor", why="prediction layers are not trained"),
+        **_owned("normalization", "RMSNorm", why=_MODEL),
+        **_owned("position_embedding_type", "rope", why=_MODEL),
+        **_ignored(
+            "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer keep_mtp_spec_in_bf16",
+            why="counts only with model.mtp.enable; prediction layers are not trained",
+        ),
         **_owned("hidden_dropout attention_dropout", 0, why="the policy that learns is the one that sampled"),
-        **_owned("apply_rope_fusion fused_single_qkv_rope masked_softmax_fusion", *_NO, why=_ATTENTION),
+        **_ignored(
+            "apply_rope_fusion fused_single_qkv_rope masked_softmax_fusion use_fused_rotary_pos_emb "
+            "use_fused_ring_attention_update",
+            why=f"{_ATTENTION}; {_HINT}",
+        ),
+        **_ignored("use_flash_attn", why="trainer.flash_attention_impl says which kernels attention has"),
         **_owned("attention_softmax_in_fp32", True, why=_ATTENTION),
         **_owned("apply_query_key_layer_scaling qk_clip flash_decode", *_NO, why=_ATTENTION),
-        **_owned("persist_layer_norm memory_efficient_layer_norm", *_NO, why=_NORM),
+        **_ignored("persist_layer_norm memory_efficient_layer_norm use_fused_rmsnorm", why=f"{_NORM}; {_HINT}"),
+        **_ignored("use_fused_swiglu", why=f"bias_activation_fusion says it; {_HINT}"),
         **_owned("transformer_impl", "local", why=_LOCAL),
         **_owned(
-            "tp_comm_overlap delay_wgrad_compute use_te_rng_tracker fp8 fp4 fp8_param fp4_param enable_cuda_graph "
+            "tp_comm_overlap delay_wgrad_compute fp8 fp4 fp8_param fp4_param enable_cuda_graph "
             "external_cuda_graph use_kitchen use_te_activation_func overlap_moe_expert_parallel_comm",
             *_NO,
             why=f"{_LOCAL}, which have no such thing",
         ),
         **_owned("cuda_graph_impl", "none", why=f"{_LOCAL}, which have no such thing"),
+        **_ignored("cuda_graph_scope", why="counts only with cuda_graph_impl"),
+        **_ignored("use_te_rng_tracker", why="nothing is dropped, so that a layer draws no random number"),
         **_ignored("cross_entropy_loss_fusion", why=_HEAD),
         **_owned("cross_entropy_fusion_impl defer_embedding_wgrad_compute", "native", False, why=_HEAD),
         **_owned("moe_router_dtype", "fp32", why=_ROUTING),
@@ -112,11 +127,6 @@ OWNED: dict[str, dict[str, Owned]] = {
         ),
         **_owned("moe_expert_capacity_factor moe_input_jitter_eps", None, 0, -1, why=_ROUTING),
         **_owned("moe_layer_recompute", *_NO, why="megatron.recompute_modules says it"),
-        **_owned(
-            "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-            *_NO,
-            why="num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage say it",
-        ),
         **_owned("pipeline_model_parallel_layout", None, why="the layers of a stage follow from its sizes"),
         **_owned("calculate_per_token_loss variable_seq_lengths deallocate_pipeline_outputs", True, why=_LOOP),
         **_owned("perform_initialization", False, why="weights come from the model's directory"),
@@ -130,12 +140,11 @@ OWNED: dict[str, dict[str, Owned]] = {
         **_owned("cpu_offloading", *_NO, why="megatron.param_offload and optimizer_offload say what leaves the device"),
         **_owned("fine_grained_activation_offloading", *_NO, why="activations stay on the device"),
         **_owned("hybrid_context_parallel", *_NO, why="context_parallel_size is the same for all sequences"),
-        **_owned("use_flash_attn", why=_ATTENTION),
     },
     "ddp": {
         **_owned("grad_reduce_in_fp32", True, why=_GRADS),
         **_owned(
-            "overlap_grad_reduce overlap_param_gather align_param_gather average_in_collective delay_wgrad_compute",
+            "align_param_gather average_in_collective delay_wgrad_compute",
             *_NO,
             why=_GRADS,
         ),
@@ -165,8 +174,11 @@ OWNED: dict[str, dict[str, Owned]] = {
             "torch.float32",
             why=_STATE,
         ),
-        **_owned("overlap_param_gather overlap_param_gather_with_optimizer_step", *_NO, why=_GRADS),
-        **_owned("optimizer_offload_fraction", 0, 1, why="megatron.optimizer_offload moves all of it"),
+        **_ignored("overlap_param_gather", why="megatron.override_ddp_config.overlap_param_gather says it"),
+        **_owned("overlap_param_gather_with_optimizer_step", *_NO, why=_GRADS),
+        **_ignored(
+            "optimizer_offload_fraction", why="megatron.optimizer_offload moves all of it; no number depends on it"
+        ),
         **_owned(
             "overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params",
             True,
@@ -181,16 +193,78 @@ OWNED: dict[str, dict[str, Owned]] = {
 def _same_section(match: re.Match[str], value: Any, _: Context) -> Outcome:
     if value is None and match[2] in ("recompute_method", "recompute_num_layers"):
         return AlreadySo("counts only with megatron.recompute_granularity=full")
+    if match[2] == "recompute_modules" and isinstance(value, list) and "moe_act" in value:
+        if "moe" not in value:
+            return Refused("moe_act is computed again with all of a layer's experts; name moe instead")
+        rest = [name for name in value if name != "moe_act"]
+        return Becomes({f"{match[1]}megatron.recompute_modules": rest}, "moe computes moe_act again, too")
     return Becomes({f"{match[1]}megatron.{match[2]}": value})
+
+
+_EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+def _stage_sizes(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads Megatron's other way to give the first and the last stage fewer layers: it counts what else they hold."""
+    if not value:
+        return AlreadySo("off")
+    section = f"{match[1]}megatron."
+    first, last = (f"{section}num_layers_in_{name}_pipeline_stage" for name in ("first", "last"))
+    if context.is_set(first) or context.is_set(last):
+        return AlreadySo(f"{first} and {last} say it")
+    num_stages = context.left_open(f"{section}pipeline_model_parallel_size") or context.value(
+        f"{section}pipeline_model_parallel_size"
+    )
+    if num_stages == 1:
+        return AlreadySo("there is one stage")
+    counted = [
+        (key, name)
+        for key, name in ((first, _EMBEDDING), (last, _LOSS))
+        if context.foreign(f"{section}override_transformer_config.{name}") is True
+    ]
+    num_layers = _num_layers(context, match[1])
+    if num_layers is None or type(num_stages) is not int:
+        layers = "the model's layers" if num_layers is None else str(num_layers)
+        sizes = " and ".join(key for key, _ in counted)
+        return Refused(
+            f"the layers of a stage are numbers here; leave it out, and set {sizes} to ({layers} + {len(counted)}) / "
+            f"{num_stages} - 1"
+        )
+    if (num_layers + len(counted)) % num_stages:
+        return Refused(
+            f"{num_layers} layers and {len(counted)} are no multiple of {section}pipeline_model_parallel_size = "
+            f"{num_stages}; leave it out, and set {first} and {last}"
+        )
+    size = (num_layers + len(counted)) // num_stages - 1
+    return Becomes(dict.fromkeys((key for key, _ in counted), size), f"of the model's {num_layers} layers")
+
+
+def _num_layers(context: Context, section: str) -> int | None:
+    """The layers of a section's model; None where its config.json is not at hand (a hub id, a path elsewhere)."""
+    key = "actor_rollout_ref.model.path" if section.startswith("actor_rollout_ref") else f"{section}model.path"
+    try:
+        config = json.loads((Path(str(context.value(key))) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    return layers if type(layers) is int else None
+
+
+def _overlap(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
+    return AlreadySo("off") if value is None else None
 
 
 def _optim(match: re.Match[str], value: Any, _: Context) -> Outcome:
     return Becomes({f"{match[1]}optim.{match[2]}": value})
 
 
-def _cpu_offload(match: re.Match[str], value: Any, _: Context) -> Outcome:
+def _cpu_offload(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    key = f"{match[1]}megatron.optimizer_offload"
+    if value is None or (value is False and context.value(key) is not None):
+        return AlreadySo(f"{key} says where the optimizer's state is")
     why = "moments and main parameters are in host memory, except during updates"
-    return Becomes({f"{match[1]}megatron.optimizer_offload": value}, why)
+    # Of two keys of verl for what is one here, either may ask for it.
+    return Becomes({key: value}, why, overrules=value is True)
 
 
 def _judge(kind: str) -> Any:
@@ -233,6 +307,15 @@ def _entries() -> list[Entry]:
             "moments and main parameters are in host memory, except during updates",
             _cpu_offload,
         ),
+        computed(
+            f"{transformer}.({_EMBEDDING}|{_LOSS})",
+            "`megatron.num_layers_in_first_pipeline_stage`, `num_layers_in_last_pipeline_stage`, where the model's "
+            "config.json is at hand",
+            "false: already so",
+            _stage_sizes,
+            asks_others=True,
+        ),
+        computed(f"{ddp}.(overlap_grad_reduce|overlap_param_gather)", "Megatron's, `null`: off", "", _overlap),
     ]
     for kind, prefix in (("transformer", transformer), ("ddp", ddp), ("optimizer", optimizer)):
         by_answer: dict[Owned, list[str]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -49,12 +51,58 @@ def translations(*given: str) -> dict[str, Translation]:
 # Keys of each: taken over, renamed, already so, refused.
 COUNTS = {
     "grpo8b": (32, 2, 8, 0),
-    "gspo30b": (48, 6, 11, 1),
+    "gspo30b": (48, 6, 12, 0),
     "dsv3": (65, 17, 17, 0),
-    "dapo_npu": (67, 19, 14, 3),
+    "dapo_npu": (67, 19, 15, 2),
     "further": (55, 40, 102, 3),
     "megatron": (130, 22, 180, 0),
 }
+
+
+def kind_of(name: str) -> str:
+    return "sft" if name.startswith("sft_") else "ppo"
+
+
+def refused_of(name: str, given: list[str]) -> list[str]:
+    try:
+        composed(kind_of(name), given)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def without(given: list[str], refused: list[str]) -> list[str]:
+    """The arguments without those that the messages name, under verl's name or scalerl's."""
+    named = {re.split(r" = |=|: ", text)[0] for text in refused}
+    named |= {"reward.reward_manager.name"} if "reward_model.reward_manager" in named else set()
+    return [argument for argument in given if key_of(argument) not in named]
+
+
+# Other scripts of verl and its tests: one model and algorithm each, none written for this vocabulary.
+SCRIPTS = sorted(path.stem for path in (COMMANDS / "more").glob("*.txt"))
+# Of a trainer that counts samples where others count steps.
+ANOTHER_TRAINER = "fully_async_qwen2_5_0_5b"
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != ANOTHER_TRAINER])
+def test_a_script_runs_after_at_most_three_edits_named_in_one_message(name: str):
+    given = arguments(f"more/{name}")
+    refused = refused_of(name, given)
+    assert len(refused) <= 3 and len(refused) <= len(given) * 0.05
+    assert refused_of(name, without(given, refused)) == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_key_of_verl_is_called_unknown_or_another_one(name: str):
+    refused = refused_of(name, arguments(f"more/{name}"))
+    assert not [text for text in refused if "did you mean" in text.lower() or "no such key" in text]
+
+
+def test_all_scripts_together():
+    given = {name: arguments(f"more/{name}") for name in SCRIPTS}
+    assert len(given) >= 20
+    accepted = sum(len(keys) - len(refused_of(name, keys)) for name, keys in given.items())
+    assert accepted >= 0.98 * sum(map(len, given.values()))
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -150,6 +198,14 @@ def test_keys_of_fine_tuning_are_understood():
         "engine.use_mbridge=True",
         "engine.param_offload=True",
         "engine.override_transformer_config={}",
+        "+engine.override_transformer_config.moe_permute_fusion=True",
+        "+engine.override_ddp_config.bucket_size=1000",
+        "engine.override_transformer_config.apply_rope_fusion=True",
+        "optim=megatron",
+        "model=hf_model",
+        "data.ignore_input_ids_mismatch=True",
+        "checkpoint.save_contents=[model,hf_model]",
+        "trainer.max_ckpt_to_keep=3",
         "optim.lr=1e-5",
         "optim.lr_scheduler_type=cosine",
         "optim.lr_warmup_steps_ratio=0.1",
@@ -161,14 +217,20 @@ def test_keys_of_fine_tuning_are_understood():
     cfg = found.config
     assert (cfg.megatron.tensor_model_parallel_size, cfg.megatron.context_parallel_size) == (2, 2)
     assert cfg.megatron.param_offload and cfg.megatron.recompute_granularity == "full"
-    assert cfg.megatron.override_transformer_config == {"moe_deepep_num_sms": 8}
+    assert cfg.megatron.override_transformer_config == {"moe_deepep_num_sms": 8, "moe_permute_fusion": True}
+    assert cfg.megatron.override_ddp_config == {"bucket_size": 1000}
+    assert cfg.trainer.max_actor_ckpt_to_keep == 3
     assert (cfg.optim.lr_decay_style, cfg.optim.lr_warmup_steps) == ("cosine", 5)
     table = KeyTable(SFTConfig)
     targets = [text.partition("=")[0] for name in found.translations for text in name.becomes]
-    assert targets and all(table.kind(target) == "leaf" for target in targets)
+    assert targets and all(table.kind(target) in ("leaf", "free") for target in targets)
     for text, reason in (
-        ("engine.override_transformer_config.a=1", "is megatron.override_transformer_config.a here; write that"),
+        ("engine.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
         ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
+        (
+            "trainer.test_freq=after_each_epoch",
+            "set trainer.test_freq to those of an epoch, the rows of data.train_files divided by data.train_batch_size",
+        ),
         ("engine.dist_checkpointing_path=here", "set model.path to that directory"),
         ("model.lora_rank=8", "all weights of a model are trained, without adapters; leave it out"),
     ):
@@ -275,7 +337,7 @@ def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_hav
     [
         ("megatron.override_transformer_config.num_layers=3", "the model's config.json says it"),
         ("megatron.override_transformer_config.calculate_per_token_loss=False", "so it can only be true"),
-        ("megatron.override_ddp_config.overlap_grad_reduce=True", "taken once after the last micro-batch"),
+        ("megatron.override_ddp_config.average_in_collective=True", "taken once after the last micro-batch"),
         ("optim.override_optimizer_config.bf16=False", "megatron.dtype says it"),
     ],
 )
@@ -310,3 +372,100 @@ def test_profiles_are_asked_for_under_verls_names():
     assert (cfg.trainer.profile_steps, cfg.trainer.profile_tool, cfg.trainer.profile_ranks) == ([], "nsys", [0])
     (found,) = violations([*REQUIRED, "global_profiler.tool=npu"])
     assert "trainer.profile_tool is torch or nsys" in found
+
+
+def test_stages_that_count_embedding_and_loss_get_their_layers(tmp_path: Path):
+    fields = f"+{ACTOR}.megatron.override_transformer_config.account_for_"
+    loss, embedding = f"{fields}loss_in_pipeline_split=True", f"{fields}embedding_in_pipeline_split=True"
+    stages = f"{ACTOR}.megatron.pipeline_model_parallel_size=8"
+    devices = ["trainer.nnodes=1", "trainer.n_gpus_per_node=8"]
+    first, last = (f"{ACTOR}.megatron.num_layers_in_{name}_pipeline_stage" for name in ("first", "last"))
+
+    def sizes(num_layers: int, *more: str) -> tuple[int | None, int | None]:
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers}))
+        given = [*REQUIRED, f"actor_rollout_ref.model.path={tmp_path}", *devices, *more]
+        megatron = composed("ppo", given).config.actor_rollout_ref.ref.megatron
+        return megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
+
+    # Qwen3-235B-A22B has 94.
+    assert sizes(94, loss, embedding, stages) == sizes(94, stages, embedding, loss) == (11, 11)
+    assert sizes(95, stages, embedding) == (11, None) and sizes(95, stages, loss) == (None, 11)
+    assert sizes(94, loss, embedding, stages, f"{first}=10", f"{last}=12") == (10, 12)
+    assert sizes(94, loss, embedding) == (None, None)
+    # Without the model at hand, and where the layers cannot be divided.
+    (found, _) = violations([*REQUIRED, *devices, stages, loss, embedding])
+    assert found.endswith(f"; leave it out, and set {first} and {last} to (the model's layers + 2) / 8 - 1")
+    with pytest.raises(ConfigError, match="95 layers and 2 are no multiple of"):
+        sizes(95, loss, embedding, stages)
+
+
+def test_data_parallel_overlap_reaches_megatrons_config():
+    ddp = f"+{ACTOR}.megatron.override_ddp_config"
+    cfg = composed("ppo", [*REQUIRED, f"{ddp}.overlap_grad_reduce=True", f"{ddp}.overlap_param_gather=true"]).config
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert cfg.actor_rollout_ref.actor.megatron.override_ddp_config == overlaps
+    section = f"{ACTOR}.megatron"
+    (found,) = violations([*REQUIRED, f"{ddp}.overlap_param_gather=true", f"{section}.use_distributed_optimizer=false"])
+    assert found == (
+        f"{section}.override_ddp_config.overlap_param_gather = true: only with {section}.use_distributed_optimizer = "
+        f"true, whose ranks gather parameters; set {section}.use_distributed_optimizer=true, or leave it out"
+    )
+
+
+def test_a_state_that_leaves_the_device_by_either_of_verls_keys():
+    cpu = f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload"
+    key = f"{ACTOR}.megatron.optimizer_offload"
+    for given, expected in (
+        ([f"{cpu}=False", f"{key}=True"], True),
+        ([f"{key}=False", f"{cpu}=True"], True),
+        ([f"{cpu}=False"], False),
+    ):
+        assert (
+            composed("ppo", [*REQUIRED, *given]).config.actor_rollout_ref.actor.megatron.optimizer_offload == expected
+        )
+
+
+def test_converted_weights_are_refused_once_where_they_are_used():
+    paths = [f"actor_rollout_ref.{role}.megatron.dist_checkpointing_path=/mcore" for role in ("actor", "ref")]
+    assert violations([*REQUIRED, *paths]) == []
+    used = [f"actor_rollout_ref.{role}.megatron.use_dist_checkpointing=True" for role in ("actor", "ref")]
+    (found,) = violations([*REQUIRED, *paths, *used])
+    assert found.startswith(f"{ACTOR}.megatron.dist_checkpointing_path = /mcore: has no counterpart")
+    assert violations([*REQUIRED, *paths[1:], *used]) == []
+    other = "actor_rollout_ref.ref.megatron.dist_checkpointing_path=/other"
+    assert len(violations([*REQUIRED, paths[0], other, *used])) == 2
+
+
+def test_activations_of_experts_are_computed_again_with_the_experts():
+    key = f"{ACTOR}.megatron.override_transformer_config.recompute_modules"
+    selective = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=selective"
+    cfg = composed("ppo", [*REQUIRED, selective, f"{key}=[core_attn,moe_act,moe]"]).config
+    assert cfg.actor_rollout_ref.actor.megatron.recompute_modules == ["core_attn", "moe"]
+    (found,) = violations([*REQUIRED, selective, f"{key}=[core_attn,moe_act]"])
+    assert found.endswith("name moe instead")
+
+
+def test_what_is_refused_of_verl_hides_no_broken_rule():
+    found = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.policy_loss.loss_mode=cppo"])
+    assert len(found) == 2 and "no such policy loss" in found[1] and "Did you mean" not in found[1]
+
+
+def test_the_old_switch_of_a_loss():
+    key = f"{ACTOR}.use_gpg_loss"
+    assert translations(f"{key}=True")[key].becomes == (f"{ACTOR}.policy_loss.loss_mode=gpg",)
+    assert translations(f"{key}=False")[key].verdict == "already so"
+    (found,) = violations([*REQUIRED, f"{key}=True", f"{ACTOR}.policy_loss.loss_mode=gspo"])
+    assert "leave one of them out" in found
+
+
+def test_experts_of_a_replica_are_shared_by_its_devices():
+    given = [f"+{ROLLOUT}.enable_expert_parallel=True", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    cfg = composed("ppo", [*REQUIRED, *given]).config
+    assert cfg.actor_rollout_ref.rollout.engine_kwargs["sglang"]["ep_size"] == 2
+
+
+def test_ranks_to_profile_under_the_names_of_older_scripts():
+    steps = ["trainer.profile_steps=[2]", f"{ACTOR}.profile_ranks=[0,3]", f"{ROLLOUT}.profile_ranks=[1]"]
+    assert composed("ppo", [*REQUIRED, *steps]).config.trainer.profile_ranks == [0, 3]
+    cfg = composed("ppo", [*REQUIRED, *steps, f"{ACTOR}.profile_ranks_all=True"]).config
+    assert cfg.trainer.profile_ranks is None

@@ -1,4 +1,4 @@
-"""docs/from-verl.md is what `scalerl translate` makes of four of verl's scripts and of its vocabulary.
+"""docs/from-verl.md is what `scalerl translate` makes of scripts of verl and of its vocabulary.
 
 `python -m tests.unit.translate.test_page` writes it anew.
 """
@@ -21,7 +21,9 @@ TITLES = {
 
 
 def the_page() -> str:
-    return page({name: (title, (COMMANDS / f"{name}.txt").read_text().splitlines()) for name, title in TITLES.items()})
+    more = {path.stem: path.read_text().splitlines() for path in sorted((COMMANDS / "more").glob("*.txt"))}
+    whole = {name: (title, (COMMANDS / f"{name}.txt").read_text().splitlines()) for name, title in TITLES.items()}
+    return page(whole, more)
 
 
 def test_the_page_says_what_the_command_does():

@@ -83,6 +83,52 @@ def test_other_programs(program: str, start: str):
     assert translated(f"torchrun -m {program} trainer.nnodes=1").startswith(start)
 
 
+def test_what_a_run_would_refuse_of_the_command_is_said():
+    sizes = f"{ACTOR}.megatron.tensor_model_parallel_size=3 trainer.n_gpus_per_node=8"
+    files = "data.train_files=a data.val_files=b actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4"
+    main = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {files} "
+    text = translated(f"{main}{sizes} {ACTOR}.policy_loss.loss_mode=dppo_tv trainer.test_freq=0")
+    _, refused = text.split("\na run will refuse:\n")
+    assert "8: must be a multiple of" in refused and "loss_mode='dppo_tv': no such policy loss" in refused
+    assert "trainer.test_freq = 0: must be -1 (off) or at least 1" in refused
+    assert "will refuse" not in translated(f"{main}trainer.n_gpus_per_node=8 trainer.nnodes=$NODES")
+    # What the shell decides is not judged, nor by what.
+    assert "will refuse" not in translated(f"{main}{sizes}".replace("size=3", "size=$TP"))
+    assert "a run will refuse:\n  data.train_files: missing" in translated("python3 -m verl.trainer.main_ppo")
+
+
+@pytest.mark.parametrize("name", ["grpo8b", "gspo30b", "dsv3", "dapo_npu"])
+def test_a_run_takes_the_translation_of_a_whole_script(name: str):
+    given = (Path(__file__).parents[1] / "config" / "verl_commands" / f"{name}.txt").read_text()
+    assert "a run will refuse" not in translated(given)
+
+
+def test_devices_of_a_launcher_are_those_of_the_run():
+    text = translated("N=4\ntorchrun --nnodes $N --nproc-per-node=8 -m verl.trainer.sft_trainer trainer.save_freq=1")
+    assert "trainer.nnodes=4" in text and "--nproc-per-node=8 -> trainer.n_gpus_per_node=8" in text
+    # The program's own arguments count.
+    text = translated("torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer trainer.n_gpus_per_node=2")
+    assert "trainer.n_gpus_per_node=2" in text and "=8" not in text
+
+
+def test_a_placeholder_of_a_script_is_said():
+    text = translated(
+        "python3 -m verl.trainer.main_ppo 'actor_rollout_ref.model.path=<your path>' 'data.val_files=‹f›'"
+    )
+    assert "<your path> stands for a value of yours; write it there" in text and "‹f› stands for" in text
+    assert "Lexer" not in text
+
+
+def test_a_program_in_a_loop_or_a_function_is_named():
+    main = "python3 -m verl.trainer.main_ppo a=1"
+    with pytest.raises(UserError) as caught:
+        translated(f"for i in 1 2; do\n  {main}\ndone\nrun() {{\n  {main}\n}}\nfunction go {{\n{main}\n}}\n")
+    text = str(caught.value)
+    assert "line 2: verl.trainer.main_ppo is in a loop (for), and not translated; put its command" in text
+    assert "line 5: verl.trainer.main_ppo is in the function run" in text
+    assert "line 8: verl.trainer.main_ppo is in the function go" in text
+
+
 def test_a_script_without_a_program_of_verl_is_refused(tmp_path: Path, capsys):
     with pytest.raises(UserError, match="runs no program of verl"):
         translated("echo hello\n")

@@ -22,6 +22,8 @@ def arguments(text: str) -> list[str]:
         (f"N=3\nM=$N\n{MAIN} a=$N b=${{M}} c=\"$N$M\" d='$N'", ["a=3", "b=3", "c=33", "d=$N"]),
         (f"N=${{N:-4}}\n{MAIN} a=$N", ["a=4"]),
         (f"N=2\nN=${{N:-4}}\n{MAIN} a=$((N * 1024 + 1))", ["a=2049"]),
+        (f"A=3\nlet B=A*2 'C = B + 1' D+=4\n{MAIN} a=$B b=$C d=$D", ["a=6", "b=7", "d=$((D+=4))"]),
+        (f"A=3\nlet A+=4 A*=2\n{MAIN} a=$A", ["a=14"]),
         (f"A=2; B=$((A/2)) && {MAIN} a=$(( (A + B) * 2 ))", ["a=6"]),
         (f"ARGS=(\n  a=1  # one\n  'b=[x, y]'\n)\nARGS+=(c=3)\n{MAIN} \"${{ARGS[@]}}\" $@", ["a=1", "b=[x, y]", "c=3"]),
         (f'X="a=1 b=2"\n{MAIN} $X "$X"', ["a=1", "b=2", "a=1 b=2"]),

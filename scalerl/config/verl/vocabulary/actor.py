@@ -19,7 +19,7 @@ from scalerl.config.verl.entry import (
     renamed,
     same,
 )
-from scalerl.config.verl.vocabulary.words import ACTOR, ANY, OFF, REF, TRAINED
+from scalerl.config.verl.vocabulary.words import ACTOR, ANY, OFF, REF, ROLLOUT, TRAINED
 
 
 def _importance_cap(_: re.Match[str], value: Any, __: Context) -> Outcome:
@@ -32,21 +32,36 @@ def _importance_cap(_: re.Match[str], value: Any, __: Context) -> Outcome:
     )
 
 
-def _save_contents(_: re.Match[str], value: Any, __: Context) -> Outcome:
+def save_contents(match: re.Match[str], value: Any, __: Context) -> Outcome:
+    """Reads what verl writes into a checkpoint, or reads of one; here it is always all."""
     names = set(value) if isinstance(value, list) else {value}
-    if {"model", "optimizer", "extra"} <= names <= {"model", "optimizer", "extra"}:
-        return AlreadySo("a checkpoint holds all that a run needs to go on")
+    whole = {"model", "optimizer", "extra"}
+    if names == whole or (names <= whole | {"hf_model"} and match[match.lastindex or 0] != "load_contents"):
+        merged = ", and `scalerl merge` makes a Hugging Face model of one" if "hf_model" in names else ""
+        return AlreadySo(f"a checkpoint holds all that a run needs to go on{merged}")
     return Refused(
-        "a checkpoint always holds model, optimizer and extra, and nothing else; leave it out, and make a Hugging Face "
-        "model of one with `scalerl merge`"
+        "a checkpoint always holds model, optimizer and extra, and a run goes on with all of it; leave it out, and "
+        "make a Hugging Face model of one with `scalerl merge`"
     )
 
 
 ACTOR_KEYS = [
     same(f"{ACTOR}.calculate_entropy", why="entropy is a metric of every step"),
     same(f"{ACTOR}.calculate_sum_pi_squared", False, why="no estimator here wants it"),
-    absent(f"({ACTOR}|{REF}).router_replay.mode", "disabled", None, why="routers choose anew in every pass"),
-    goes_with(f"({ACTOR}|{REF}).router_replay.*", f"{ACTOR}.router_replay.mode"),
+    renamed(f"{ACTOR}.use_gpg_loss", f"{ACTOR}.policy_loss.loss_mode", only=(True,), convert=lambda _: "gpg"),
+    same(f"{ACTOR}.use_gpg_loss", *OFF, why=f"{ACTOR}.policy_loss.loss_mode says the loss"),
+    goes_with(f"{ACTOR}.policy_loss.cppo.*", f"{ACTOR}.policy_loss.loss_mode=cppo"),
+    absent(
+        f"({ACTOR}|{REF})(.megatron|).router_replay.mode",
+        "disabled",
+        None,
+        why="routers choose anew in every pass",
+    ),
+    goes_with(f"({ACTOR}|{REF})(.megatron|).router_replay.*", f"{ACTOR}.router_replay.mode"),
+    same(
+        f"({ANY}|{ROLLOUT}).resource_pool_id|resource_pool_specs",
+        why="devices of their own have `resource_pool.nnodes` and `resource_pool.n_gpus_per_node`",
+    ),
     same(f"{ACTOR}.freeze_vision_tower", why="models are language models"),
     absent(f"{ACTOR}.(use_prefix_grouper|freeze_moe_router)", *OFF, why="every token of a sample is computed"),
     computed(
@@ -69,9 +84,9 @@ ACTOR_KEYS = [
     renamed(f"{ACTOR}.use_rollout_log_probs", "algorithm.rollout_correction.bypass_mode", only=(True,)),
     computed(
         f"{TRAINED}.checkpoint.(save_contents|load_contents|contents)",
-        "model, optimizer, extra: already so",
+        "some of model, optimizer, extra, hf_model: already so; load_contents: all of it",
         "",
-        _save_contents,
+        save_contents,
     ),
     same(f"({ANY}).checkpoint.strict", why="a checkpoint of another model is refused"),
     renamed(f"{TRAINED}.checkpoint.async_save", "trainer.async_save", only=(True,), convert=lambda _: True),

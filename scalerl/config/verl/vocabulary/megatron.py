@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from scalerl.config.verl.entry import absent, goes_with, renamed, same
+from scalerl.config.verl.entry import (
+    AlreadySo,
+    Context,
+    Outcome,
+    Refused,
+    absent,
+    computed,
+    goes_with,
+    is_one_of,
+    renamed,
+    same,
+)
 from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
 from scalerl.config.verl.vocabulary.words import ACTOR, ANY, MEGATRON, NONE, OFF, PACKED, POLICY, REF
 
 
 def _seconds(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _converted_weights(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads the directory of converted weights, which is refused where it is used: they may be other weights."""
+    if is_one_of(value, NONE) or context.foreign(f"{match[1]}.megatron.use_dist_checkpointing") is not True:
+        return AlreadySo("use_dist_checkpointing is off")
+    of_actor = context.foreign(f"{ACTOR}.megatron.dist_checkpointing_path")
+    if match[1] == REF and of_actor in (None, value):
+        return AlreadySo("the reference starts from the weights that the actor starts from")
+    return Refused(
+        "has no counterpart because a model starts from a Hugging Face directory, of which each rank reads its part; "
+        "leave it out, and set the model's path to that directory"
+    )
 
 
 MEGATRON_KEYS = [
@@ -21,11 +46,11 @@ MEGATRON_KEYS = [
         f"{ANY}.megatron.use_dist_checkpointing",
         why="a rank reads its part of the model's directory; a checkpoint goes on with trainer.resume_mode",
     ),
-    absent(
+    computed(
         f"{ANY}.megatron.dist_checkpointing_path",
-        *NONE,
-        why="a model starts from a Hugging Face directory, of which each rank reads its part",
-        instead="leave it out, and set the model's path to that directory",
+        "no counterpart where `use_dist_checkpointing` is true, once for actor and reference; else already so",
+        "a model starts from a Hugging Face directory, of which each rank reads its part",
+        _converted_weights,
     ),
     same(f"{ANY}.megatron.dist_checkpointing_prefix", why="checkpoints have names of their own"),
     same(

@@ -29,10 +29,11 @@ def _recompute(match: re.Match[str], value: Any, context: Context) -> Outcome:
 
 
 def _tokenizer_path(match: re.Match[str], value: Any, context: Context) -> Outcome:
-    paths = [context.value(key) for key in (f"{MODEL}.path", f"{match[1]}.path")]
+    policy = "model" if match[1] == "model" else MODEL
+    paths = [context.value(key) for key in (f"{policy}.path", f"{match[1]}.path")]
     if value is None or value in paths or "${" in str(value):
         return AlreadySo("the tokenizer is the policy's")
-    return Refused(f"has no counterpart because the tokenizer is that of {MODEL}.path; leave it out")
+    return Refused(f"has no counterpart because the tokenizer is that of {policy}.path; leave it out")
 
 
 def model_entries(trained: str, others: str = "") -> list[Entry]:
@@ -120,7 +121,7 @@ def model_entries(trained: str, others: str = "") -> list[Entry]:
             why="a model is what its config.json says",
             instead="leave it out, and change config.json",
         ),
-        absent(f"({trained}).mtp.(enable|enable_train|enable_rollout)", *OFF, why="prediction layers are not trained"),
+        absent(f"({trained}).mtp.enable", *OFF, why="prediction layers are not trained"),
         goes_with(f"({trained}).mtp.**", "mtp.enable"),
         same(
             f"({trained}).(load_tokenizer|tiled_mlp.**)",

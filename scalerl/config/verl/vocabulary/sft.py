@@ -7,16 +7,49 @@ from typing import Any
 
 from scalerl.config.schema import MegatronConfig
 from scalerl.config.verl.batch_units import tokens_of_a_device
-from scalerl.config.verl.entry import AlreadySo, Context, Outcome, Refused, absent, computed, goes_with, renamed, same
+from scalerl.config.verl.entry import (
+    AlreadySo,
+    Becomes,
+    Context,
+    Outcome,
+    Refused,
+    absent,
+    computed,
+    goes_with,
+    renamed,
+    same,
+)
+from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
+from scalerl.config.verl.vocabulary.actor import save_contents
 from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATRON, NONE, OFF, PACKED, PACKING
 
 _MEGATRON_FIELDS = "|".join(name for name in MegatronConfig.__dataclass_fields__ if not name.startswith("override_"))
 
 
-def _override(match: re.Match[str], value: Any, _: Context) -> Outcome:
-    if value in ({}, None):
+def _override(match: re.Match[str], value: Any, context: Context) -> Outcome | None:
+    """Reads a field of Megatron's own configs as its key in the section `megatron` is read."""
+    key = f"megatron.{match[1]}"
+    if value in ({}, None) and "." not in match[1]:
         return AlreadySo("asks for nothing")
-    return Refused(f"is megatron.{match[1]} here; write that")
+    if isinstance(value, dict):
+        return None
+    found = ((entry, entry.regex.fullmatch(key)) for entry in OVERRIDE_ENTRIES)
+    outcomes = (entry.read(fits, value, context) for entry, fits in found if fits)
+    return next((outcome for outcome in outcomes if outcome is not None), Becomes({key: value}))
+
+
+def _config_group(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
+    """Reads verl's choice of a group of defaults, `optim=megatron`; what is a section is none."""
+    return AlreadySo("the keys of the section say it") if isinstance(value, str) else None
+
+
+def _after_each_epoch(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
+    if value != "after_each_epoch":
+        return None
+    return Refused(
+        f"is a number of steps; set trainer.{match[1]} to those of an epoch, the rows of data.train_files divided by "
+        "data.train_batch_size"
+    )
 
 
 SFT = [
@@ -51,7 +84,13 @@ SFT = [
         why="devices that share a sequence, by Ulysses",
     ),
     renamed(f"engine.({_MEGATRON_FIELDS})", r"megatron.\1"),
-    computed("engine.(override_**)", "refused: `megatron.override_...`", "fields of Megatron's own configs", _override),
+    computed("engine.(override_**)", "`megatron.override_...`", "fields of Megatron's own configs", _override),
+    computed("optim|model", "the name of a group: already so", "the keys of the section say it", _config_group),
+    computed("trainer.(test_freq|save_freq)", "`after_each_epoch`: refused", "a number of steps", _after_each_epoch),
+    renamed("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
+    computed("checkpoint.(save_contents|load_contents|contents)", "as those of PPO's actor", "", save_contents),
+    same("checkpoint.*", False, None, why="a checkpoint holds the whole model"),
+    same("data.ignore_input_ids_mismatch", why="a conversation is tokenized as a whole, never turn by turn"),
     absent("engine.dynamic_context_parallel", *OFF, why="context_parallel_size is the same for all sequences"),
     absent("engine.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
     absent(

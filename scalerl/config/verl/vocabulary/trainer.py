@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from scalerl.config.verl.batch_units import critic_kept
-from scalerl.config.verl.entry import absent, computed, goes_with, renamed, same
+from scalerl.config.verl.entry import AlreadySo, Becomes, Context, Outcome, absent, computed, goes_with, renamed, same
 from scalerl.config.verl.vocabulary.words import ACTOR, ANY, NONE, OFF, POLICY, ROLLOUT
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _profiled_ranks(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads the ranks that verl records of its actor: a list, unless all of them are."""
+    all_ranks = {"profiler.ranks": "profiler.all_ranks", "profile_ranks": "profile_ranks_all"}[match[1]]
+    if value in (None, []) or context.foreign(f"{ACTOR}.{all_ranks}") is True:
+        return AlreadySo(f"{ACTOR}.{all_ranks} says it" if value else "asks for nothing")
+    return Becomes({"trainer.profile_ranks": value})
 
 
 TRAINER = [
@@ -58,8 +67,14 @@ TRAINER = [
     renamed("global_profiler.tool", "trainer.profile_tool", only=("nsys",), convert=lambda tool: tool),
     renamed("global_profiler.tool", "trainer.profile_tool", only=("torch", "torch_memory"), convert=lambda _: "torch"),
     absent("global_profiler.tool", *NONE, why="trainer.profile_tool is torch or nsys"),
-    renamed(f"{ACTOR}.profiler.ranks", "trainer.profile_ranks", neutral=(None, [])),
-    renamed(f"{ACTOR}.profiler.all_ranks", "trainer.profile_ranks", only=(True,), convert=lambda _: None),
+    computed(f"{ACTOR}.(profiler.ranks|profile_ranks)", "`trainer.profile_ranks`", "", _profiled_ranks),
+    renamed(
+        f"{ACTOR}.(profiler.all_ranks|profile_ranks_all)",
+        "trainer.profile_ranks",
+        only=(True,),
+        convert=lambda _: None,
+    ),
+    goes_with(f"({ANY}|{ROLLOUT}).(profile_ranks|profile_ranks_all|profile_discrete)", "trainer.profile_steps"),
     same("global_profiler.save_path", why="a profile is written to trainer.default_local_dir"),
     same(
         "(global_profiler|trainer).profile_continuous_steps",
@@ -76,9 +91,14 @@ TRAINER = [
     same("trainer.(rollout_data_freq_*|ref_*)", why="there is one trainer"),
     same("trainer.(task_runner.**|tensorboard_dir)", why="there is one driver"),
     same("trainer.nnodes_*", why="trainer.nnodes says it"),
+    renamed("trainer.log_val_generations", "trainer.log_val_generations", only=(-1, None), convert=lambda _: 0),
     same(
         "(ray_kwargs.|)ray_init.runtime_env.(py_executable|working_dir)",
         why="workers run in the Python of this command",
+    ),
+    same(
+        r"(ray_kwargs.|)ray_init.runtime_env.env_vars.(VLLM|TRANSFER_QUEUE|VERL|HCCL|ASCEND)_*",
+        why="no program of a run reads it",
     ),
     absent(
         "(ray_kwargs.|)ray_init.runtime_env.env_vars.**",
@@ -97,6 +117,17 @@ TRAINER = [
     goes_with("distillation.**", "distillation.enabled"),
     absent("skip.(**.|)(enable|enabled)", *OFF, why="a step generates its samples"),
     goes_with("skip.**", "skip.enable"),
+    renamed("rollout.(total_epochs|test_freq)", r"trainer.\1"),
+    absent(
+        "rollout.total_rollout_steps",
+        None,
+        why="a run ends by its steps or epochs",
+        instead="leave it out, and set trainer.total_training_steps or trainer.total_epochs",
+    ),
+    goes_with(
+        "async_training.(partial_rollout|trigger_parameter_sync_step|require_batches|use_*|checkpoint_engine.**)",
+        "async_training.staleness_threshold",
+    ),
     absent(
         "async_training.**",
         why="a run is asynchronous by trainer.max_staleness",
