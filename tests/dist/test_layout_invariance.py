@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from scalerl.config import compose
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import LAYOUTS, MIXTURE_LAYOUTS, ONE
 from tests.lanes import full, mostly_full
@@ -230,6 +231,19 @@ OVERLAPS = [{"overlap_grad_reduce": True, "bucket_size": 5000}]
 OVERLAPS += [OVERLAPS[0] | {"overlap_param_gather": True}]
 
 
+def as_a_run_takes_them(ddp: dict[str, Any]) -> dict[str, Any]:
+    """The fields as they come out of the configuration of a run whose command line sets them."""
+    actor = "actor_rollout_ref.actor.megatron"
+    needed = [
+        "data.train_files=a",
+        "data.val_files=b",
+        "actor_rollout_ref.model.path=m",
+        "actor_rollout_ref.rollout.n=4",
+    ]
+    fields = [f"+{actor}.override_ddp_config.{name}={value}" for name, value in ddp.items()]
+    return compose("ppo", [*needed, *fields]).actor_rollout_ref.actor.megatron.override_ddp_config
+
+
 @pytest.mark.parametrize(
     ("layout", "ddp"),
     [
@@ -244,7 +258,7 @@ def test_overlap_of_data_parallel_exchange(
 ) -> None:
     """With fields of the other two configs that change no number: the ranks check that megatron has them all."""
     others = {"transformer": {"moe_deepep_num_sms": 24}, "optimizer": {"sgd_momentum": 0.5}}
-    assert_same(run(qwen3, LAYOUTS[layout], ddp=ddp, **others), one_process("qwen3"))
+    assert_same(run(qwen3, LAYOUTS[layout], ddp=as_a_run_takes_them(ddp), **others), one_process("qwen3"))
 
 
 def test_the_comparison_sees_a_lost_all_reduce(qwen3: Path) -> None:
