@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """In the block a library that asks for the package `name` finds none, unless it was imported before.
+    """Hides the package `name` from libraries that ask for it in the block, unless it was imported before.
 
     transformers imports scikit-learn, and with it SciPy and pandas, for one of its assisted generations: a second and a
     half of each start of a process that loads a tokenizer. Other threads do not find it in the block either.

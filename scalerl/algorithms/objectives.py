@@ -173,7 +173,7 @@ class SFTObjective:
 
     @property
     def needs_entropy(self) -> bool:
-        """False: the loss has no entropy term."""
+        """Whether the loss has an entropy term: never."""
         return False
 
     def __call__(

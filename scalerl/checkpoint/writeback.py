@@ -28,13 +28,13 @@ def reserve(file: int, num_bytes: int) -> None:
 
 
 class Writeback:
-    """Has a file written to the disk meanwhile, so that little is left for the fsync at its end.
+    """Makes the kernel write a file to the disk while it grows, so that little is left for the fsync at its end.
 
     Several threads may write the file. Errors are not reported here, but by fsync.
     """
 
     def __init__(self, file: int) -> None:
-        """Has counted nothing.  file: a descriptor."""
+        """Begins to count.  file: a descriptor."""
         self._file = file
         self._waiting_bytes = 0
         self._lock = threading.Lock()

@@ -127,7 +127,7 @@ def list_of(*names: str) -> Domain:
 
 
 def some_of(*names: str, example: str) -> Domain:
-    """At least one of the names, as a list or as one text, separated by commas."""
+    """The domain of one or more of the names, as a list or as one text, separated by commas."""
 
     def allows(value: Any) -> bool:
         chosen = [name.strip() for name in value.split(",")] if isinstance(value, str) else value

@@ -22,7 +22,7 @@ class Feed:
 
 
 def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
-    """For each replica, the trainer ranks that make the buckets of its engine ranks; the first talks to the server.
+    """The trainer ranks that make the buckets of each replica's engine ranks; the first talks to the server.
 
     Engine ranks, counted over all replicas, are fed by the trainer rank with the same number (modulo the world). On a
     GPU that rank sits on the engine rank's device, so its bucket crosses by CUDA IPC.
@@ -35,7 +35,7 @@ def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, 
 
 
 def plan_leads(num_replicas: int, world_size: int) -> list[int]:
-    """For each replica, the one trainer rank that sends to it; these are spread over nodes and data-parallel copies."""
+    """The one trainer rank that sends to each replica; these are spread over nodes and data-parallel copies."""
     if num_replicas <= world_size:
         return [index * world_size // num_replicas for index in range(num_replicas)]
     return [index % world_size for index in range(num_replicas)]

@@ -334,7 +334,7 @@ def _save_copy(cfg: PPOConfig | SFTConfig, models: list[_Model], stage: int) -> 
 
 
 def _on_the_cpu(process: int, save_copy: int) -> dict[str, int]:
-    """What of host memory is on the device: on a CPU, where a process takes nothing else, the copy of a save."""
+    """The host memory that counts as the device's: the copy of a save on a CPU, whose processes take nothing else."""
     return {} if process or not save_copy else {"save copy": save_copy}
 
 

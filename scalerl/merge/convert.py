@@ -40,7 +40,7 @@ class MergeSummary:
     def of(
         cls, target: Path, specs: Mapping[str, TensorSpec], num_files: int, dtype: torch.dtype, start: float
     ) -> MergeSummary:
-        """specs: of what was written, by name.  start: time.monotonic() when the merge began."""
+        """The summary of a merge that has ended.  specs: of what was written.  start: time.monotonic() as it began."""
         num_bytes = sum(spec.num_bytes for spec in specs.values())
         return cls(target, len(specs), num_bytes, num_files, dtype_name(dtype), time.monotonic() - start)
 

@@ -31,7 +31,7 @@ def _varlen_attn() -> Callable[..., Any] | None:
 
 @cache
 def _takes_fewer_key_heads(attention: Callable[..., Any]) -> bool:
-    """In torch 2.12 and newer; 2.11 wants as many key as query heads."""
+    """Whether torch's attention takes fewer key than query heads: 2.12 and newer; 2.11 wants as many."""
     return "enable_gqa" in inspect.signature(attention).parameters
 
 
@@ -169,7 +169,7 @@ class _ByLength:
 
 @lru_cache(maxsize=8)
 def _by_length(lengths: tuple[int, ...], device: str) -> _ByLength:
-    """Cached because every layer of a micro-batch asks for the same."""
+    """The sequences of a micro-batch by their length; cached because every layer asks for the same."""
     starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:

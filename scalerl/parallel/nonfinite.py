@@ -25,7 +25,7 @@ class SkippedUpdates:
     """Counts updates that were skipped in a row. Each method is collective, and every rank raises or none."""
 
     def __init__(self, limit: int) -> None:
-        """Has skipped no update.  limit: this many in a row end the run (megatron.max_consecutive_skipped_updates)."""
+        """Begins to count.  limit: this many in a row end the run (megatron.max_consecutive_skipped_updates)."""
         self.limit = limit
         self.in_a_row = 0
 

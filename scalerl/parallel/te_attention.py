@@ -110,5 +110,5 @@ class TransformerEngineAttention(torch.nn.Module):
         return out.reshape(out.shape[0], -1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Empty: there are no weights, and checkpoints are the same with every attention."""
+        """Returns nothing: there are no weights, and checkpoints are the same with every attention."""
         return {}

@@ -72,7 +72,7 @@ class Dispatcher:
         continue_aborted: bool = False,
         recovery: Recovery | None = None,
     ) -> None:
-        """Has no request yet.
+        """Begins with no request.
 
         on_output: gets each output as soon as it arrives.
         stop_when: asked after every output and every STOP_POLL_S; when true, everything else is ended: the servers'

@@ -61,7 +61,7 @@ class RankRestarts:
     def __init__(
         self, trainer: RunConfig, stop: StopRequest, resumed: Resumed, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Has restarted nothing.  resumed: where the first start goes on from."""
+        """Begins with no restart.  resumed: where the first start goes on from."""
         self._trainer, self._stop, self._clock = trainer, stop, clock
         self.num_restarts = 0
         # Where the start in progress, or the one that comes next, goes on from.

@@ -87,7 +87,7 @@ def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Fi
 
 
 def compare_random_states(one: Path, other: Path) -> Finding:
-    """Of every rank."""
+    """Compares the random number generators of every rank."""
     from safetensors.torch import load_file
 
     names = [{str(path.relative_to(at)): path for path in sorted(at.glob("*/rng/*"))} for at in (one, other)]
@@ -156,7 +156,7 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def reproducible(data: Mapping[str, float]) -> dict[str, float]:
-    """Without what is measured by clocks."""
+    """The numbers that are not measured by clocks."""
     return {key: value for key, value in data.items() if not MEASURED.match(key)}
 
 
@@ -167,7 +167,7 @@ def metric_differences(
     wanted: Callable[[str], bool] = lambda key: not key.startswith("val-"),
     tolerance: float = 0.0,
 ) -> Iterator[str]:
-    """Of steps and numbers. wanted: keys to compare."""
+    """Yields the steps and numbers that differ, as text. wanted: keys to compare."""
     for step in sorted(one.keys() | other.keys()):
         ours, theirs = (
             {key: value for key, value in reproducible(data.get(step, {})).items() if wanted(key)}

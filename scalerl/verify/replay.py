@@ -110,7 +110,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
 
 
 def config_of(run_dir: Path, keys: Sequence[str] = ()) -> PPOConfig:
-    """What the run was started with last, and `keys`. Models in the actor's processes take its layout with them."""
+    """The run's last configuration, changed by `keys`. Models in the actor's processes take its layout with them."""
     fixed = (
         *("trainer.resume_mode=disable", "trainer.checkpoint_mirror=null"),
         *("trainer.val_only=false", "trainer.logger=[file]"),
@@ -203,7 +203,7 @@ def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
 
 
 class DumpedSamples:
-    """In the place of the run's `SampleStream` and `Rollout`: the step's samples are there, nothing is generated."""
+    """Stands for the run's `SampleStream` and `Rollout`: the step's samples are there, nothing is generated."""
 
     def __init__(self, path: Path) -> None:
         from scalerl.cluster.batch import BatchRef

@@ -44,7 +44,7 @@ class MegatronActor:
         return batch.with_column("old_logprobs", "actor", columns).with_samples(**counts), metrics
 
     def worst_tokens(self, batch: PlacedBatch) -> dict[str, np.ndarray]:
-        """Per sample, the token whose two log-probs differ most (`logprob_mismatch`); {} with bypass_mode."""
+        """The token of each sample whose two log-probs differ most (`logprob_mismatch`); {} with bypass_mode."""
         if self.correction.bypass_mode:
             return {}
         shards = batch.shards("actor", TOKENS, "old_logprobs")

@@ -38,7 +38,7 @@ class BroadcastTransport:
     has_session = True
 
     def __init__(self, export: Export, *, backend: str, timeout_s: float) -> None:
-        """Has no groups yet.  backend: nccl | gloo.  timeout_s: of joining a group, and of one broadcast."""
+        """Begins without groups.  backend: nccl | gloo.  timeout_s: of joining a group, and of one broadcast."""
         self.export, self.backend, self.timeout_s = export, backend, timeout_s
         # Index of a replica that this rank leads -> (name, group).
         self.groups: dict[int, tuple[str, dist.ProcessGroup]] = {}

@@ -221,9 +221,10 @@ class _Rows:
 
     @contextlib.contextmanager
     def _in_fixed_shapes(self) -> Iterator[None]:
-        """Within it, passes have fixed shapes: products in blocks of rows where the model allows it, experts by token.
+        """Gives the passes in the block of code fixed shapes.
 
-        Products by expert would have shapes that depend on the other rows.
+        Products with weights are in blocks of rows where the model allows it, experts by token:
+        products by expert would have shapes that depend on the other rows.
         """
         with products_in_blocks(self._model) if self._in_blocks else contextlib.nullcontext():
             if not self._has_experts:

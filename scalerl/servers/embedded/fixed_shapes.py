@@ -1,4 +1,4 @@
-"""What of a forward pass depends on shapes, in shapes that do not depend on how many rows are computed together.
+"""The parts of a forward pass that depend on shapes, in shapes that are the same however many rows are computed.
 
 A matrix product may add in another order when its shape changes. So products with weights, attention and experts are
 computed for NUM_ROWS rows at a time, or for the tokens of one prompt; all else of a forward pass is row by row.
@@ -68,7 +68,7 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def products_in_blocks(model: PreTrainedModel, num_rows: Sequence[int] | None = None) -> Iterator[None]:
-    """Within it, the model's products with weights are computed in blocks of rows.
+    """Computes the model's products with weights in blocks of rows, within the block of code.
 
     num_rows: of each block; None: NUM_ROWS each.  With num_rows, products of fewer rows than that are computed row by
     row.
@@ -173,7 +173,7 @@ def attention_of_one_token(
 
 
 def experts_in_blocks(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Each token times its own experts, for NUM_ROWS tokens at a time."""
+    """Multiplies each token with its own experts, for NUM_ROWS tokens at a time."""
     parts = zip(*(x.split(NUM_ROWS) for x in (hidden, top_k_index, top_k_weights)), strict=True)
     return torch.cat([batched_mm_experts_forward(module, *part) for part in parts])
 
