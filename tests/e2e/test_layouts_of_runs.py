@@ -112,7 +112,7 @@ def test_the_numbers_of_one_process(run: Callable[..., Record], family: str, lay
 
 
 @pytest.mark.full
-def test_a_run_in_bfloat16_learns_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
+def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
     """Of the sampler and of two trainer ranks. The numbers of float32 are others, since the samples are."""
     low = ("actor_rollout_ref.actor.megatron.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16")
     found = run("qwen3", 2, *low).final
