@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
+from scalerl.errors import EXIT_FAILED
 from scalerl.rewards.trial import TRIAL_RESPONSE
 from scalerl.runtime.directory_lock import directory_lock
 from tests.e2e.conftest import StartJob
@@ -235,6 +236,16 @@ def test_sglang_server_that_dies_at_start(inputs: Inputs, start_job: StartJob, t
     last = log.read_text().rstrip().splitlines()[-1]
     assert "nonsense" in last and f"  | {last}" in message
     assert "--attention-backend nonsense" in message.splitlines()[-1], "the command to try by hand"
+    job.assert_gone()
+
+
+@pytest.mark.full
+def test_a_server_that_comes_up_late_is_no_mistake(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
+    """Slurm starts the job again, on a quieter machine perhaps."""
+    late = "actor_rollout_ref.rollout.start_timeout_s"
+    job = start_job(scalerl("train", *inputs.overrides(tmp_path / "run", *ONE_RANK, f"{late}=0.1")), tmp_path)
+    assert job.finish(300) == EXIT_FAILED, job.tail()
+    assert f"was not ready after 0 s; raise {late}" in job.stderr and "Traceback" not in job.stderr
     job.assert_gone()
 
 

@@ -5,6 +5,7 @@ The embedded engine replays exactly, so "the same" is: bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -13,6 +14,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -28,7 +30,7 @@ from scalerl.verify.differences import reproducible
 from tests.e2e import kills, watched_loop
 from tests.e2e.conftest import StartJob
 from tests.e2e.graded_reward import compute_score
-from tests.e2e.jobs import PROMPTS, Inputs, Pause, Record, main_ppo, numbered, only, refused, scalerl
+from tests.e2e.jobs import PROMPTS, Inputs, Job, Pause, Record, main_ppo, numbered, only, refused, scalerl
 from tests.e2e.kept import Finished, Kept
 from tests.e2e.step_checks import check_profile
 from tests.lanes import full
@@ -264,23 +266,24 @@ def greedy_score(model_dir: Path, data: Path, num_rows: int) -> float:
     return sum(scores) / len(scores)
 
 
-def seed_of_server(run_dir: Path) -> int:
-    """The seed of the first server, as SGLang logs its arguments when it starts."""
-    log = (run_dir / "logs" / "rollout-0.log").read_text(encoding="utf-8", errors="replace")
-    return int(re.findall(r"random_seed=(\d+)", log)[0])
+def seeds_of_servers(job: Job) -> set[int]:
+    """The seeds with which SGLang was started, by the command lines of the supervisors that run now."""
+    seeds = set()
+    for process in job.look():
+        with contextlib.suppress(psutil.Error):
+            words = psutil.Process(process.pid).cmdline()
+            if "scalerl.servers.supervise" in words:
+                seeds.add(int(words[words.index("--random-seed") + 1]))
+    return seeds
 
 
 @pytest.mark.full
-def test_a_run_with_sglang_is_killed_and_resumed(
-    inputs: Inputs, start_job: StartJob, kept: Kept, tmp_path: Path
-) -> None:
+def test_a_run_with_sglang_is_killed_and_resumed(inputs: Inputs, start_job: StartJob, tmp_path: Path) -> None:
     """Its samples are others after a resume, as the server's seed is; steps, prompts and what the servers serve are as
     they were."""
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     more = [
         "actor_rollout_ref.rollout.name=sglang",
-        # No other run's, so the resumed run starts its server too.
-        "actor_rollout_ref.rollout.max_num_seqs=13",
         f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=2",
         "trainer.val_before_train=false",
@@ -291,15 +294,21 @@ def test_a_run_with_sglang_is_killed_and_resumed(
     killed = start_job(main_ppo(arguments), run_dir)
     killed.wait_for(pause.reached, "step 4")
     before = Record.read(run_dir).final
-    seeds = [seed_of_server(run_dir)]
+    seeds = {0: seeds_of_servers(killed)}
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
     killed.assert_gone(but_agents=True)
     pause.over()
-    assert_resumed(kept.train(arguments), run_dir, resumed_from=2)
-    seeds.append(seed_of_server(run_dir))
-    configured = RolloutConfig().seed
-    assert seeds == [server_seed(configured, index=0, first_step=step, num_restarts=0) for step in (0, 2)]
+    resumed = start_job(main_ppo(arguments), run_dir)
+    resumed.wait_for(lambda: len(seeds_of_servers(resumed)) == len(seeds[0]), "the start of the servers")
+    seeds[2] = seeds_of_servers(resumed)
+    assert resumed.finish() == 0, resumed.tail()
+    assert f"resumed from {run_dir / 'global_step_2'}" in resumed.stdout
+    for step, of_servers in seeds.items():
+        places = range(len(of_servers))
+        configured = RolloutConfig().seed
+        wanted = {server_seed(configured, index=place, first_step=step, num_restarts=0) for place in places}
+        assert of_servers == wanted != set()
     record = Record.read(run_dir).final
     assert sorted(record) == list(range(1, STEPS + 1))
     # What was done before the checkpoint is as it was, to the bit.
@@ -312,6 +321,7 @@ def test_a_run_with_sglang_is_killed_and_resumed(
         assert record[step]["training/rollout_probs_diff_max"] < 1e-4
     assert len(trained) == len(set(trained)) == STEPS * PROMPTS, "each prompt is trained once"
     killed.assert_gone()
+    resumed.assert_gone()
 
 
 @pytest.mark.full
