@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 # Environment variable with the devices that a process may use.
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _DEVICE_FILE = re.compile(r"/nvidia\d+$")
-_DRIVER_FILE = "proc/driver/nvidia/version"
+_DRIVER_FILE, _DRIVER_DEVICES = "proc/driver/nvidia/version", "proc/driver/nvidia/gpus"
+_TOOL_FOLDERS = ("usr/bin", "usr/local/bin", "usr/local/nvidia/bin", "usr/lib/wsl/lib")
+_ANSWER_S = 20.0
 _DRIVER_VERSION = re.compile(r"Kernel Module\b.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 
@@ -27,13 +31,32 @@ def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
     signs = sorted(str(path) for path in (root / "dev").glob("nvidia[0-9]*"))
     driver = None
     if (version_file := root / _DRIVER_FILE).exists():
-        signs.append(str(version_file))
+        if signs or _driver_has_devices(root):
+            signs.append(str(version_file))
         version = _DRIVER_VERSION.search(version_file.read_text(encoding="utf-8", errors="replace"))
         driver = version.group(1) if version else None
-    for folder in ("usr/bin", "usr/local/bin", "usr/local/nvidia/bin", "usr/lib/wsl/lib"):
-        if (tool := root / folder / "nvidia-smi").exists():
-            signs.append(str(tool))
+    tools = [root / folder / "nvidia-smi" for folder in _TOOL_FOLDERS]
+    # A login node has the tool, and perhaps the driver, of the nodes with GPUs.
+    signs += [str(tool) for tool in tools if tool.exists() and (signs or _lists_devices(tool))]
     return NvidiaDevice(driver, tuple(signs)) if signs else None
+
+
+def _driver_has_devices(root: Path) -> bool:
+    """Whether the driver has found a device; a driver that does not tell is there for one."""
+    found = root / _DRIVER_DEVICES
+    return not found.is_dir() or any(found.iterdir())
+
+
+@functools.cache
+def _lists_devices(tool: Path) -> bool:
+    """Whether nvidia-smi, asked for the devices, lists one; one that does not answer in time waits for a device."""
+    try:
+        done = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return True
+    except OSError:
+        return False
+    return re.search(r"^GPU \d+:", done.stdout, re.MULTILINE) is not None
 
 
 def count_devices(root: Path = Path("/")) -> int:

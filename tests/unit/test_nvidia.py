@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.nvidia import VISIBLE_DEVICES, are_hidden, count_devices, find_nvidia_device, hide
+from scalerl.runtime.device import device_of
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs@U16)\n"
 CLOSED = (
@@ -28,11 +29,46 @@ def test_no_device(tmp_path: Path) -> None:
     assert find_nvidia_device(tmp_path) is None
 
 
+def tool(root: Path, name: str, says: str, code: int = 0) -> Path:
+    """A program that says what nvidia-smi --list-gpus says."""
+    path = write(root, name, f"#!/bin/sh\n[ \"$1\" = --list-gpus ] || exit 9\nprintf '%s\\n' '{says}'\nexit {code}\n")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize("name", ["dev/nvidia0", "usr/bin/nvidia-smi", "usr/lib/wsl/lib/nvidia-smi"])
 def test_one_sign_is_enough(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path, name)
+    path = tool(tmp_path, name, "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)")
     found = find_nvidia_device(tmp_path)
     assert found is not None and found.signs == (str(path),) and found.driver is None
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [("No devices were found", 6), ("NVIDIA-SMI has failed", 9), ("", 0)],
+    ids=["none", "fails", "mute"],
+)
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_a_login_node_has_the_tool_and_no_device(tmp_path: Path, says: str, code: int, with_driver: bool) -> None:
+    tool(tmp_path, "usr/bin/nvidia-smi", says, code)
+    if with_driver:
+        write(tmp_path, "proc/driver/nvidia/version", OPEN)
+        (tmp_path / "proc/driver/nvidia/gpus").mkdir()
+    assert find_nvidia_device(tmp_path) is None
+    assert device_of("auto", torch_sees_one=False, torch_build="torch", hidden=False, root=tmp_path) == "cpu"
+
+
+def test_a_tool_that_cannot_run_is_no_device(tmp_path: Path) -> None:
+    write(tmp_path, "usr/bin/nvidia-smi")
+    assert find_nvidia_device(tmp_path) is None
+
+
+def test_a_driver_with_a_device_that_is_kept_from_this_process(tmp_path: Path) -> None:
+    """As in a container without access to the GPUs: a run on the CPU there would be a mistake."""
+    path = write(tmp_path, "proc/driver/nvidia/version", OPEN)
+    write(tmp_path, "proc/driver/nvidia/gpus/0000:3b:00.0/information")
+    found = find_nvidia_device(tmp_path)
+    assert found is not None and found.signs == (str(path),)
 
 
 @pytest.mark.parametrize(("text", "driver"), [(OPEN, "570.124.06"), (CLOSED, "535.104.05"), ("something else\n", None)])
@@ -58,7 +94,8 @@ def test_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
     assert count_devices(tmp_path) == 0
-    write(tmp_path, "usr/bin/nvidia-smi")
+    tool(tmp_path, "usr/bin/nvidia-smi", "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)")
+    # Its absence was not remembered.
     assert count_devices(tmp_path) == 1
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         write(tmp_path, f"dev/{name}")
