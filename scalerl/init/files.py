@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalerl.config.machine import devices_here
+from scalerl.config.machine import MAX_CPU_DEVICES, devices_here
 
 NUM_TRAIN, NUM_VAL = 128, 32
 # Below this a model is a toy, which learns nothing at the rates that suit a large one.
@@ -74,7 +74,9 @@ def _config(directory: Path, model: Path, hidden_size: int, machine: Machine) ->
         name=json.dumps(directory.name),
         device=machine.device,
         num_devices=machine.num_devices,
-        devices_comment="processes on the CPU, one for each core" if on_cpu else "GPUs of this machine",
+        devices_comment=f"processes on the CPU, one for each core, at most {MAX_CPU_DEVICES}"
+        if on_cpu
+        else "GPUs of this machine",
         dtype="float32" if on_cpu else "bfloat16",
         num_replicas="1" if on_cpu else "null",
         replicas_comment="On a CPU one is enough." if on_cpu else "null: as many as fit on the GPUs.",

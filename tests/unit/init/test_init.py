@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.config import compose
-from scalerl.config.machine import devices_here
+from scalerl.config.machine import MAX_CPU_DEVICES, devices_here
 from scalerl.errors import UserError
 from scalerl.init import command, files
 from scalerl.init.files import Machine, make_files
@@ -38,6 +38,7 @@ def test_the_sizes_fit_the_machine(tmp_path: Path, machine: Machine) -> None:
     text = make_files(tmp_path, tmp_path / "model", 4096, machine)["train.yaml"]
     (tmp_path / "train.yaml").write_text(text)
     cfg = config_of(tmp_path)
+    assert (f"one for each core, at most {MAX_CPU_DEVICES}" in text) is (machine.device == "cpu")
     assert (cfg.trainer.device, cfg.trainer.n_gpus_per_node) == (machine.device, machine.num_devices)
     assert cfg.actor_rollout_ref.actor.megatron.dtype == ("float32" if machine.device == "cpu" else "bfloat16")
     assert cfg.actor_rollout_ref.actor.optim.lr == 1e-6

@@ -12,6 +12,7 @@ import torch
 
 from scalerl import algorithms, metrics
 from scalerl.config.schema import RolloutCorrectionConfig
+from scalerl.tracking.chart_sections import SECTIONS
 
 DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -33,6 +34,14 @@ def patterns(text: str) -> list[re.Pattern[str]]:
                 regex += ".+?" if is_name else re.sub(r"@N\b", r"@\\d+", re.escape(word))
             found.append(re.compile(regex + r"\Z"))
     return found
+
+
+def test_the_charts_that_come_first_are_of_metrics_that_runs_log():
+    documented = patterns(DOC.read_text(encoding="utf-8"))
+    for section, charts in SECTIONS:
+        for key in charts:
+            example = key.replace("*", "x/x/mean@4" if key.startswith("val-core") else "x")
+            assert any(pattern.match(example) for pattern in documented), f"{section}: {key}"
 
 
 def made_keys() -> set[str]:
