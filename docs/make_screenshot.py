@@ -1,12 +1,13 @@
 """docs/images/mlflow.png: what somebody sees who opens the link that a run prints, in a browser that never was there.
 
-    python docs/make_screenshot.py outputs/quickstart/grpo [--out docs/images/mlflow.png] [--browser PATH]
+    make quickstart | tee printed.txt
+    python docs/make_screenshot.py printed.txt [--out docs/images/mlflow.png] [--browser PATH]
 
-It starts the server by the command that the run prints (on a free port), opens the link, closes the panel that MLflow
-opens on a first visit, and takes the top of the page as it is; below it the last table of generations, which is found
-under *Artifacts*. RUN_DIR is `trainer.default_local_dir` of a run that logged to `mlflow` and had
-`trainer.log_val_generations` above 0. Needs beside scalerl: `pip install playwright`, and a Chromium (Debian: `apt-get
-install chromium`), which --browser names when it is not on the PATH.
+It reads what the run printed, starts the server by the last command in it that starts one, opens the link beside that
+command, closes the panel that MLflow opens on a first visit, and takes the top of the page as it is; below it the last
+table of generations, which is found under *Artifacts*, without the path of its file on this machine. The run had
+`mlflow` among its loggers, and `trainer.log_val_generations` above 0. Needs beside scalerl: `pip install playwright`,
+and a Chromium (Debian: `apt-get install chromium`), which --browser names when it is not on the PATH.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
+import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -24,10 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scalerl.tracking.mlflow_pages import charts_page
-
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from playwright.sync_api import Page
 
 WIDTH, CHARTS_HEIGHT, TABLE_HEIGHT = 1500, 2320, 560
@@ -36,58 +35,56 @@ TIMEOUT_MS = 120_000
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("printed", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "images" / "mlflow.png")
     parser.add_argument("--browser", default=shutil.which("chromium") or shutil.which("chromium-browser"))
     arguments = parser.parse_args()
-    database = arguments.run_dir.resolve() / "mlflow.db"
-    if not database.is_file():
-        sys.exit(f"{database} does not exist: give trainer.default_local_dir of a run with trainer.logger=[mlflow]")
+    link, command = printed_link(arguments.printed.read_text(encoding="utf-8"))
     if arguments.browser is None:
         sys.exit("no Chromium on the PATH: install one (Debian: apt-get install chromium), or give --browser PATH")
-    uri = f"sqlite:///{database}"
-    experiment_id, run_id, table = last_run(uri)
-    with mlflow_pages(uri) as address:
-        pictures = photograph(arguments.browser, charts_page(address, experiment_id, run_id), table)
+    with mlflow_pages(link, command):
+        pictures = photograph(arguments.browser, link, last_table(link))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_bytes(joined(pictures))
     print(f"{arguments.out}: {arguments.out.stat().st_size} bytes")
     return 0
 
 
-def last_run(uri: str) -> tuple[str, str, str]:
-    """(experiment, run, its last table of generations) of the run that began last."""
+def printed_link(text: str) -> tuple[str, list[str]]:
+    """The last link to charts in the output of a run, and the words of the command that it prints beside the link."""
+    found = re.findall(r"^charts: (\S+)\n +once this runs: (.+)$", text, re.MULTILINE)
+    if not found:
+        sys.exit("no line `charts: http://...` with a command below it: give the output of a run that logged to mlflow")
+    link, command = found[-1]
+    return link, shlex.split(command)
+
+
+def last_table(link: str) -> str:
+    """The path of the last table of generations among the artifacts of the run that the link opens."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(uri)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    run = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)[0]
-    return run.info.experiment_id, run.info.run_id, last_table(client, run.info.run_id)
-
-
-def last_table(client: MlflowClient, run_id: str) -> str:
-    files = [item.path for item in client.list_artifacts(run_id, "val/generations")]
+    address, _, page = link.partition("/#/")
+    run_id = page.partition("/runs/")[2].partition("/")[0]
+    files = [item.path for item in MlflowClient(address).list_artifacts(run_id, "val/generations")]
     if not files:
         sys.exit(f"run {run_id} has no table val/generations: set trainer.log_val_generations=16 in the run")
     return max(files, key=lambda path: int(path.rpartition("_")[2].removesuffix(".json")))
 
 
 @contextlib.contextmanager
-def mlflow_pages(uri: str) -> Iterator[str]:
-    """`mlflow ui` on a free port; its address."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
+def mlflow_pages(link: str, command: list[str]) -> Iterator[None]:
+    """Runs the printed command for the block, once the server that the link leads to answers."""
+    health = f"{link.partition('/#/')[0]}/health"
+    if answers(health):
+        sys.exit(f"{health} answers already: end that server, which may show other runs")
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + TIMEOUT_MS / 1000
-        while not answers(f"{address}/health"):
+        while not answers(health):
             if server.poll() is not None or time.monotonic() > deadline:
                 sys.exit(f"{' '.join(command)} did not start")
             time.sleep(0.2)
-        yield address
+        yield
     finally:
         server.terminate()
         server.wait()

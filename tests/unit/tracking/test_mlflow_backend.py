@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import runpy
 import shutil
 import socket
 import sqlite3
@@ -386,6 +387,11 @@ def test_what_to_open_is_said(run_dir):
     page = f"#/experiments/{experiment}/runs/{run_id}/model-metrics?workflowType=machine_learning"
     assert how is not None and f"http://127.0.0.1:5000/{page}" in how
     assert f"ui --backend-store-uri sqlite:///{run_dir}/mlflow.db" in how
+    # docs/make_screenshot.py takes the link and the command from what a run prints.
+    screenshot = runpy.run_path(str(Path(__file__).parents[3] / "docs/make_screenshot.py"))
+    link, command = screenshot["printed_link"](f"step 1/2\ncharts: old\n  once this runs: x\nstep 2/2\n{how}\ndone\n")
+    assert link == f"http://127.0.0.1:5000/{page}"
+    assert command[-2:] == ["--backend-store-uri", f"sqlite:///{run_dir}/mlflow.db"]
     assert how_to_open("https://me:hidden@host/mlflow/", experiment, run_id) == f"charts: https://host/mlflow/{page}"
     with Tracking("p", "e", "file", run_dir=run_dir) as tracking:
         assert tracking.how_to_open is None
