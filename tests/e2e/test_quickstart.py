@@ -6,15 +6,18 @@ Its first steps also show what a run on a real SGLang server reports of itself.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.conftest import EXAMPLE, StartJob
 from tests.e2e.jobs import Job, Record
 from tests.e2e.step_checks import check_timing
+from tests.e2e.test_own_run import greedy
 from tests.unit.metrics.test_documented_keys import DOC, patterns
 
 TIMEOUT_S = 1800
@@ -77,6 +80,7 @@ def test_quickstart_learns(start_job: StartJob, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Finished:
+    out: Path
     job: Job
     scores: tuple[float, float, float]
     metrics: dict[int, dict[str, float]]
@@ -99,12 +103,40 @@ def finished(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> F
     job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
     job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")
     job.look()
-    return Finished(job, scores(job, out), Record.read(run_dir).final)
+    return Finished(out, job, scores(job, out), Record.read(run_dir).final)
 
 
 def test_its_first_steps_learn(finished: Finished) -> None:
     _, after_sft, after_rl = finished.scores
     assert after_rl >= after_sft + 0.2
+
+
+def test_the_merged_model_answers_over_http(finished: Finished) -> None:
+    """With `scalerl serve` and `scalerl chat`, as transformers says, and better than before."""
+    merged = finished.out / "merged"
+    rows = pq.read_table(finished.out / "data" / "rl_val.parquet").slice(0, 16).to_pylist()
+    assert all([message["role"] for message in row["prompt"]] == ["user"] for row in rows)
+    questions = [row["prompt"][0]["content"] for row in rows]
+    # Each in a conversation of its own.
+    typed = "\n/new\n".join(questions) + "\n"
+    command = [sys.executable, "-m", "scalerl.cli", "chat", "--model", str(merged), "--temperature", "0"]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    greeting, _, talk = done.stdout.partition("\n")
+    assert greeting.startswith("merged at http://127.0.0.1:")
+    answers = [answer.strip() for answer in talk.removeprefix("> ").removesuffix("> \n").split("> > ")]
+    assert answers == [greedy(merged, question).strip() for question in questions]
+    right = [answer == row["reward_model"]["ground_truth"] for row, answer in zip(rows, answers, strict=True)]
+    # The model after SFT alone has less than half of all right, and this one 0.2 more.
+    assert sum(right) >= len(right) / 4
+
+
+def test_tables_of_answers_have_no_special_tokens(finished: Finished) -> None:
+    """Which the prompts of this model have; trainer.log_val_special_tokens would show them."""
+    template = (finished.out / "merged" / "chat_template.jinja").read_text(encoding="utf-8")
+    tables = [finished.out / "grpo/tables/val/generations" / f"step_{step}.json" for step in (0, STEPS)]
+    texts = [table.read_text(encoding="utf-8") for table in tables]
+    assert "<|" in template and all("prompt" in text and "<|" not in text for text in texts)
 
 
 def test_sampler_and_trainer_agree(finished: Finished) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from scalerl.runtime.stop import EXIT_TERMINATED, TERMINATED
 from tests.e2e.conftest import StartJob
-from tests.e2e.jobs import Inputs, Job, Pause, main_ppo
+from tests.e2e.jobs import Inputs, Job, Pause, Record, main_ppo
+from tests.e2e.test_sft import overrides as sft_overrides
 
 MORE = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -34,6 +36,21 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def starting_ray(job: Job) -> bool:
     """ray.init is under way: its first server runs."""
     return any("gcs_server" in command for command in job.commands())
+
+
+@pytest.mark.full
+def test_sigterm_in_a_step_of_sft(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary: Path) -> None:
+    run_dir = tmp_path / "run"
+    more = ("trainer.total_training_steps=100000", f"trainer.default_local_dir={run_dir}")
+    command = [sys.executable, "-m", "scalerl.trainer.main_sft", *sft_overrides(inputs, tmp_path, *more)]
+    job = start_job(command, tmp_path)
+    job.wait_for(lambda: 1 in Record.read(run_dir).final, "the first step")
+    assert any(temporary.iterdir()), "the test does not see where Ray is"
+    job.kill_driver(signal.SIGTERM)
+    assert job.finish() == EXIT_TERMINATED, job.tail()
+    assert job.stderr == f"{TERMINATED}\n", job.tail()
+    job.assert_gone()
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
 @pytest.mark.parametrize("moment", [pytest.param("start", marks=pytest.mark.full), "step"])
