@@ -31,8 +31,13 @@ ROOT = Path(__file__).parents[2]
 # Their commands have a test that runs them with the files they need.
 OTHER_TESTS = {"docs/data.md": "tests/unit/data/test_data_page.py", "docs/extending.md": "tests/e2e/test_extending.py"}
 PAGES = sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
-PROGRAMS = ("scalerl", "python", "make", "mlflow", "sbatch", "srun", "tail")
-BLOCK = re.compile(r"^```(?:|bash|sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = (
+    *("scalerl", "python", "python3", "pip", "make", "mlflow", "nsys"),
+    *("docker", "apptainer", "sbatch", "srun", "tail"),
+)
+# Output, pictures and other languages are labelled (```text).
+BLOCK = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = ("", "bash", "sh", "console")
 # Stands in a page for what a reader has.
 REST = "..."
 # What the reader's rest of a command would give, unless the page gives it.
@@ -60,9 +65,8 @@ NEEDED_WITH = {
 
 
 def blocks(page: str) -> list[str]:
-    """Those of commands: what begins with no program is output, or a picture."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    return [block for block in BLOCK.findall(text) if block.split(maxsplit=1)[0] in PROGRAMS]
+    return [block for label, block in BLOCK.findall(text) if label in COMMANDS]
 
 
 def commands(block: str, directory: Path) -> list[list[str]]:
@@ -89,8 +93,11 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     home = tmp_path_factory.mktemp("reader")
-    for name in ("examples", "launchers", "requirements", "Makefile", "pyproject.toml"):
+    for name in ("docker", "examples", "launchers", "requirements", "Makefile", "pyproject.toml"):
         (home / name).symlink_to(ROOT / name)
+    # As `python3 -m venv` makes it.
+    (home / ".venv-gpu/bin").mkdir(parents=True)
+    (home / ".venv-gpu/bin/activate").touch()
     for script, out in (("make_data.py", "data"), ("make_model.py", "model")):
         command = [sys.executable, str(ROOT / "examples/arithmetic" / script), "--out", str(home / out)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=120)
@@ -257,6 +264,39 @@ def run_module(argv: list[str]) -> None:
         assert modules[argv[1]](argv[2:]) == 0
 
 
+def check_container(argv: list[str]) -> None:
+    """Takes an hour and a registry (tests/unit/test_container.py reads the recipes): the recipe and the command."""
+    if argv[0] == "build":
+        assert any(Path(word).is_file() for word in argv[1:])
+    else:
+        perform_inner(argv)
+
+
+def perform_inner(argv: list[str]) -> None:
+    """The command of scalerl that another program starts."""
+    at = len(argv) - 1 - argv[::-1].index("scalerl")
+    perform("", argv[at:])
+
+
+def check_packages(argv: list[str]) -> None:
+    """Asks a package index: the files are there, and the packages are those of pyproject.toml."""
+    known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert argv.pop(0) == "install"
+    while argv:
+        word = argv.pop(0)
+        if word in ("-r", "-c"):
+            assert Path(argv.pop(0)).is_file()
+        elif word == "-e":
+            assert (Path(argv.pop(0)) / "pyproject.toml").is_file()
+        else:
+            assert word in ("--no-deps", "--no-build-isolation") or f'"{word}' in known, word
+
+
+def check_environment(argv: list[str]) -> None:
+    """Makes what the next command of its line enters."""
+    assert argv[:2] == ["-m", "venv"] and (Path(argv[2]) / "bin/activate").is_file()
+
+
 def explain(argv: list[str]) -> None:
     """Looks at the whole machine for seconds; tests/unit/test_doctor.py does."""
     with pytest.raises(SystemExit) as ended:
@@ -285,6 +325,11 @@ HOW: dict[str, Callable[[list[str]], None]] = {
     "scalerl replay": explain_itself,
     "scalerl doctor": explain,
     "python": run_module,
+    "python3": check_environment,
+    "pip": check_packages,
+    "nsys": perform_inner,
+    "docker": check_container,
+    "apptainer": check_container,
     "make": dry_make,
     "mlflow": parse_mlflow,
     "sbatch": check_script_and_command,
@@ -309,6 +354,14 @@ def test_the_commands_of_a_page(page: str, reader: Path, monkeypatch: pytest.Mon
         for words in commands(block, reader):
             print("$", *words)
             perform(page, words)
+
+
+def test_what_no_program_reads_is_labelled() -> None:
+    """A block without a label is of commands, so that no command is taken for output."""
+    for page in PAGES:
+        for block in blocks(page):
+            first = block.split(maxsplit=1)[0]
+            assert first in PROGRAMS, f"{page}: a block begins with {first!r}: label it ```text, or give it a program"
 
 
 def test_a_page_names_no_command_that_there_is_not() -> None:
