@@ -9,7 +9,7 @@ from scalerl.config.rules.base import Rule, value_at
 from scalerl.config.rules.commands import PPO_RULES, SFT_RULES, device_rules
 from scalerl.config.rules.generation import GENERATION_RULES
 from scalerl.config.rules.names import NAME_RULES
-from scalerl.config.rules.trainer import KNOWN_LOGGERS
+from scalerl.config.rules.trainer import LOGGER_RULES
 from scalerl.config.schema import (
     EvalConfig,
     GenerationConfig,
@@ -52,7 +52,7 @@ def validate_launch(cfg: LaunchConfig) -> list[str]:
 
 def validate_names(cfg: Any) -> list[str]:
     """Lists the names in a configuration of any command that nobody registered, if files of the user's own cannot."""
-    rules = {PPOConfig: [*NAME_RULES, KNOWN_LOGGERS], SFTConfig: [KNOWN_LOGGERS]}.get(type(cfg), [])
+    rules = {PPOConfig: NAME_RULES + LOGGER_RULES, SFTConfig: LOGGER_RULES}.get(type(cfg), [])
     outside = dict(domain_violations(cfg))
     return [text for rule in rules if outside.keys().isdisjoint(rule.keys) for text in rule.check(cfg)]
 

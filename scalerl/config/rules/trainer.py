@@ -117,6 +117,6 @@ def _flash_attention_needs_a_gpu(cfg: Any) -> Iterator[str]:
         )
 
 
-KNOWN_LOGGERS = _known_loggers
-TRAINER_RULES = [_resume, _kept_checkpoints, KNOWN_LOGGERS, _profiled_ranks, _profiled_steps]
+LOGGER_RULES = [_known_loggers]
+TRAINER_RULES = [_resume, _kept_checkpoints, *LOGGER_RULES, _profiled_ranks, _profiled_steps]
 TRAINER_RULES_ON_CPU = [_nsys_needs_a_gpu, _flash_attention_needs_a_gpu]
