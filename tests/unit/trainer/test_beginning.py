@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -133,6 +134,18 @@ def test_parts_of_a_start_are_timed_and_shown() -> None:
     phases.end()
     assert lines == ["start: config 1.5 s", "start: data 2.2 s"]
     assert shown == ["start: config", "start: data"]
+
+
+def test_the_panel_shows_the_part_of_the_start_that_runs() -> None:
+    from scalerl.trainer.build import start_phases
+
+    shown: list[str] = []
+    lines: list[str] = []
+    phases = StartPhases(lines.append)
+    start_phases(phases, SimpleNamespace(phase=shown.append, message=lines.append))  # pyright: ignore[reportArgumentType]
+    phases.begin("model")
+    assert shown == ["start: processes", "start: model"]
+    assert len(lines) == 1 and lines[0].startswith("start: processes ")
 
 
 def test_a_finished_run_ends_before_anything_heavy_is_imported(tmp_path: Path) -> None:
