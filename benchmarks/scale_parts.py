@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import ray
 import torch
 
-from scalerl.cluster.batch import HeldRows, ShardedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
@@ -26,7 +25,7 @@ from scalerl.controller.sampling.rollout import HybridRollout
 from scalerl.controller.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.controller.sampling.worker import Generated, RolloutWorker
 from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import MegatronActor
+from scalerl.controller.training.roles import MegatronActor, MegatronCritic
 from scalerl.data import PromptCursor
 from scalerl.hybrid.handover import Handover, RankMemory
 from scalerl.hybrid.order import SyncOrder
@@ -45,6 +44,14 @@ GROUP = 16
 RANKS_OF_A_SERVER = 8
 MAX_PROMPT, MAX_RESPONSE = 512, 8192
 MAX_TOKENS = 16384
+# What a rank says of the token of each sample whose two log-probs differ most.
+WORST = {
+    "difference": np.float32,
+    "position": np.int64,
+    "token_id": np.int64,
+    "rollout_logprob": np.float32,
+    "old_logprob": np.float32,
+}
 UPDATES = 4
 # As many as a rank of a run reports of a pass.
 NUM_METRICS = 24
@@ -52,8 +59,6 @@ NUM_METRICS = 24
 SHAPE = FlopsShape(
     num_layers=28, hidden_size=1536, num_heads=12, num_kv_heads=2, head_dim=128, ffn_hidden_size=8960, vocab_size=151936
 )
-# Of what the driver sends of a batch and gets of it, pickled; None: not counted.
-_counted: list[int] = []
 
 
 class InstantRank(Worker):
@@ -61,13 +66,27 @@ class InstantRank(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return {f"mismatch/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, DataProto(
-            {"old_logprobs": Jagged(torch.zeros(0), torch.zeros(len(shard) + 1, dtype=torch.int64))}
-        )
+        return metrics_of("mismatch"), token_columns(len(shard), "old_logprobs")
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return {}, token_columns(len(shard), "values")
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_advantages(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return metrics_of("advantages"), token_columns(len(shard), "advantages", "returns")
 
     @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     def update_actor(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return {f"actor/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}, None
+        return metrics_of("actor"), None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return metrics_of("critic"), None
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return {}, DataProto(samples={name: np.zeros(len(shard), dtype) for name, dtype in WORST.items()})
 
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
@@ -89,6 +108,15 @@ class InstantRank(Worker):
         numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
         report = {**dict.fromkeys(numbers, 1.0), "failed": {}}
         return report | {"memory": self.memory()} if with_memory else report
+
+
+def metrics_of(role: str) -> dict[str, Metric]:
+    return {f"{role}/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}
+
+
+def token_columns(num_rows: int, *names: str) -> DataProto:
+    """Of rows without tokens."""
+    return DataProto(dict.fromkeys(names, Jagged(torch.zeros(0), torch.zeros(num_rows + 1, dtype=torch.int64))))
 
 
 def seconds_of_empty_calls(run: Run, calls: Mapping[str, int]) -> float:
@@ -163,7 +191,7 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
     return numbers
 
 
-class CountingGroup(WorkerGroup):
+class GroupOnFewActors(WorkerGroup):
     """A group of many ranks on a few actors."""
 
     def __init__(self, layout: Layout, actors: Sequence[Any]) -> None:
@@ -171,29 +199,26 @@ class CountingGroup(WorkerGroup):
         self.timeout_s, self.limits = 600.0, {}
         self.ranks = [actors[rank % len(actors)] for rank in range(layout.world_size)]
 
-    def _shard(self, batch: ShardedBatch, dp_rank: int) -> tuple[Any, list[Any]]:
-        shard, fragments = super()._shard(batch, dp_rank)
-        if _counted:
-            _counted[0] += len(ray.get(shard) if isinstance(shard, ray.ObjectRef) else shard)
-        return shard, fragments
 
-
-class CountingRollout(HybridRollout):
-    def _result(self, generation: Any) -> tuple[Generated, HeldRows]:
-        result = super()._result(generation)
-        if _counted:
-            _counted[0] += len(pickle.dumps(result))
-        return result
-
-
-def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, on_phase: Callable[[str], None]) -> Run:
-    """on_phase: is told of each phase of a step as it begins."""
+def make_run(
+    options: argparse.Namespace,
+    dp_size: int,
+    pool: ResourcePool,
+    *,
+    dump_dir: Path | None,
+    on_phase: Callable[[str], None],
+) -> Run:
+    """dump_dir: where a step's samples are dumped, if they are.  on_phase: is told of each phase of a step as it
+    begins."""
     num_samples = dp_size * options.samples_per_rank
-    config = configuration(options, dp_size, num_samples)
+    config = configuration(options, dp_size, num_samples, dump_dir)
     rank, worker = ray.remote(RankProcess), ray.remote(InstantRolloutWorker)
     place = pool.place(0, num_devices=1)
     actors = [rank.options(**place).remote(InstantRank, 0, Layout(1)) for _ in range(options.processes)]
-    group = CountingGroup(Layout(dp_size * options.tp, tp_size=options.tp), actors)
+    group = GroupOnFewActors(Layout(dp_size * options.tp, tp_size=options.tp), actors)
+    # The driver does not know that its ranks are answered for by the same processes.
+    critic_group = GroupOnFewActors(Layout(critic_ranks(options, dp_size), tp_size=options.tp), actors)
+    groups = {"actor": group} | ({"critic": critic_group} if options.critic else {})
     elsewhere = pool.place(0, num_devices=0)
     workers = [
         worker.options(**elsewhere, max_concurrency=64).remote(options.seed + number)
@@ -202,30 +227,41 @@ def make_run(options: argparse.Namespace, dp_size: int, pool: ResourcePool, *, o
     rollout = make_rollout(config, pool, group, workers)
     actor = config.actor_rollout_ref.actor
     update = actor.ppo_mini_batch_size * GROUP
-    rules = PackingRules.of(
-        group.layout,
-        max_tokens_per_micro_batch=actor.max_tokens_per_micro_batch,
-        sequence_parallel=actor.megatron.sequence_parallel,
-    )
-    planner = Planner(rules, update, SHAPE)
+    planners = {
+        role: Planner(
+            PackingRules.of(
+                ranks.layout,
+                max_tokens_per_micro_batch=actor.max_tokens_per_micro_batch,
+                sequence_parallel=actor.megatron.sequence_parallel,
+            ),
+            update,
+            SHAPE,
+        )
+        for role, ranks in groups.items()
+    }
     return Run(
         config=config,
         samples=SampleStream(config, rollout, PromptCursor(10**6, 1, True), total_steps=10**6),
         rollout=rollout,
         actor=MegatronActor(group, actor, 1.0),
         reference=None,
-        critic=None,
+        critic=MegatronCritic(critic_group, config.critic) if options.critic else None,
         reward_model=None,
         kl=None,
-        worker_groups=[group],
-        planners={"actor": planner},
-        mfu_bases={"actor": MfuBasis(SHAPE, 1e15, dp_size * options.tp)},
+        worker_groups=list(groups.values()),
+        planners=planners,
+        mfu_bases={role: MfuBasis(SHAPE, 1e15, ranks.world_size) for role, ranks in groups.items()},
         tracker=SimpleNamespace(log=lambda *args, **kwargs: None),  # type: ignore[arg-type]
         timers=Timers(on_enter=on_phase),
         total_steps=10**6,
         stop=StopRequest(),
         saves=Saves(config.trainer),
     )
+
+
+def critic_ranks(options: argparse.Namespace, dp_size: int) -> int:
+    """Ranks of the critic's pool: half of the actor's."""
+    return max(1, dp_size // 2) * options.tp
 
 
 def _num_servers(group: WorkerGroup) -> int:
@@ -243,7 +279,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)
     servers._server_set = server_set  # type: ignore[assignment]
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
-    rollout = CountingRollout.__new__(CountingRollout)
+    rollout = HybridRollout.__new__(HybridRollout)
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
     rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
     rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
@@ -260,10 +296,19 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     return rollout
 
 
-def configuration(options: argparse.Namespace, dp_size: int, num_samples: int) -> PPOConfig:
+def configuration(
+    options: argparse.Namespace, dp_size: int, num_samples: int, dump_dir: Path | None = None
+) -> PPOConfig:
     rollout = "actor_rollout_ref.rollout"
+    critic = [
+        "+recipe=ppo",
+        "critic.resource_pool.nnodes=1",
+        f"critic.resource_pool.n_gpus_per_node={critic_ranks(options, dp_size)}",
+        f"critic.megatron.tensor_model_parallel_size={options.tp}",
+    ]
     arguments = [
-        "+recipe=grpo",
+        *(critic if options.critic else ["+recipe=grpo"]),
+        *([] if dump_dir is None else [f"trainer.rollout_data_dir={dump_dir}"]),
         "data.train_files=none.parquet",
         "data.val_files=none.parquet",
         f"data.max_prompt_length={MAX_PROMPT}",
@@ -279,14 +324,6 @@ def configuration(options: argparse.Namespace, dp_size: int, num_samples: int) -
         "trainer.default_local_dir=none",
     ]
     return compose("ppo", arguments, rules=False)
-
-
-def count_bytes(is_on: bool) -> int:
-    """Begins to count, or ends: bytes since it began."""
-    if is_on:
-        _counted[:] = [0]
-        return 0
-    return _counted.pop() if _counted else 0
 
 
 def log(run: Run, outcome: StepOutcome, step: int, timing_s: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -85,6 +85,8 @@ class Column:
 
     plan: StepPlan
     fragments: tuple[Any, ...]
+    # id of another plan of the batch -> the column, dealt to the ranks of that one.
+    dealt: dict[int, Column] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ranks = self.plan.dp_size
@@ -180,18 +182,30 @@ class PlacedBatch:
     """A step's batch as the training loop holds it.
 
     samples: column -> [S] in the batch's order.  plans: role -> split over its ranks.  columns: name -> Column.
+    deal: makes the fragments of a column under another plan; None: each rank puts its rows together from the fragments
+    that have any, which with many ranks are nearly all of them.
     """
 
     samples: dict[str, np.ndarray]
     plans: Mapping[str, StepPlan]
     columns: Mapping[str, Column] = field(default_factory=dict)
+    deal: Callable[[Column, StepPlan], Sequence[Any]] | None = None
 
     def shards(self, role: str, *columns: str) -> ShardedBatch:
         """The samples and the named columns, to be cut for that role's ranks. Raises KeyError for a missing column."""
         missing = [name for name in columns if name not in self.columns]
         if missing:
             raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
-        return ShardedBatch(self.plans[role], self.samples, tuple(self.columns[name] for name in columns))
+        plan = self.plans[role]
+        return ShardedBatch(plan, self.samples, tuple(self._under(plan, self.columns[name]) for name in columns))
+
+    def _under(self, plan: StepPlan, column: Column) -> Column:
+        # Plans of equal numbers are equal, whoever made them.
+        if self.deal is None or column.plan.micro_batches == plan.micro_batches:
+            return column
+        if id(plan) not in column.dealt:
+            column.dealt[id(plan)] = Column(plan, tuple(self.deal(column, plan)))
+        return column.dealt[id(plan)]
 
     def with_column(self, name: str, role: str, fragments: Sequence[Any]) -> PlacedBatch:
         """The batch with one more token column.  fragments[dp_rank]: of the rows of that role's rank, in its order."""

@@ -422,16 +422,43 @@ def test_scalerls_side_of_vs_trl(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_controller_scale(tmp_path: Path) -> None:
-    """What a step asks of its ranks: one call a phase, whatever their number, and none for their memory alone."""
+    """What a step asks of its ranks: one call a phase, whatever their number, and none for their memory alone; and what
+    passes through the driver: no more than 1 kB a sample."""
     result = run_benchmark(
-        "controller_scale.py", tmp_path / "result.json", *("--dp", "2", "8", "--samples-per-rank", "32", "--steps", "1")
+        "controller_scale.py",
+        tmp_path / "result.json",
+        *("--dp", "2", "8", "--samples-per-rank", "128", "--steps", "1"),
     )
     for size in result["sizes"]:
         phases = ("old_log_prob", "update_actor", "update_weights")
         assert size["remote_calls"]["RankProcess"] == dict.fromkeys(phases, size["num_ranks"])
         # Their tokens, cut by one call for these few ranks, and two for the samples.
         assert sum(size["remote_calls"]["InstantRolloutWorker"].values()) == 3
+        assert 100 < size["bytes_per_sample"] <= 1000, size["bytes"]
         assert size["driver_cpu_s"]["median"] > 0
+    (pair,) = result["growth"]
+    assert (pair["from_dp_size"], pair["to_dp_size"]) == (2, 8)
+    assert pair["phases_s"].keys() >= {*phases, "step_metrics"} <= pair["phases_cpu_s"].keys()
+
+
+@pytest.mark.full
+def test_controller_scale_with_a_critic_and_dumps(tmp_path: Path) -> None:
+    """A critic on ranks of its own has calls of its own, and a dump its number of workers, whatever the ranks."""
+    options = ("--tp", "2", "--critic", "--dump", "--rollout-workers", "2", "--samples-per-rank", "128", "--steps", "1")
+    result = run_benchmark("controller_scale.py", tmp_path / "result.json", "--dp", "4", "16", *options)
+    for size in result["sizes"]:
+        of_actor, of_critic = 2 * size["dp_size"], size["dp_size"]
+        assert size["num_ranks"] == of_actor + of_critic
+        assert size["remote_calls"]["RankProcess"] == {
+            **dict.fromkeys(("old_log_prob", "adv", "update_actor", "update_weights"), of_actor),
+            **dict.fromkeys(("values", "update_critic", "metrics"), of_critic),
+            # The tokens that differ most.
+            "dump_rollout_generations": of_actor,
+        }
+        # Two workers: each cuts for the other's part, writes its part and drops its samples; of three columns of the
+        # trainer (its log-probs, values, advantages), those of up to 16 ranks are dealt by one call.
+        assert size["remote_calls"]["InstantRolloutWorker"]["dump_rollout_generations"] == 2 + 2 + 2 + 3
+        assert 100 < size["bytes_per_sample"] <= 1000, size["bytes"]
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,38 @@ def test_answers_carry_readings_of_the_end_of_the_call(group: WorkerGroup) -> No
     assert group.readings == [(rank, 5 + count) for rank, count in enumerate(rows)]
     group.call(PlainWorker.first)
     assert group.readings is None
+
+
+def test_many_ranks_are_waited_for_together_and_a_row_is_sent_once_per_data_parallel_rank(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 ranks, for which four processes answer: four tensor-parallel ranks each of 16 data-parallel ones."""
+    many = WorkerGroup.__new__(WorkerGroup)
+    many.cls, many.layout, many.readings = PlainWorker, Layout(64, 4), None
+    many.timeout_s, many.limits, many.failures = group.timeout_s, {}, group.failures
+    many.ranks = [group.ranks[rank % 4] for rank in range(64)]
+    plan = plan_step([1] * 32, dp_size=16, mini_batches=[range(32)], max_tokens_per_micro_batch=2)
+    batch = ShardedBatch(plan, {"uid": np.arange(32)})
+    waits, puts = [], []
+    wait, put = ray.wait, ray.put
+
+    def counting_wait(pending: list[Any], *, num_returns: int, timeout: float) -> Any:
+        waits.append((len(pending), num_returns))
+        return wait(pending, num_returns=num_returns, timeout=timeout)
+
+    def counting_put(value: Any) -> Any:
+        puts.append(value)
+        return put(value)
+
+    monkeypatch.setattr(ray, "wait", counting_wait)
+    monkeypatch.setattr(ray, "put", counting_put)
+    metrics = many.call(PlainWorker.fill_with_rows, batch).metrics
+    # Every tensor-parallel rank has the rows of its data-parallel one.
+    assert metrics == {"num_rows": Metric(4 * 32.0, "sum", 64.0)}
+    assert len(puts) == 16 and sorted(uid for shard in puts for uid in pickle.loads(shard).samples["uid"]) == [
+        *range(32)
+    ]
+    assert all(pending == num_returns for pending, num_returns in waits) and len(waits) < 64
 
 
 def test_every_rank_gets_its_shard(group: WorkerGroup) -> None:

@@ -230,9 +230,10 @@ class HybridRollout:
         return {worker: results[worker] for worker in calls}
 
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
-        """Cuts the samples by the first plan; ranks of the other plans put their rows together from these pieces."""
+        """Cuts the samples by the first plan; for ranks of other plans the rollout workers deal the pieces anew."""
         role, plan = next(iter(plans.items()))
-        return PlacedBatch(samples.samples, plans).with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
+        batch = PlacedBatch(samples.samples, plans, deal=self.workers.redealt)
+        return batch.with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
 
     def drop(self, samples: BatchRef) -> None:
         self.workers.drop(samples)

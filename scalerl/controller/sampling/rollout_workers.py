@@ -223,8 +223,11 @@ class RolloutWorkers:
         for worker, mine in cuts.items():
             for (number, step_rows), ref in zip(cut_for[worker], self._cut(worker, mine, trained=False), strict=True):
                 others[number].append((step_rows, ref))
-        for number, step_rows, ref in itertools.chain.from_iterable(self._dealt(column, ranges) for column in made):
-            others[number].append((step_rows, ref))
+        part_S = np.repeat(np.arange(len(ranges)), [len(part) for part in ranges])
+        for column in made:
+            # No more objects than ranks.
+            for number, step_rows, ref in self._dealt_by(column, part_S, max(RANKS_PER_CALL, len(ranges))):
+                others[number].append((step_rows, ref))
         calls = []
         for number, (file, part) in enumerate(parts.items()):
             columns = {name: column[part.start : part.stop] for name, column in samples.items()}
@@ -236,19 +239,41 @@ class RolloutWorkers:
     def num_dump_parts(self) -> int:
         return min(len(self), MAX_DUMP_PARTS)
 
-    def _dealt(self, column: Column, parts: Sequence[range]) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
-        """(number of a part, which rows of the step, reference to the column's values of them); a part has several.
+    def redealt(self, column: Column, plan: StepPlan) -> list[ray.ObjectRef]:
+        """References to a token column of each data-parallel rank's rows under another plan, in that plan's order.
 
-        The fragment of a rank has rows of nearly all parts. So each worker takes the fragments of some ranks, and makes
-        one object of these for each part.
+        A rank's rows are in the fragments of nearly all others. So workers deal the fragments to groups of ranks, and
+        then what each group gets to its ranks: each rank gets one object, and nobody a row that it does not need.
         """
-        ends, dealt = [part.stop for part in parts], []
-        for number, ranks in enumerate(_split(range(column.plan.dp_size), max(RANKS_PER_CALL, len(parts)))):
+        place_S, size = np.argsort(plan.rows_by_rank), self._ranks_per_call
+        firsts = list(range(0, plan.dp_size, size))
+        group_S = np.searchsorted([plan.starts[rank] for rank in firsts], place_S, side="right") - 1
+        # Of each group: (which rows of the step, reference to the column's values of them).
+        parts: list[list[tuple[np.ndarray, ray.ObjectRef]]] = [[] for _ in firsts]
+        for group, rows, ref in self._dealt_by(column, group_S, size):
+            parts[group].append((rows, ref))
+        refs = []
+        for group, first in enumerate(firsts):
+            starts = plan.starts[first : first + size + 1]
+            order = np.argsort(place_S[np.concatenate([rows for rows, _ in parts[group]])])
+            orders = np.split(order, [start - starts[0] for start in starts[1:-1]])
+            refs += self._deal(group % len(self), orders, [ref for _, ref in parts[group]])
+        return refs
+
+    def _dealt_by(
+        self, column: Column, label_S: np.ndarray, ranks_per_call: int
+    ) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
+        """(label, which rows of the step have it, reference to the column's values of them); a label has several.
+
+        Each worker takes the fragments of some ranks, and makes one object of these for each label.
+        """
+        dealt = []
+        for number, ranks in enumerate(_split(range(column.plan.dp_size), ranks_per_call)):
             rows = np.concatenate([column.plan.rows(dp_rank) for dp_rank in ranks])
-            places_of = places_by_label(np.searchsorted(ends, rows, side="right"))
+            places_of = places_by_label(label_S[rows])
             fragments = [column.fragments[dp_rank] for dp_rank in ranks]
             refs = self._deal(number % len(self), [places for _, places in places_of], fragments)
-            dealt += [(part, rows[places], ref) for (part, places), ref in zip(places_of, refs, strict=True)]
+            dealt += [(label, rows[places], ref) for (label, places), ref in zip(places_of, refs, strict=True)]
         return dealt
 
     def drop(self, samples: BatchRef) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.cluster.batch import BatchRef, PlacedBatch, ShardedBatch
+from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch, ShardedBatch, places_by_label
 from scalerl.controller.training.roles import loss_totals
 
 PROMPT_LENGTHS = np.array([4, 4, 7, 7, 3, 3, 5, 5])
@@ -49,6 +51,35 @@ def test_shards_follow_the_plan(plan: StepPlan) -> None:
         assert shard["name"].tolist() == ["abcdefgh"[row] for row in plan.rows(dp_rank)]
         assert shard["response_length"].tolist() == [RESPONSE_LENGTHS[row] for row in plan.rows(dp_rank)]
     assert sorted(name for shard in shards for name in shard["name"]) == list("abcdefgh")
+
+
+class Counted(np.ndarray):
+    """A column that counts how many of its values are picked by their rows. A slice picks none: it is a view."""
+
+    picked = 0
+
+    def __getitem__(self, rows: Any) -> Any:
+        if not isinstance(rows, slice):
+            Counted.picked += np.size(rows)
+        return np.asarray(self)[rows].view(Counted)
+
+
+@pytest.mark.parametrize("dp_size", [2, 4, 8])
+def test_the_ranks_parts_of_a_column_are_made_by_one_pass(dp_size: int) -> None:
+    plan = plan_step([1] * 64, dp_size=dp_size, mini_batches=[range(64)], max_tokens_per_micro_batch=20)
+    batch, Counted.picked = ShardedBatch(plan, {"uid": np.arange(64).view(Counted)}), 0
+    shards = [batch.shard_samples(dp_rank)["uid"].tolist() for dp_rank in range(dp_size)]
+    assert shards == [list(plan.rows(dp_rank)) for dp_rank in range(dp_size)]
+    assert Counted.picked == 64
+
+
+def test_rows_are_found_in_the_batches_that_have_them() -> None:
+    """One worker has two batches, and one batch none of the rows."""
+    batch_S = np.array([2, 0, 2, 3, 0, 2])
+    held = HeldRows(((0, 7), (0, 8), (1, 7), (2, 9)), batch_S, np.array([0, 0, 1, 0, 1, 2]))
+    found = [(piece.worker, piece.batch_id, piece.rows, piece.places) for piece in held.pieces([5, 1, 3, 0, 4])]
+    assert found == [(0, 7, [0, 1], [1, 4]), (1, 7, [2, 0], [0, 3]), (2, 9, [0], [2])]
+    assert held.pieces([]) == [] and places_by_label(np.array([], np.int64)) == []
 
 
 def test_sample_columns_of_the_ranks_are_put_in_the_batchs_order(plan: StepPlan) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalerl.balance import StepPlan
-from scalerl.cluster.batch import BatchRef, Column, HeldRows
+from scalerl.balance import StepPlan, plan_step
+from scalerl.cluster.batch import BatchRef, Column, HeldRows, PlacedBatch
 from scalerl.controller.sampling.dump import parts_of
 from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.controller.sampling.groups import Enough, SampleGroup
@@ -256,6 +257,53 @@ def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_si
     assert sum(count["deal"] for count in returned) == dp_size
 
 
+def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> Column:
+    """A column whose tokens are the number of their row and a half."""
+    ranks = [
+        DataProto({name: Jagged.from_list([[row + 0.5] * lengths[row] for row in plan.rows(rank)], torch.float32)})
+        for rank in range(plan.dp_size)
+    ]
+    return Column(plan, tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "made_by", "wanted_by"), [(1, 2, 3), (1, 40, 20), (3, 40, 7), (3, 7, 40), (20, 64, 32)]
+)
+def test_a_column_is_dealt_to_the_ranks_of_another_plan(num_workers: int, made_by: int, wanted_by: int) -> None:
+    """Of each rank's fragment nobody fetches more than its rows, twice, however many ranks have them."""
+    num_rows = 3 * made_by * wanted_by
+    lengths = [1 + row % 4 for row in range(num_rows)]
+    workers, plan = Here(num_workers, num_workers), plan_of(wanted_by, num_rows)
+    workers.handles = [Holder() for _ in range(num_workers)]
+    made = plan_step(lengths, dp_size=made_by, mini_batches=[range(num_rows)], max_tokens_per_micro_batch=16)
+    batch = PlacedBatch({}, {"actor": made, "critic": plan}, {}, deal=workers.redealt)
+    batch = replace(batch, columns={"values": fragments_of("values", made, lengths)})
+    shards = batch.shards("critic", "values")
+    for rank in range(wanted_by):
+        (part,) = shards.parts(rank)
+        (fragment,) = part.fragments
+        assert part.order is None
+        assert [row.tolist() for row in fragment.tokens["values"]] == [
+            [row + 0.5] * lengths[row] for row in plan.rows(rank)
+        ]
+    assert sum(handle.fetched["deal"] for handle in workers.handles) == 2 * num_rows
+    calls = [handle.calls["deal"] for handle in workers.handles]
+    # A second pass of the role has the same objects, and the ranks that made the column are not asked anew.
+    assert batch.shards("critic", "values").parts(0) == shards.parts(0)
+    assert batch.shards("actor", "values").parts(0)[0].fragments == (batch.columns["values"].fragments[0],)
+    assert [handle.calls["deal"] for handle in workers.handles] == calls
+
+
+@pytest.mark.parametrize("dp_size", [64, 256])
+def test_references_of_another_plan_are_few(dp_size: int) -> None:
+    workers, num_rows = Here(8, 8), 4 * dp_size
+    workers.handles = [Holder() for _ in range(8)]
+    made, wanted = plan_of(dp_size, num_rows), plan_of(dp_size // 2, num_rows)
+    assert len(workers.redealt(fragments_of("x", made, [1] * num_rows), wanted)) == dp_size // 2
+    pieces = (dp_size // RANKS_PER_CALL) * (dp_size // 2 // RANKS_PER_CALL)
+    assert sum(handle.returned["deal"] for handle in workers.handles) <= pieces + dp_size // 2 <= dp_size
+
+
 @pytest.mark.parametrize(("num_workers", "dp_size", "num_rows"), [(1, 2, 6), (3, 2, 10), (4, 70, 210), (5, 3, 4)])
 def test_a_worker_fetches_the_rows_of_its_part_of_a_dump(
     tmp_path: Path, num_workers: int, dp_size: int, num_rows: int
@@ -263,14 +311,9 @@ def test_a_worker_fetches_the_rows_of_its_part_of_a_dump(
     """Of a column of the trainer each row goes once to a worker that deals, and once to the one that writes it."""
     workers, held = holders(num_workers, num_rows)
     lengths = [1 + row % 5 for row in range(num_rows)]
-    columns = []
     # The second column was made by fewer ranks, under another plan.
-    for name, plan in (("old_logprobs", plan_of(dp_size, num_rows)), ("values", plan_of(1, num_rows))):
-        fragments = [
-            DataProto({name: Jagged.from_list([[row + 0.5] * lengths[row] for row in plan.rows(rank)], torch.float32)})
-            for rank in range(plan.dp_size)
-        ]
-        columns.append(Column(plan, tuple(fragments)))
+    plans = {"old_logprobs": plan_of(dp_size, num_rows), "values": plan_of(1, num_rows)}
+    columns = [fragments_of(name, plan, lengths) for name, plan in plans.items()]
     parts = parts_of(num_rows, workers.num_dump_parts)
     files = [tmp_path / f"part-{number}.parquet" for number in range(len(parts))]
     samples = {"prompt_length": np.ones(num_rows, np.int64), "uid": np.arange(num_rows)}
