@@ -35,17 +35,14 @@ class RemoteCalls:
         `ray.get` and `ray.put` of this process."""
         call, get, put = ActorHandle._actor_method_call, ray.get, ray.put
 
-        def counting(
-            handle: ActorHandle, name: str, args: Any = None, kwargs: Any = None, *more: Any, **rest: Any
-        ) -> Any:
+        def counting(handle: ActorHandle, method_name: str, **call_kwargs: Any) -> Any:
             self.calls[self.phase, handle._ray_actor_creation_function_descriptor.class_name] += 1
-            values = [*(args or ()), *(kwargs or {}).values()]
-            given = [value for value in values if isinstance(value, ray.ObjectRef)]
-            self.num_bytes[self.phase] += sum(
-                len(value.binary()) if isinstance(value, ray.ObjectRef) else _size(value) for value in values
-            )
-            made = call(handle, name, args, kwargs, *more, **rest)
-            self.references[self.phase] += len(given) + (len(made) if isinstance(made, list) else 1)
+            values = [*(call_kwargs["args"] or ()), *(call_kwargs["kwargs"] or {}).values()]
+            references = [value for value in values if isinstance(value, ray.ObjectRef)]
+            self.num_bytes[self.phase] += sum(len(ref.binary()) for ref in references)
+            self.num_bytes[self.phase] += sum(_size(value) for value in values if not isinstance(value, ray.ObjectRef))
+            made = call(handle, method_name, **call_kwargs)
+            self.references[self.phase] += len(references) + (len(made) if isinstance(made, list) else 1)
             return made
 
         def counting_get(refs: Any, *args: Any, **kwargs: Any) -> Any:
