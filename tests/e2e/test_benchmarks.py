@@ -458,7 +458,8 @@ def test_controller_scale_with_a_critic_and_dumps(tmp_path: Path) -> None:
         # Two workers: each cuts for the other's part, writes its part and drops its samples; of three columns of the
         # trainer (its log-probs, values, advantages), those of up to 16 ranks are dealt by one call.
         assert size["remote_calls"]["InstantRolloutWorker"]["dump_rollout_generations"] == 2 + 2 + 2 + 3
-        assert 100 < size["bytes_per_sample"] <= 1000, size["bytes"]
+        # Six passes have the rows of all samples, where that of GRPO has two.
+        assert 300 < size["bytes_per_sample"] <= 2000, size["bytes"]
 
 
 @pytest.mark.full
