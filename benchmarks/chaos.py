@@ -1,14 +1,16 @@
 """SIGKILL of a whole training job again and again, and the same command after each: is the run the same in the end?
 
 python benchmarks/chaos.py                                     # 100 kills, embedded engine, one rank
-python benchmarks/chaos.py --kills 20 --engine sglang
+python benchmarks/chaos.py --engine sglang
+python benchmarks/chaos.py --layout tp2 --critic
 python benchmarks/chaos.py --async-save --minutes 30
 
 One run is left alone. The other is killed --kills times, every process of the job at once, at moments that --seed
-chooses: each phase of a step, the start, the writing, commit and removal of checkpoints in turn, somewhere within its
-usual length. Afterwards it goes on to its end, and must be the run that was left alone: steps, samples, weights,
-optimizer, random states, state of the run, MLflow's history, bit for bit, and in every line that any of the processes
-logged. With SGLang, whose sampler has no state that could be saved: steps, prompts, learning rates, state of the run.
+chooses: each phase of a step, the start, the writing, commit and removal of checkpoints, somewhere within its usual
+length; what was missed, as a commit of 2 ms, is tried more often. Afterwards it goes on to its end, and must be the run
+that was left alone: steps, samples, weights, optimizer, random states, state of the run, MLflow's history, bit for bit,
+and in every line that any of the processes logged. With SGLang, whose sampler has no state that could be saved: steps,
+prompts, learning rates, state of the run.
 """
 
 from __future__ import annotations
@@ -27,6 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
 
+LAYOUTS = {
+    "one": ["trainer.n_gpus_per_node=1"],
+    "dp2": ["trainer.n_gpus_per_node=2"],
+    "tp2": ["trainer.n_gpus_per_node=2", "+layout=tp2"],
+    "pp2": ["trainer.n_gpus_per_node=2", "+layout=pp2"],
+}
+# The weight of the KL moves from step to step, and so belongs to the state of the run.
+CRITIC = [
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
+]
 EXAMPLE = record.REPOSITORY / "examples" / "arithmetic"
 
 
@@ -34,6 +48,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), default="one", help="of the ranks; default: one rank")
+    parser.add_argument("--critic", action="store_true", help="PPO with a critic and a KL in the reward; else GRPO")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=None, help="of the run; default: one for each kill, and 10")
     parser.add_argument("--async-save", action="store_true", help="trainer.async_save=true")
@@ -68,13 +84,15 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
         )
     inputs = Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
     pair = Pair(directory / "straight", directory / "killed", steps, 0)
+    phases = (kills.START, *kills.PHASES, *(kills.CRITIC_PHASES if args.critic else ()))
     jobs: list[Job] = []
 
     def start(run_dir: Path) -> Job:
         keys = inputs.overrides(
             run_dir,
             f"actor_rollout_ref.rollout.name={args.engine}",
-            "trainer.n_gpus_per_node=1",
+            *LAYOUTS[args.layout],
+            *(CRITIC if args.critic else ()),
             f"trainer.total_training_steps={steps}",
             f"trainer.save_freq={kills.SAVE_FREQ}",
             "trainer.test_freq=3",
@@ -94,10 +112,9 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
             f"{steps} steps left alone: {time.monotonic() - began:.0f} s; {usual_s[kills.START]:.1f} s to start",
             flush=True,
         )
-        struck = []
-        for kill in kills.run_killed(
-            lambda: start(pair.resumed), pair.resumed, moments(args, kills.moments(args.seed)), usual_s
-        ):
+        struck: list[kills.Struck] = []
+        when = moments(args, kills.moments(args.seed, struck, phases))
+        for kill in kills.run_killed(lambda: start(pair.resumed), pair.resumed, when, usual_s):
             struck.append(kill)
             print(
                 f"kill {len(struck)}: {kill.phase} ({kill.wanted}), step {kill.num_steps} of its process, {kill.left}",
@@ -120,7 +137,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
         "seconds": seconds,
         "usual_s": usual_s,
         "kills_by_phase": hit,
-        "missed": sorted({kills.START, *kills.PHASES} - hit.keys()),
+        "missed": sorted(set(phases) - hit.keys()),
         "compared": {found.what: found.compared for found in findings},
         "differences": {found.what: found.difference for found in findings if found.difference is not None},
         "each": [asdict(kill) for kill in struck],

@@ -36,6 +36,8 @@ PHASES = (
     "commit",
     "rotation",
 )
+# Those that a run with a critic has beside them.
+CRITIC_PHASES = ("values", "update_critic")
 # Phases that not every step has.
 RARE = ("testing", "save_checkpoint", "commit", "rotation")
 _LOOK_S = 0.3
@@ -52,12 +54,20 @@ class Moment:
     num_steps: int = 0
 
 
-def moments(seed: int, phases: Sequence[str] = (START, *PHASES), *, most_steps: int = 3) -> Iterator[Moment]:
-    """Endless moments that a seed chooses. Each phase comes once in as many moments as there are phases."""
-    chosen = random.Random(seed)
+def moments(
+    seed: int, struck: Sequence[Struck] = (), phases: Sequence[str] = (START, *PHASES), *, most_steps: int = 3
+) -> Iterator[Moment]:
+    """Endless moments that a seed chooses. The next phase is the one that was tried and hit least.
+
+    struck: the kills so far, to which the caller adds. So one of 2 ms, which is often missed, is tried more often, and
+    one that is never hit twice as often as others at most.
+    """
+    chosen, tried = random.Random(seed), Counter[str]()
     while True:
-        for phase in chosen.sample(phases, len(phases)):
-            yield Moment(phase, chosen.random(), chosen.randrange(most_steps))
+        hit = phases_hit(struck)
+        phase = min(chosen.sample(phases, len(phases)), key=lambda phase: tried[phase] + hit.get(phase, 0))
+        tried[phase] += 1
+        yield Moment(phase, chosen.random(), chosen.randrange(most_steps))
 
 
 @dataclass(frozen=True)

@@ -464,11 +464,21 @@ def test_controller_scale_with_a_critic_and_dumps(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("engine", "num_kills", "more"), [("embedded", 30, []), ("embedded", 9, ["--async-save"]), ("sglang", 9, [])]
+    ("engine", "num_kills", "more"),
+    [
+        ("embedded", 30, []),
+        ("sglang", 30, []),
+        ("embedded", 9, ["--async-save"]),
+        ("embedded", 6, ["--layout", "tp2", "--critic"]),
+    ],
 )
 def test_chaos(tmp_path: Path, engine: str, num_kills: int, more: list[str]) -> None:
-    """A job that is killed at random moments of every phase ends as one that was left alone."""
+    """A job that is killed at random moments, of every phase where there are enough, ends as one left alone."""
     arguments = ["--engine", engine, "--kills", str(num_kills), "--seed", str(num_kills), *more]
     result = run_benchmark("chaos.py", tmp_path / "result.json", *arguments, timeout_s=7200)
     assert result["differences"] == {} and result["kills"] == num_kills
-    assert result["kills_by_phase"]["start"] >= 1 and len(result["kills_by_phase"]) >= 6
+    if num_kills == 30:
+        assert result["missed"] == []
+    else:
+        phases = {phase for phase in result["kills_by_phase"] if not phase.startswith("left ")}
+        assert len(phases) > num_kills / 2
