@@ -29,6 +29,9 @@ from scalerl.parallel.layout import Layout
 # Assumed, of a trainer's process on a GPU: CUDA context, libraries, NCCL's buffers.
 PROCESS_BYTES = int(1.5 * GIB)
 _MIB = 1 << 20
+# Of host memory that a rank takes, beside what it holds, to write or read its share of a checkpoint: one piece of a
+# tensor (checkpoint.pieces) on its way from or to a device, and buffers of files.
+CHECKPOINT_PIECE_BYTES = 64 * _MIB
 
 # What each part is made of; the report names them.
 SOURCES = {

@@ -8,7 +8,7 @@ from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.device_memory import GIB
 from scalerl.families import ModelShape
 from scalerl.memory_plan.balance import full_length_balance, spread_balance
-from scalerl.memory_plan.plan import SOURCES, DevicePlan, MemoryPlan
+from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan
 
 
 def summary(plan: MemoryPlan) -> str:
@@ -29,7 +29,15 @@ def table(plan: MemoryPlan) -> str:
     names = {name for device in plan.devices for phase in device.phases for name in phase.parts}
     lines += ["", "where the numbers come from"]
     lines += [f"  {part:<16}{source}" for part, source in SOURCES.items() if any(n.endswith(part) for n in names)]
-    return "\n".join([*lines, "", *_totals(plan)])
+    return "\n".join([*lines, "", *_totals(plan), _checkpoint_line(plan)])
+
+
+def _checkpoint_line(plan: MemoryPlan) -> str:
+    piece, node = CHECKPOINT_PIECE_BYTES / GIB, plan.devices_per_node * CHECKPOINT_PIECE_BYTES / GIB
+    return (
+        f"host memory of a save that is waited for, and of a load: at most {piece:.2f} GiB for a rank, {node:.2f} GiB on "
+        "its node, beside what it holds"
+    )
 
 
 def balance_line(cfg: PPOConfig | SFTConfig, shape: ModelShape) -> str:

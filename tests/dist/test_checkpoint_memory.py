@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from scalerl.checkpoint.pieces import MAX_PIECE_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import ModelShape, family_of
+from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES
 from scalerl.parallel import checkpoint
 from tests.dist.launch import run_ranks
 from tests.dist.test_load_memory import CLEAR_REFS, resident_bytes
@@ -93,7 +95,9 @@ def test_a_rank_writes_and_reads_its_share_in_the_memory_of_a_piece(model: Path,
         # In the background: a copy of what the rank writes, its part of the weights included.
         share = rank["shard"] * (STATE_BYTES + 2) / STATE_BYTES
         assert share / 2 < rank["begin_save"] <= share + SMALL_BYTES and rank["written_beside"] <= SMALL_BYTES, rank
+        # From host to file and back no piece is copied, as it is on its way from and to a GPU, which the plan counts.
         assert rank["save"] <= SMALL_BYTES and rank["load"] <= SMALL_BYTES, rank
+        assert MAX_PIECE_BYTES <= CHECKPOINT_PIECE_BYTES and SMALL_BYTES < CHECKPOINT_PIECE_BYTES
     files = sorted((tmp_path / "actor" / "dist_ckpt").glob("*.distcp"))
     # 2 bytes of each weight beside the state.
     share = state * (STATE_BYTES + 2) / STATE_BYTES / WORLD_SIZE

@@ -222,6 +222,8 @@ def test_host_memory_of_saves_in_the_background() -> None:
     size = trainer.save_copy_bytes / GIB
     assert f"host memory of saves (trainer.async_save): {size:.1f} GiB for a rank of trainer" in summary(beside)
     assert f"{8 * size:.1f} GiB on its node" in summary(beside) and "host memory" not in summary(waiting)
+    # Eight pieces of 64 MiB.
+    assert "a save that is waited for, and of a load: at most 0.06 GiB for a rank, 0.50 GiB on its" in table(waiting)
 
 
 def test_sums() -> None:
