@@ -35,8 +35,8 @@ def table(plan: MemoryPlan) -> str:
 def _checkpoint_line(plan: MemoryPlan) -> str:
     piece, node = CHECKPOINT_PIECE_BYTES / GIB, plan.devices_per_node * CHECKPOINT_PIECE_BYTES / GIB
     return (
-        f"host memory of a save that is waited for, and of a load: at most {piece:.2f} GiB for a rank, {node:.2f} GiB on "
-        "its node, beside what it holds"
+        f"host memory of a save that is waited for, and of a load: at most {piece:.2f} GiB for a rank, {node:.2f} GiB "
+        "on its node, beside what it holds"
     )
 
 

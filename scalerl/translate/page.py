@@ -82,8 +82,8 @@ def page(commands: Mapping[str, tuple[str, Sequence[str]]], more: Mapping[str, S
     for name, (title, _) in commands.items():
         blocks.append(f"### {title}\n```\n{reports[name].shell()}\n```\n{_rows(reports[name])}")
     blocks += [MORE, _counts_of_more(more), "## Keys", _key_table(ENTRIES["ppo"])]
-    more = [entry for entry in ENTRIES["sft"] if entry not in ENTRIES["ppo"]]
-    blocks += ["## Keys of fine-tuning", "Beside those above that `scalerl sft` has too:", _key_table(more)]
+    of_sft = [entry for entry in ENTRIES["sft"] if entry not in ENTRIES["ppo"]]
+    blocks += ["## Keys of fine-tuning", "Beside those above that `scalerl sft` has too:", _key_table(of_sft)]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
 
 

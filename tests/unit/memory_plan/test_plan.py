@@ -18,7 +18,7 @@ from scalerl.memory_plan.balance import full_length_balance, spread_balance
 from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.memory_plan.command import main, read_arguments
 from scalerl.memory_plan.plan import MemoryPlan, memory_plan
-from scalerl.memory_plan.report import balance_line, summary
+from scalerl.memory_plan.report import balance_line, summary, table
 from scalerl.memory_plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.parallel.layout import Layout
 from tests.model_configs import model_directory, read_config
