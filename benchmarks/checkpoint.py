@@ -1,13 +1,17 @@
 """GB/s of saving and loading a checkpoint on real ranks, against dd with as many processes in the same run.
 
 python benchmarks/checkpoint.py                       # a model of 0.1 billion parameters in bfloat16 on two dp ranks
-python benchmarks/checkpoint.py --layout tp2 --directory /data
+python benchmarks/checkpoint.py --model quickstart --dtype float32
+python benchmarks/checkpoint.py --model 1gb --directory /data
 
 A save is `save_engine` (digests, one fsync for each rank) and the commit of the directory; dd writes as many bytes with
 conv=fsync. A save in the background (`trainer.async_save`) stops the run until it has begun, and the next update, some
 time later, until what each rank writes has been copied: blocking_share is the time of the beginning over that of a
-save, blocking_share_at_once that of beginning and copy, for an update that changes the weights right away. A load is
-`load_engine`, every digest compared; dd reads the files that were written. All meet the same page cache.
+save, blocking_share_at_once that of beginning and copy, for an update that changes the weights right away, as each of
+SFT does. A load is `load_engine`, every digest compared; dd reads the files that were written. A run that goes on first
+has the driver compare all of the checkpoint (`check`), so that its data is read twice: resume is both. All meet the
+same page cache. Predicted from what one core hashes, writes and reads: as many cores as ranks, or as the driver has
+threads; a save no faster than dd writes.
 """
 
 from __future__ import annotations
@@ -24,16 +28,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
-from merge import resident
+from merge import one_core, resident
 from updates import MODELS, make_model
 
+# Width and layers; the second has 0.5 billion parameters, 1 GB in bfloat16. quickstart: of examples/arithmetic.
+SIZES = {"0.1b": (768, 12), "1gb": (1536, 18), "quickstart": None}
 LAYOUTS = {"1": (1, 1), "dp2": (2, 1), "tp2": (2, 2)}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=768, help="width of the model")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--model", choices=SIZES, default="0.1b")
+    parser.add_argument("--hidden", type=int, default=None, help="another width than that of --model")
+    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--layout", choices=LAYOUTS, default="dp2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -66,6 +73,9 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
             checkpoint.save_engine(engine, f"{tmp[0]}/actor")
             if dist.get_rank() == 0:
                 store.commit(tmp[0], root, repeat)
+        with _timed(seconds, "check"):
+            if dist.get_rank() == 0:
+                store.check_checkpoint(f"{root}/global_step_{repeat}", digests=True)
         with _timed(seconds, "load"):
             checkpoint.load_engine(engine, f"{root}/global_step_{repeat}/actor")
         with _timed(seconds, "begin"):
@@ -103,6 +113,28 @@ class _timed:
         self.seconds[f"{self.name}_peak_bytes"] = resident("VmHWM") - self.before
 
 
+def make(model: str, args: argparse.Namespace) -> None:
+    """Writes the model to measure with."""
+    sizes = SIZES[args.model]
+    if sizes is None:
+        script = record.REPOSITORY / "examples" / "arithmetic" / "make_model.py"
+        subprocess.run([sys.executable, str(script), "--out", model], check=True, stdout=subprocess.DEVNULL)
+        return
+    hidden, layers = args.hidden or sizes[0], args.layers or sizes[1]
+    make_model(model, MODELS["17m"].with_width(hidden, layers), args.dtype, 2048, "cpu", 0)
+
+
+def predicted_gb_per_s(rates: dict[str, float], ranks: int, cores: int, dd_write: float) -> dict[str, float]:
+    """Of a checkpoint's bytes. rates: of one core.  ranks: that work at the same time.  dd_write: of the disk."""
+    load, check = (num_cores / (1 / rates["read"] + 1 / rates["hash"]) for num_cores in (ranks, cores))
+    return {
+        "save": min(dd_write, ranks / (1 / rates["write"] + 1 / rates["hash"])),
+        "load": load,
+        "check": check,
+        "resume": 1 / (1 / load + 1 / check),
+    }
+
+
 def dd(commands: list[list[str]]) -> float:
     start = time.perf_counter()
     running = [subprocess.Popen(["dd", "bs=16M", *command], stderr=subprocess.DEVNULL) for command in commands]
@@ -119,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     layout = LAYOUTS[args.layout]
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
         model, run = f"{root}/model", f"{root}/run"
-        make_model(model, MODELS["17m"].with_width(args.hidden, args.layers), args.dtype, 2048, "cpu", 0)
+        rates = one_core(Path(root))
+        make(model, args)
         ranks = run_ranks(
             layout[0], of_rank, model, layout, args.dtype, run, args.repeats, timeout_s=3600.0, fresh=True
         )
@@ -137,13 +170,19 @@ def main(arguments: list[str] | None = None) -> int:
             for copy in copies:
                 Path(copy).unlink()
             reads.append(dd([[f"if={file}", "of=/dev/null"] for file in files]))
-    saves, loads, begins, waits, writes_beside = (
-        [of_run[name] for of_run in ranks[0]] for name in ("save", "load", "begin", "copy", "write")
+    saves, checks, loads, begins, waits, writes_beside = (
+        [of_run[name] for of_run in ranks[0]] for name in ("save", "check", "load", "begin", "copy", "write")
     )
+    resumes = [check + load for check, load in zip(checks, loads, strict=True)]
+    predicted = predicted_gb_per_s(rates, min(layout[0], ran_on["cores"]), ran_on["cores"], size / max(writes) / 1e9)
     result = {
         "checkpoint_bytes": size,
         "save_gb_per_s": record.spread([size / s / 1e9 for s in saves]),
         "load_gb_per_s": record.spread([size / s / 1e9 for s in loads]),
+        "check_gb_per_s": record.spread([size / s / 1e9 for s in checks]),
+        "resume_gb_per_s": record.spread([size / s / 1e9 for s in resumes]),
+        "predicted_gb_per_s": predicted,
+        "one_core_gb_per_s": rates,
         "dd_write_gb_per_s": record.spread([size / s / 1e9 for s in writes]),
         "dd_read_gb_per_s": record.spread([size / s / 1e9 for s in reads]),
         "begin_s": record.spread(begins),
@@ -159,16 +198,16 @@ def main(arguments: list[str] | None = None) -> int:
         },
     }
     rows = [("checkpoint", f"{size / 1e9:.2f} GB", f"{len(files)} files")]
-    for name, other in (("save", "dd_write"), ("load", "dd_read")):
+    for name, other in (("save", "dd_write"), ("load", "dd_read"), ("check", "dd_read"), ("resume", "dd_read")):
         ours, theirs = result[f"{name}_gb_per_s"]["median"], result[f"{other}_gb_per_s"]["median"]
         result[f"{name}_over_dd"] = ours / theirs
-        note = f"dd {theirs:.2f}: {ours / theirs:.2f} of it"
+        note = f"dd {theirs:.2f}: {ours / theirs:.2f} of it; predicted {predicted[name]:.2f}"
         rows.append((name, f"{ours:.2f} GB/s", note))
     share = result["blocking_share"]["median"]
     rows.append(("async save", f"{result['begin_s']['median']:.3f} s", f"that the run waits: {share:.3f} of a save"))
     at_once = result["blocking_share_at_once"]["median"]
     rows.append(
-        ("its copy", f"{result['copy_s']['median']:.3f} s", f"for an update right after it; with it {at_once:.3f}")
+        ("its copy", f"{result['copy_s']['median']:.3f} s", f"for an update right after it, as of SFT: {at_once:.3f}")
     )
     print(record.table(rows))
     return record.keep("checkpoint", arguments, vars(args), ran_on, result, device="cpu")
