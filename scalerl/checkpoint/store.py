@@ -31,6 +31,8 @@ TRAINER_STATE_NAME = "trainer_state.json"
 # Key of the trainer state with the metrics by which `rotate` chooses the best.
 METRICS = "metrics"
 DIRECTORY_FORMAT = "global_step_{}"
+# Subdirectory of a model's directory with a file of random states for each rank, rank_*.
+RNG = "rng"
 _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 

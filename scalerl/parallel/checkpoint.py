@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as serialized
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
-from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.checkpoint.store import RNG, CheckpointWriteError
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
@@ -33,7 +33,6 @@ from scalerl.whole_file import whole_file
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
-RNG = "rng"
 COMMON = "common.pt"
 # Prefixes of the model's own keys; the optimizer's begin with `optimizer.`.
 _MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
@@ -118,9 +117,10 @@ def own_share(engine: MegatronEngine) -> Share:
 def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     """Loads the engine's state from a checkpoint that any layout saved. Collective.
 
-    The random state is loaded if the checkpoint has one for each rank. Raises CheckpointMismatchError, before any
-    weight changes, if the checkpoint is of another model, and DamagedCheckpointError, on every rank, if any rank reads
-    data that is not what was saved: load another checkpoint then.
+    The random state is loaded if the checkpoint has one for each rank; else a run says that it is not (`resumed_lines`
+    of the trainer). Raises CheckpointMismatchError, before any weight changes, if the checkpoint is of another model,
+    and DamagedCheckpointError, on every rank, if any rank reads data that is not what was saved: load another
+    checkpoint then.
     """
     directory = Path(directory)
     engine.require_on_device(*_STATE, work="loading a checkpoint")

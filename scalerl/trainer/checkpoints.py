@@ -14,9 +14,9 @@ from typing import Any
 
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import (
+    RNG,
     Best,
     CheckpointWriteError,
-    begin_save,
     check_checkpoint,
     checkpoint_to_resume,
     commit,
@@ -25,7 +25,7 @@ from scalerl.checkpoint.store import (
     step_of,
     write_trainer_state,
 )
-from scalerl.config import PPOConfig, SFTConfig
+from scalerl.config import PPOConfig, SFTConfig, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
@@ -136,6 +136,10 @@ def resumed_lines(resumed: Resumed, cfg: PPOConfig | SFTConfig) -> list[str]:
     if changed := _changed_keys(resumed.directory / RESOLVED_CONFIG, cfg):
         more = f", and {len(changed) - _MAX_CHANGES} more" if len(changed) > _MAX_CHANGES else ""
         lines.append(f"changed since that checkpoint: {', '.join(changed[:_MAX_CHANGES])}{more}")
+    # A checkpoint of another number of ranks has no random state for each.
+    saved_ranks, ranks = len(list((resumed.directory / "actor" / RNG).glob("rank_*"))), trained_layout(cfg).world_size
+    if saved_ranks not in (0, ranks):
+        lines.append(f"random states of that checkpoint's {saved_ranks} ranks are not used: this run trains on {ranks}")
     before, now = resumed.state.get(CODE), code_version()
     if before is not None and before != now:
         lines.append(f"that checkpoint was saved by scalerl {_described(before)}; this is {_described(now)}")
@@ -159,22 +163,6 @@ def _changed_keys(saved: Path, cfg: PPOConfig | SFTConfig) -> list[str]:
 
 def _described(code: Mapping[str, str]) -> str:
     return code.get("version", "?") + (f" (commit {code['commit']})" if "commit" in code else "")
-
-
-def save(
-    root: str,
-    step: int,
-    models: Mapping[str, SavedModel],
-    *,
-    state: dict[str, Any],
-    keep: int | None,
-    best: Best | None = None,
-    every: int | None = None,
-) -> Path:
-    """Writes one whole checkpoint, then removes old ones. models: by role; each gets a directory of that name."""
-    tmp = begin_save(root, step)
-    write(tmp, root, step, models, state=state)
-    return publish(tmp, root, step, keep=keep, best=best, every=every)
 
 
 def write(

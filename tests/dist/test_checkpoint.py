@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from scalerl.merge import merge
 from scalerl.parallel import checkpoint
 from scalerl.trainer import checkpoints
+from tests import whole_saves
 from tests.dist import layouts
 from tests.dist.launch import run_ranks
 from tests.dist.layouts import ONE, Sizes
@@ -194,7 +195,7 @@ class Saved:
             self.continued[name] = run_ranks(sizes["world_size"], train_and_save, str(self.model), sizes, directory)
 
         models = {"actor": checkpoints.SavedModel(write, str(self.model))}
-        return str(checkpoints.save(str(self.root / name), 7, models, state={}, keep=None) / "actor")
+        return str(whole_saves.save(str(self.root / name), 7, models, state={}, keep=None) / "actor")
 
     def goes_on(self, layout: str, sources: Sequence[str], *others: Any) -> list[dict[str, str]]:
         """The run of every source goes on on this layout. Returns what each rank said of the others."""

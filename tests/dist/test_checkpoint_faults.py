@@ -17,6 +17,7 @@ from scalerl.trainer import checkpoints
 from tests.dist.launch import run_ranks
 from tests.filesystems import mounted, slow, with_quota
 from tests.tiny_models import make_tiny_model
+from tests.whole_saves import save as save_whole
 
 WORLD_SIZE = 2
 # In which a tmpfs counts.
@@ -105,9 +106,9 @@ def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: P
     """And the checkpoint before stays."""
     with mounted(tmp_path / "run", "size=3m") as root:
         models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
-        whole = checkpoints.save(str(root), 1, models, state={}, keep=None)
+        whole = save_whole(str(root), 1, models, state={}, keep=None)
         with pytest.raises(AssertionError, match="No space left on device"):
-            checkpoints.save(str(root), 2, models, state={}, keep=None)
+            save_whole(str(root), 2, models, state={}, keep=None)
         assert [path.name for path in root.glob("global_step_*")] == ["global_step_1"]
         assert store.find_latest_ckpt_path(root, digests=True) == str(whole)
 
@@ -140,7 +141,7 @@ def save(model: str, directory: str) -> None:
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = {"actor": checkpoints.SavedModel(lambda d: run_ranks(WORLD_SIZE, save, str(model), d), str(model))}
-    return checkpoints.save(str(tmp_path_factory.mktemp("run")), 1, models, state={}, keep=None)
+    return save_whole(str(tmp_path_factory.mktemp("run")), 1, models, state={}, keep=None)
 
 
 KEY = "optimizer.state.exp_avg_sq.decoder.layers.1.mlp.linear_fc2.weight"

@@ -17,6 +17,7 @@ from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
 from scalerl.errors import EXIT_INTERRUPTED, UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text, length_of_epochs
+from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
 
@@ -85,7 +86,7 @@ def test_a_finished_run_that_is_asked_for_another_model_names_it(tmp_path: Path)
     run, key = tmp_path / "run", "actor_rollout_ref.model.path"
     trained, narrower = make_tiny_model(tmp_path / "trained"), make_tiny_model(tmp_path / "narrower", ffn_size=64)
     models = {"actor": checkpoints.SavedModel(lambda directory: None, str(trained))}
-    last = checkpoints.save(str(run), 4, models, state={}, keep=None)
+    last = whole_saves.save(str(run), 4, models, state={}, keep=None)
     (run / "config.yaml").write_text(f"actor_rollout_ref:\n  model:\n    path: {trained}\n")
 
     same = finished_text(last, trainer(run, 4), key, str(trained))

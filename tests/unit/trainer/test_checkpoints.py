@@ -21,6 +21,7 @@ from scalerl.merge.command import build_parser
 from scalerl.trainer import checkpoints
 from scalerl.trainer.model_checks import check_same_tokenizer
 from scalerl.trainer.saves import Saves
+from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
 
@@ -40,7 +41,7 @@ def save(
     if critic:
         models["critic"] = checkpoints.SavedModel(write_weights, str(model), head="value")
     arguments = {"state": {"prompts": {"position": step}}, "keep": None}
-    return checkpoints.save(str(root), step, models, **(arguments | options))
+    return whole_saves.save(str(root), step, models, **(arguments | options))
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +287,21 @@ def test_a_run_says_what_changed_since_its_checkpoint(tmp_path: Path, model: Pat
         "changed since that checkpoint: actor_rollout_ref.actor.optim.lr 1e-05 -> 2e-05, "
         "trainer.logger [console,mlflow] -> [console], trainer.total_training_steps 4 -> null"
     )
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(8, []), (0, []), (2, ["2 ranks are not used: this run trains on 8"])])
+def test_a_run_says_that_random_states_are_not_those_of_its_ranks(
+    tmp_path: Path, model: Path, ranks: int, said: list[str]
+) -> None:
+    """Of 8 devices. A checkpoint of Megatron's own has none at all."""
+    cfg = configured(tmp_path, "trainer.n_gpus_per_node=8")
+    resumed = saved_with(tmp_path, cfg, model)
+    assert resumed.directory is not None
+    (resumed.directory / "actor" / "rng").mkdir()
+    for rank in range(ranks):
+        (resumed.directory / "actor" / "rng" / f"rank_{rank}.safetensors").touch()
+    _, *more = checkpoints.resumed_lines(resumed, cfg)
+    assert [line.removeprefix("random states of that checkpoint's ") for line in more] == said
 
 
 def test_a_run_says_that_its_code_changed(tmp_path: Path, model: Path) -> None:

@@ -1,0 +1,19 @@
+"""A whole checkpoint in one call, as a run makes one by `trainer.saves`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalerl.checkpoint.store import begin_save
+from scalerl.trainer.checkpoints import SavedModel, publish, write
+
+
+def save(
+    root: str, step: int, models: Mapping[str, SavedModel], *, state: dict[str, Any], keep: int | None, **rules: Any
+) -> Path:
+    """Writes a checkpoint, then removes old ones. models: by role.  rules: of `publish`, beside `keep`."""
+    tmp = begin_save(root, step)
+    write(tmp, root, step, models, state=state)
+    return publish(tmp, root, step, keep=keep, **rules)
