@@ -50,7 +50,7 @@ def build_optimizer(ddp_chunks: list, optim: OptimConfig, megatron: MegatronConf
     optimizer = get_megatron_optimizer(config, ddp_chunks, use_gloo_process_groups=False)
     parts = optimizer_parts(optimizer)
     for part in parts:
-        _allocate_adam_state(part.optimizer)
+        _allocate_adam_state(part)
         if dtype == torch.float16:
             # megatron gives experts a scale of their own, but multiplies the loss with the first one's alone.
             part.grad_scaler = parts[0].grad_scaler
@@ -116,9 +116,16 @@ def update_loss_scale(optimizer: Any, *, overflowed: bool) -> None:
         scaler.update(overflowed)
 
 
-def _allocate_adam_state(optimizer: torch.optim.Optimizer) -> None:
-    """torch's Adam has no state before its first step, and megatron's checkpoints cannot describe what is not there."""
+def _allocate_adam_state(part: Any) -> None:
+    """No Adam has state before its first step, and a checkpoint cannot describe what is not there.
+
+    part: one of megatron's optimizers; what it allocates for the Adam of Transformer Engine or apex lacks the count of
+    steps that torch's has by parameter.
+    """
+    optimizer = part.optimizer
     if not isinstance(optimizer, torch.optim.Adam):
+        if part.init_state_fn is not None:
+            part.init_state_fn(optimizer, part.config)
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -203,8 +210,9 @@ def set_num_updates(optimizer: Any, num_updates: int) -> None:
         for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(num_updates)
-        for group in part.optimizer.param_groups:
-            if "step" in group:
+        if not isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                # Not there yet before their first step, which would then begin to count.
                 group["step"] = num_updates
 
 

@@ -1,7 +1,12 @@
-"""torch's fused Adam, the one of CUDA, through the same code on a CPU: update, save, load, to the host and back."""
+"""Adams of CUDA through the same code on a CPU: torch's fused one, and one with the rules of others (apex, TE).
+
+Update, save, load, to the host and back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +109,83 @@ def test_the_numbers_are_those_of_the_usual_adam(model: str, fused_run: Any, tmp
             assert max(float((a - b).abs().max()) for a, b in zip(moved, expected, strict=True)) < 1e-6
             # By about the learning rate in each update.
             assert max(float(tensor.abs().max()) for tensor in moved) > 5e-4
+
+
+class LazyAdam(torch.optim.Optimizer):
+    """Adam by the rules of apex' and Transformer Engine's: no state before its first step, steps counted by group."""
+
+    def __init__(
+        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool
+    ) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            corrections = [1 - beta ** group["step"] for beta in group["betas"]]
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if len(state) == 0:
+                    state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                if parameter.grad is None:
+                    continue
+                state["exp_avg"].lerp_(parameter.grad, 1 - group["betas"][0])
+                state["exp_avg_sq"].lerp_(parameter.grad**2, 1 - group["betas"][1])
+                mean, square = (state[name] / by for name, by in zip(state, corrections, strict=True))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+@contextmanager
+def another_adam() -> Iterator[None]:
+    """LazyAdam in the place where megatron looks for that of Transformer Engine or apex."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizer, "Adam", LazyAdam)
+        patched.setattr(distrib_optimizer, "Adam", LazyAdam)
+        patched.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+        yield
+
+
+def train_with_another(model: str, megatron: dict[str, Any], directory: str) -> Any:
+    """A checkpoint before the first update and after the second, and two updates more; metrics and the last state."""
+    from scalerl.parallel.checkpoint import save_engine
+
+    with another_adam():
+        trainee = Trainee(model, (1, 1, 2), **megatron)
+        assert all(isinstance(part.optimizer, LazyAdam) for part in trainee.engine.optimizer.chained_optimizers)
+        updates = []
+        for step in range(2 * NUM_UPDATES):
+            if step in (0, NUM_UPDATES):
+                save_engine(trainee.engine, f"{directory}/{step}")
+            trainee.engine.to_host()
+            trainee.engine.to_device()
+            updates.append(trainee.update())
+        return updates, trainee.state()
+
+
+def resume_with_another(model: str, megatron: dict[str, Any], directory: str, step: int) -> Any:
+    from scalerl.parallel.checkpoint import load_engine
+
+    with another_adam():
+        trainee = Trainee(model, (1, 1, 2), **megatron)
+        load_engine(trainee.engine, f"{directory}/{step}")
+        return [trainee.update() for _ in range(step, 2 * NUM_UPDATES)], trainee.state()
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), [("bfloat16", True), full("float32", False)])
+def test_an_adam_that_is_not_torchs_goes_on_from_any_checkpoint(
+    model: str, tmp_path: Path, dtype: str, distributed: bool
+) -> None:
+    """Also from one before its first update, where it would have no state."""
+    megatron = {"dtype": dtype, "use_distributed_optimizer": distributed}
+    whole = run_ranks(2, train_with_another, model, megatron, str(tmp_path))
+    for step in (0, NUM_UPDATES):
+        resumed = run_ranks(2, resume_with_another, model, megatron, str(tmp_path), step)
+        for (updates, state), (others, other_state) in zip(whole, resumed, strict=True):
+            assert updates[step:] == others
+            assert len(state) == len(other_state) and all(map(torch.equal, state, other_state))

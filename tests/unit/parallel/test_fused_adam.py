@@ -36,7 +36,7 @@ def test_one_kernel_with_the_counts_of_steps_on_the_device() -> None:
         parameters = [torch.nn.Parameter(torch.empty(size, device="cuda")) for size in (3, 5)]
         adam = torch.optim.AdamW(parameters, lr=1e-3)
         optimizer = FP32Optimizer(adam, OptimizerConfig(optimizer="adam", lr=1e-3), lambda *_: None)
-        _allocate_adam_state(adam)
+        _allocate_adam_state(optimizer)
         assert {state["step"].device.type for state in adam.state.values()} == {"cpu"}
         use_fused_adam(optimizer)
         set_num_updates(optimizer, 7)
