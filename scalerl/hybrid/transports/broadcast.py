@@ -43,6 +43,11 @@ class BroadcastTransport:
         # Index of a replica that this rank leads -> (name, group).
         self.groups: dict[int, tuple[str, dist.ProcessGroup]] = {}
 
+    @property
+    def group_timeout_s(self) -> float:
+        """Limit of each broadcast in a group, as its backend enforces it."""
+        return self.timeout_s + (NCCL_GRACE_S if self.backend == "nccl" else 0.0)
+
     def send(self, delivery: Delivery) -> tuple[int, int]:
         total = num_buckets = 0
         for feed in delivery.led:
@@ -90,7 +95,7 @@ class BroadcastTransport:
             rank=SENDER,
             world_size=size,
             backend=self.backend,
-            timeout_s=self.timeout_s + (NCCL_GRACE_S if self.backend == "nccl" else 0.0),
+            timeout_s=self.group_timeout_s,
         )
         server.result()
         # Where the server did not join, this rank's thread waits in vain, and ends by its own limit.

@@ -212,6 +212,16 @@ def test_a_release_that_comes_late_is_no_error_and_one_that_does_not_come_is() -
     assert never.num_looks == 1 + round(2.0 / handover.RELEASE_LOOK_S)
 
 
+def test_a_save_without_room_though_the_servers_weights_left_is_an_error() -> None:
+    """At `before_save_alone`, when nothing of the servers is left that could leave."""
+    books = Handover()
+    waiting = rank(0, 39, returning={"actor": ACTOR, "ref": REF})
+    said = r"before_save_alone: rank 0 .* has 39\.00 of 80\.00 GiB free, and 40\.00 GiB are needed: .*actor 40\.00"
+    with pytest.raises(HandoverError, match=said):
+        books.see_released("before_save_alone", lambda: [waiting], pause=lambda _: None)
+    books.see_released("before_save_alone", lambda: [rank(0, 40, returning={"actor": ACTOR})], pause=lambda _: None)
+
+
 def test_a_save_needs_parameters_and_optimizer_and_the_cache_comes_back_after_it() -> None:
     books = Handover()
     release(books, Device((50, 50)), Device((60, 60)))
