@@ -52,7 +52,7 @@ class NodeBuckets:
 
         bucket_bytes: the same on all ranks; None: as before.
         """
-        self.engine.require_on_device(PARAMS, work="the export of weights")
+        self.engine.require_on_device(PARAMS, work="the export of weights", reads=True)
         if bucket_bytes not in (None, self.bucket_bytes):
             self._plan(bucket_bytes)
         num_bytes = self.largest * min(2, len(self))

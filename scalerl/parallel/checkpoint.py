@@ -110,7 +110,7 @@ def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
 def own_share(engine: MegatronEngine) -> Share:
     """This rank's share of a checkpoint; no collective. Its pieces are the engine's memory, as it is when read."""
-    engine.require_on_device(*_STATE, work="saving a checkpoint")
+    engine.require_on_device(*_STATE, work="saving a checkpoint", reads=True)
     return Share(dist.get_rank(), _own_pieces(engine), _rng_state(), _common_state(engine))
 
 

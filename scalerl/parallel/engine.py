@@ -139,17 +139,20 @@ class MegatronEngine:
             self.to_host(**{part: part in self._leaves for part in PARTS})
 
     @contextmanager
-    def on_device(self, *parts: str) -> Iterator[None]:
-        """Keeps parts (of offload.PARTS; none given: all) on the device inside the block, then calls `leave_device`."""
-        self._offload.to_device(**dict.fromkeys(parts or PARTS, True))
+    def on_device(self, *parts: str, reads: bool = False) -> Iterator[None]:
+        """Keeps parts (of offload.PARTS; none given: all) on the device inside the block, then calls `leave_device`.
+
+        reads: the block changes none of them, so that they can leave without a copy.
+        """
+        self._offload.to_device(**dict.fromkeys(parts or PARTS, True), reads=reads)
         try:
             yield
         finally:
             self.leave_device()
 
-    def require_on_device(self, *parts: str, work: str) -> None:
-        """Raises OffloadedError unless the parts are on the device."""
-        self._offload.require(*parts, work=work)
+    def require_on_device(self, *parts: str, work: str, reads: bool = False) -> None:
+        """Raises OffloadedError unless the parts are on the device.  reads: the work does not change them."""
+        self._offload.require(*parts, work=work, reads=reads)
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes of device memory by part: params, grads, optimizer."""
@@ -186,7 +189,7 @@ class MegatronEngine:
         micro_batches: indices into the shard's rows; together each row once. record_routing: returns "routed_experts"
         too, on every stage about its own layers. Routers follow this column of a shard that has it, as in `update`.
         """
-        self.require_on_device(PARAMS, work="logprobs")
+        self.require_on_device(PARAMS, work="logprobs", reads=True)
         for chunk in self._forward_chunks:
             chunk.eval()
         packed = self._pack(shard, micro_batches, record_routing=record_routing)
@@ -218,7 +221,7 @@ class MegatronEngine:
     @torch.no_grad()
     def _values(self, read: Callable, shard: DataProto, micro_batches: Sequence[Rows]) -> Jagged | None:
         assert self.shape.head == "value", "a language model has no values"
-        self.require_on_device(PARAMS, work="values")
+        self.require_on_device(PARAMS, work="values", reads=True)
         for chunk in self._forward_chunks:
             chunk.eval()
         packed = self._pack(shard, micro_batches)
@@ -389,7 +392,7 @@ class MegatronEngine:
 
         needed: which ranks need a bucket, the others get it empty; None: every rank gets all buckets.
         """
-        self.require_on_device(PARAMS, work="export_buckets")
+        self.require_on_device(PARAMS, work="export_buckets", reads=True)
         return export_buckets(
             self.chunks, self.family, self.shape, self.groups, bucket_bytes=bucket_bytes, needed=needed
         )

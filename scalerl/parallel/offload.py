@@ -1,7 +1,8 @@
 """Parameters, gradients and optimizer state of one engine: on the device, or in host memory while others use it.
 
-Parameters and optimizer state travel as flat copies. Gradients are not copied: an update zeroes them before it starts,
-so megatron's own `offload_grad_buffers` releases their memory and gives it back as zeros.
+Parameters and optimizer state travel as flat copies. What came to be read alone leaves without one, where the host has
+kept that of the time before (for a GPU, whose pinned memory stays). Gradients are not copied: an update zeroes them
+before it starts, so megatron's own `offload_grad_buffers` releases their memory and gives it back as zeros.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Offload:
         self._chunks, self._ddp_chunks, self._optimizer = list(chunks), list(ddp_chunks), optimizer
         self._flat: dict[str, list[_FlatTensors]] = {}
         self.away: frozenset[str] = frozenset()
+        # Whether the host keeps its copy of a part that is on the device; to pin memory anew takes longer than to copy.
+        self.keeps_copies = any(parameter.is_cuda for chunk in self._chunks for parameter in chunk.parameters())
+        # Parts on the device of which the host has the very same copy.
+        self._unchanged: set[str] = set()
         # Of the parts that are away: the bytes of device memory that they had.
         self.away_bytes: dict[str, int] = {}
 
@@ -56,21 +61,32 @@ class Offload:
             for group, tensors in itertools.zip_longest(groups, self._tensors(part)):
                 if group is None:
                     groups.append(group := _FlatTensors())
-                group.leave(tensors)
+                group.leave(tensors, is_copied=part in self._unchanged)
         if GRADS in leaving:
             for ddp in self._ddp_chunks:
                 ddp.offload_grad_buffers(empty_cache=False)
         self.away |= leaving
+        self._unchanged -= leaving
         self.away_bytes |= {part: sizes[part] for part in leaving}
         # Memory that torch keeps for reuse is not available to the other processes on the device.
         torch.cuda.empty_cache()
 
-    def to_device(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Brings the named parts back, each view of them as it was; gradients as zeros."""
-        coming = self._named(params=params, grads=grads, optimizer=optimizer) & self.away
+    def to_device(
+        self, *, params: bool = False, grads: bool = False, optimizer: bool = False, reads: bool = False
+    ) -> None:
+        """Brings the named parts back, each view of them as it was; gradients as zeros.
+
+        reads: they will not change before they leave, unless `require` is told so.
+        """
+        named = self._named(params=params, grads=grads, optimizer=optimizer)
+        coming = named & self.away
         for part in sorted(coming - {GRADS}):
             for group in self._flat[part]:
-                group.come_back()
+                group.come_back(keeps_copy=self.keeps_copies)
+        if not reads:
+            self._unchanged -= named
+        elif self.keeps_copies:
+            self._unchanged |= coming - {GRADS}
         if GRADS in coming:
             for ddp in self._ddp_chunks:
                 ddp.restore_grad_buffers(synchronize=False)
@@ -79,8 +95,13 @@ class Offload:
         self.away -= coming
         self.away_bytes = {part: size for part, size in self.away_bytes.items() if part in self.away}
 
-    def require(self, *parts: str, work: str) -> None:
-        """Raises OffloadedError unless the parts are on the device. work: what needs them, to begin the message."""
+    def require(self, *parts: str, work: str, reads: bool = False) -> None:
+        """Raises OffloadedError unless the parts are on the device. work: what needs them, to begin the message.
+
+        reads: the work does not change them.
+        """
+        if not reads:
+            self._unchanged.difference_update(parts)
         missing = [part for part in parts if part in self.away]
         if missing:
             asked = ", ".join(f"{part}=True" for part in missing)
@@ -156,28 +177,30 @@ class _FlatTensors:
         """Bytes: where each storage begins in the flat copy, and its end."""
         return [0, *itertools.accumulate(-(-size // _ALIGN_BYTES) * _ALIGN_BYTES for size in self._sizes)]
 
-    def leave(self, tensors: Sequence[Tensor]) -> None:
+    def leave(self, tensors: Sequence[Tensor], *, is_copied: bool = False) -> None:
+        """Frees the tensors' memory.  is_copied: they are what the host's copy has."""
         self._tensors = list(tensors)
         self._storages = _storages(tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         num_bytes = self._offsets[-1]
         if self._host is None or self._host.num_bytes != num_bytes:
             self._host = _HostBuffer(num_bytes, pin=any(tensor.is_cuda for tensor in tensors))
-        for offset, storage in zip(self._offsets, self._storages, strict=False):
+            is_copied = False
+        for offset, storage in zip(self._offsets, self._storages, strict=False) if not is_copied else ():
             self._host.write(offset, _bytes_of(storage))
         # The copies run behind Python's back: only now the memory may go.
         torch.cuda.synchronize()
         for storage in self._storages:
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def come_back(self, *, keeps_copy: bool) -> None:
         assert self._host is not None, "nothing has left"
         if len(self._storages) == 1:
             self._storages[0].resize_(self._sizes[0])
             self._host.read(0, _bytes_of(self._storages[0]))
         elif self._storages:
             self._join(self._host)
-        if not self._host.pinned:
+        if not keeps_copy:
             self._host = None
         self._tensors, self._storages = [], []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,59 @@ def test_a_frozen_model_comes_and_goes(model: str) -> None:
         assert all(same(before, again) for again in after)
         assert whole["params"] > 0 and whole["grads"] == whole["optimizer"] == 0
         assert all(size["params"] == 0 for size in sizes)
+
+
+def reading(model: str, layout: tuple[int, int, int], distributed: bool, leaves: bool) -> Any:
+    """Rounds of log-probs, update, export, save: numbers, state, and how many bytes went to the host after each."""
+    from scalerl.parallel import offload
+    from scalerl.parallel.checkpoint import load_engine, save_engine
+
+    keys = ("param_offload", "grad_offload", "optimizer_offload")
+    megatron = {"dtype": "bfloat16", "use_distributed_optimizer": distributed} | dict.fromkeys(keys, leaves)
+    trainee = Trainee(model, layout, **megatron)
+    # As on a GPU.
+    trainee.engine._offload.keeps_copies = True
+    written = []
+    write = offload._HostBuffer.write
+    numbers: list[Any] = []
+
+    def counted(self: Any, offset: int, source: torch.Tensor) -> None:
+        written[-1][1] += source.numel()
+        write(self, offset, source)
+
+    def round_of(name: str, work: Any, *parts: str, reads: bool) -> None:
+        written.append([name, 0])
+        with trainee.engine.on_device(*parts, reads=reads):
+            numbers.append(work())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(offload._HostBuffer, "write", counted)
+        written.append(["start", 0])
+        trainee.engine.leave_device()
+        for _ in range(2):
+            round_of("logprobs", trainee.logprobs, "params", reads=True)
+            round_of("update", trainee.update, reads=False)
+            round_of("export", trainee.weights, "params", reads=True)
+            directory = tempfile.mkdtemp()
+            round_of("save", lambda to=directory: save_engine(trainee.engine, to), "params", "optimizer", reads=True)
+        # Work that changes weights is written whatever the block says.
+        round_of("update in a block that reads", trainee.update, reads=True)
+        round_of("logprobs", trainee.logprobs, "params", reads=True)
+        round_of("load", lambda: load_engine(trainee.engine, directory), "params", "optimizer", reads=False)
+        round_of("logprobs", trainee.logprobs, "params", reads=True)
+        trainee.engine.to_device()
+    return numbers, trainee.state(), written
+
+
+@pytest.mark.parametrize("distributed", [True, full(False)])
+def test_what_was_only_read_leaves_without_a_copy(model: str, distributed: bool) -> None:
+    (numbers, state, _), (others, other_state, written) = (
+        run_ranks(1, reading, model, (1, 1, 1), distributed, leaves)[0] for leaves in (False, True)
+    )
+    assert same(numbers, others) and same(state, other_state)
+    changing = {"start", "update", "update in a block that reads", "load"}
+    assert {name for name, num_bytes in written if num_bytes} == changing
+    assert all(num_bytes == 0 for name, num_bytes in written if name not in changing)
 
 
 def flags(model: str, layout: tuple[int, int, int], megatron: dict[str, bool]) -> Any:

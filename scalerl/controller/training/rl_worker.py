@@ -32,7 +32,7 @@ class RLWorker(MegatronWorker):
         super().leave()
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("old_log_prob", "params")
+    @phase("old_log_prob", "params", reads=True)
     def compute_log_prob(
         self,
         shard: DataProto,
@@ -81,21 +81,21 @@ class RLWorker(MegatronWorker):
         return {}, DataProto(samples=worst_tokens(shard))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("ref", "params", role="ref")
+    @phase("ref", "params", role="ref", reads=True)
     def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, *, temperature: float) -> Result:
         """Computes column ref_logprobs."""
         outputs = self.engines["ref"].logprobs(shard, flat(micro_batches), temperature=temperature)
         return {}, DataProto({"ref_logprobs": outputs["logprobs"]}) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("values", "params", role="critic")
+    @phase("values", "params", role="critic", reads=True)
     def compute_values(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes column values."""
         outputs = self.engines["critic"].values(shard, flat(micro_batches))
         return {}, DataProto(outputs) if outputs else None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    @phase("reward_model", "params", role="reward_model")
+    @phase("reward_model", "params", role="reward_model", reads=True)
     def compute_scores(self, shard: DataProto, micro_batches: MicroBatches) -> Result:
         """Computes sample column scores: the reward model's output after the last token."""
         outputs = self.engines["reward_model"].scores(shard, flat(micro_batches))
@@ -299,7 +299,7 @@ class RLWorker(MegatronWorker):
         report = self._sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
         return report | {"memory": self.memory()} if with_memory else report
 
-    @phase("update_weights", "params")
+    @phase("update_weights", "params", reads=True)
     def _sync(self, policy_version: int, **options: Any) -> dict[str, Any]:
         assert self.weight_sync is not None, "no servers are connected"
         return self.weight_sync.sync(policy_version, **options)

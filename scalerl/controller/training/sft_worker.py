@@ -50,7 +50,7 @@ class SFTWorker(MegatronWorker):
         metrics = self._evaluate(shard, micro_batches)
         return metrics | self.memory(), None
 
-    @phase("testing", "params")
+    @phase("testing", "params", reads=True)
     def _evaluate(self, shard: DataProto, micro_batches: MicroBatches) -> dict[str, Metric]:
         shard = shard.union(self._rows("val", shard.samples["row"]))
         outputs = self.engines["actor"].logprobs(shard, flat(micro_batches), temperature=1.0)

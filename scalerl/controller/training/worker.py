@@ -41,17 +41,18 @@ LOGGING_LEVEL_ENV = "SCALERL_LOGGING_LEVEL"
 
 
 def phase(
-    name: str, *parts: str, role: str = "actor"
+    name: str, *parts: str, role: str = "actor", reads: bool = False
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Decorates a worker's method that computes with a role's model: `parts` of it are on the device meanwhile.
 
     name: of the method in timing_s/* and perf/memory_*_gb/*. parts: of parallel.offload.PARTS; without any: all.
+    reads: the method changes none of them.
     """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
         def measured(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            with memory_phase(name), self.recorded(f"{role} {name}"), self.present(name, role, parts):
+            with memory_phase(name), self.recorded(f"{role} {name}"), self.present(name, role, parts, reads):
                 return method(self, *args, **kwargs)
 
         return GPUMemoryLogger(role)(measured)
@@ -170,10 +171,13 @@ class MegatronWorker(Worker):
         torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def present(self, name: str, role: str, parts: Sequence[str]) -> Iterator[None]:
-        """Keeps parts of a role's model on the device inside the block.  name: phase that the moves count for."""
+    def present(self, name: str, role: str, parts: Sequence[str], reads: bool) -> Iterator[None]:
+        """Keeps parts of a role's model on the device inside the block.  name: phase that the moves count for.
+
+        reads: the block changes none of them.
+        """
         engine, began = self.engines[role], time.perf_counter()
-        with engine.on_device(*parts):
+        with engine.on_device(*parts, reads=reads):
             arrived = leaving = time.perf_counter()
             try:
                 yield
@@ -230,7 +234,7 @@ class MegatronWorker(Worker):
         """Writes that role's distributed checkpoint into an existing directory."""
         from scalerl.parallel.checkpoint import save_engine
 
-        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
+        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer", reads=True):
             save_engine(self.engines[role], directory)
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
@@ -240,7 +244,7 @@ class MegatronWorker(Worker):
 
         if self.background_save is None:
             self.background_save = BackgroundSave()
-        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer"):
+        with memory_phase("save_checkpoint"), self.engines[role].on_device("params", "optimizer", reads=True):
             self.background_save.begin(role, self.engines[role], directory)
 
     @register(Dispatch.RANK_ZERO)
