@@ -123,7 +123,7 @@ def summary(run_dir: Path, before_sft: float, after_sft: float, after_rl: float,
     from scalerl.tracking.mlflow_pages import LOCAL_ADDRESS, charts_page
 
     out, algorithm = run_dir.parent, run_dir.name
-    data, uri = out / "data", f"sqlite:///{run_dir / 'mlflow.db'}"
+    uri = f"sqlite:///{run_dir / 'mlflow.db'}"
     client = MlflowClient(uri)
     (mlflow_run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     page = charts_page(LOCAL_ADDRESS, mlflow_run.info.experiment_id, mlflow_run.info.run_id)
@@ -133,13 +133,8 @@ validation score     before SFT {before_sft:.3f}    after SFT {after_sft:.3f}   
 merged model         {out / "merged"}
 open the run         {Path(sys.executable).parent / "mlflow"} ui --backend-store-uri {uri}
   and in a browser   {page}
-the same on 8 GPUs   scalerl train --config-dir {HERE} --config-name {algorithm} \\
-                       data.train_files={data / "rl_train.parquet"} data.val_files={data / "rl_val.parquet"} \\
-                       custom_reward_function.path={HERE / "reward.py"} \\
-                       actor_rollout_ref.model.path={out / "sft_model"} \\
-                       trainer.device=cuda trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.num_replicas=null \\
-                       actor_rollout_ref.actor.megatron.dtype=bfloat16 actor_rollout_ref.rollout.dtype=bfloat16 \\
-                       trainer.default_local_dir={out / f"{algorithm}_8gpu"}"""
+the same on 8 GPUs   {sys.executable} {HERE / "quickstart.py"} --gpus 8 --algorithm {algorithm} \\
+                       --out {out.parent / f"{out.name}_8gpu"}"""
 
 
 if __name__ == "__main__":

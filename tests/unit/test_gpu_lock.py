@@ -51,9 +51,10 @@ def test_lock_has_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("package", ["sglang", "megatron-core", "transformers", "ray", "mlflow", "math-verify"])
 def test_lock_has_what_a_package_declares(package: str) -> None:
-    """Where the installed version is the locked one, its own metadata say what it needs."""
-    if importlib.metadata.version(package) == PINS[package]:
-        assert unmet(importlib.metadata.requires(package) or []) == []
+    """By the metadata of the installed version, which must be the locked one: of another one this would say nothing."""
+    installed = importlib.metadata.version(package)
+    assert installed == PINS[package], "make requirements/gpu.txt anew (python requirements/lock.py)"
+    assert unmet(importlib.metadata.requires(package) or []) == []
 
 
 def test_what_a_server_compiles_with_is_locked_at_torchs_cuda() -> None:
