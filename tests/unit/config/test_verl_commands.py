@@ -392,6 +392,13 @@ def test_stages_that_count_embedding_and_loss_get_their_layers(tmp_path: Path):
     assert sizes(95, stages, embedding) == (11, None) and sizes(95, stages, loss) == (None, 11)
     assert sizes(94, loss, embedding, stages, f"{first}=10", f"{last}=12") == (10, 12)
     assert sizes(94, loss, embedding) == (None, None)
+    # The same of fine-tuning, where the section has another name.
+    fields = "+engine.override_transformer_config.account_for"
+    given = ["data.train_files=a", f"model.path={tmp_path}", *devices, f"{fields}_loss_in_pipeline_split=True"]
+    given += [f"{fields}_embedding_in_pipeline_split=True", "engine.pipeline_model_parallel_size=8"]
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 94}))
+    megatron = composed("sft", given).config.megatron
+    assert (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage) == (11, 11)
     # Without the model at hand, and where the layers cannot be divided.
     (found, _) = violations([*REQUIRED, *devices, stages, loss, embedding])
     assert found.endswith(f"; leave it out, and set {first} and {last} to (the model's layers + 2) / 8 - 1")

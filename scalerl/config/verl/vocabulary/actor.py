@@ -58,10 +58,15 @@ ACTOR_KEYS = [
         why="routers choose anew in every pass",
     ),
     goes_with(f"({ACTOR}|{REF})(.megatron|).router_replay.*", f"{ACTOR}.router_replay.mode"),
-    same(
-        f"({ANY}|{ROLLOUT}).resource_pool_id|resource_pool_specs",
-        why="devices of their own have `resource_pool.nnodes` and `resource_pool.n_gpus_per_node`",
+    absent(
+        "resource_pool_specs",
+        [],
+        {},
+        None,
+        why="a model or the servers with devices of their own say so in their section",
+        instead="leave it out, and set `resource_pool.nnodes` and `resource_pool.n_gpus_per_node` there",
     ),
+    goes_with(f"({ANY}|{ROLLOUT}).resource_pool_id", "resource_pool_specs"),
     same(f"{ACTOR}.freeze_vision_tower", why="models are language models"),
     absent(f"{ACTOR}.(use_prefix_grouper|freeze_moe_router)", *OFF, why="every token of a sample is computed"),
     computed(

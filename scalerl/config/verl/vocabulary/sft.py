@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from scalerl.config.schema import MegatronConfig
@@ -26,6 +27,26 @@ from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATR
 _MEGATRON_FIELDS = "|".join(name for name in MegatronConfig.__dataclass_fields__ if not name.startswith("override_"))
 
 
+@dataclass(frozen=True)
+class _OfEngine:
+    """The rest of the configuration, with verl's keys of its section `engine` as those of `megatron`."""
+
+    context: Context
+
+    def value(self, key: str) -> Any:
+        return self.context.value(key)
+
+    def is_set(self, key: str) -> bool:
+        return self.context.is_set(key)
+
+    def left_open(self, key: str) -> str | None:
+        return self.context.left_open(key)
+
+    def foreign(self, key: str) -> Any:
+        names = (key, re.sub("^megatron", "engine", key))
+        return next((found for name in names if (found := self.context.foreign(name)) is not None), None)
+
+
 def _override(match: re.Match[str], value: Any, context: Context) -> Outcome | None:
     """Reads a field of Megatron's own configs as its key in the section `megatron` is read."""
     key = f"megatron.{match[1]}"
@@ -34,7 +55,7 @@ def _override(match: re.Match[str], value: Any, context: Context) -> Outcome | N
     if isinstance(value, dict):
         return None
     found = ((entry, entry.regex.fullmatch(key)) for entry in OVERRIDE_ENTRIES)
-    outcomes = (entry.read(fits, value, context) for entry, fits in found if fits)
+    outcomes = (entry.read(fits, value, _OfEngine(context)) for entry, fits in found if fits)
     return next((outcome for outcome in outcomes if outcome is not None), Becomes({key: value}))
 
 
@@ -84,7 +105,13 @@ SFT = [
         why="devices that share a sequence, by Ulysses",
     ),
     renamed(f"engine.({_MEGATRON_FIELDS})", r"megatron.\1"),
-    computed("engine.(override_**)", "`megatron.override_...`", "fields of Megatron's own configs", _override),
+    computed(
+        "engine.(override_**)",
+        "`megatron.override_...`",
+        "fields of Megatron's own configs",
+        _override,
+        asks_others=True,
+    ),
     computed("optim|model", "the name of a group: already so", "the keys of the section say it", _config_group),
     computed("trainer.(test_freq|save_freq)", "`after_each_epoch`: refused", "a number of steps", _after_each_epoch),
     renamed("trainer.max_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
