@@ -118,7 +118,7 @@ def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
     assert shape.kv_lora_rank is not None and shape.qk_rope_head_dim is not None and shape.v_head_dim is not None
     heads = shape.num_attention_heads / sizes.layout.tp_size
     query_rank, kv_rank = shape.q_lora_rank or 0, shape.kv_lora_rank
-    value = shape.head_dim if not sizes.on_cpu else shape.v_head_dim
+    value = shape.head_dim
     kept = _input_of_linear(sizes, recomputed)
     ranks = query_rank + kv_rank
     compressed = sizes.norm(query_rank) * bool(query_rank) + sizes.norm(kv_rank) + itemsize * ranks

@@ -85,10 +85,17 @@ class PackedAttention(torch.nn.Module):
         query, key = rotate_queries_and_keys(query, key, packing.cos_sin)
         if packing.order is not None and packing.natural is not None:
             query, key, value = heads_to_tokens(query, key, value, packing.natural, self.cp_group)
+        # The fused kernels want one head size, on a CPU too: other ones make whole matrices of scores. Zeros after a
+        # narrower value stay apart in the output.
+        narrower = query.shape[2] - value.shape[2]
+        if narrower:
+            value = F.pad(value, (0, narrower))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None:
             out = _flash(query, key, value, packing.cu_seqlens_q, packing.max_seqlen_q, self.softmax_scale)
         else:
             out = _per_length(query, key, value, packing.lengths, self.softmax_scale)
+        if narrower:
+            out = out[..., :-narrower]
         if packing.order is not None:
             out = tokens_to_heads(out, packing.order, self.cp_group)
         return out.reshape(out.shape[0], -1)
@@ -97,7 +104,7 @@ class PackedAttention(torch.nn.Module):
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None
 ) -> Tensor:
-    """[P, heads, dv]. CUDA, bfloat16 or float16; torch must have `_varlen_attn`."""
+    """[P, heads, d]. CUDA, bfloat16 or float16; torch must have `_varlen_attn`."""
     attention = _varlen_attn()
     assert attention is not None
     # (-1, 0): everything to the left, nothing to the right. torch 2.10's argument is_causal is gone since 2.11.
@@ -112,12 +119,7 @@ def _flash(
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    # The kernel wants one head size; zeros after a narrower value stay apart in the output.
-    narrower = query.shape[2] - value.shape[2]
-    if narrower:
-        value = F.pad(value, (0, narrower))
-    out: Any = attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
-    return out[..., :-narrower] if narrower else out
+    return attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
 def _per_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float | None) -> Tensor:

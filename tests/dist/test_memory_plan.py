@@ -37,6 +37,8 @@ CASES = [
     ("qwen3", TP2, "bfloat16", "core_attn"),
     ("qwen3", TP2, "bfloat16", "full"),
     ("qwen3_moe", TP2, "bfloat16", "none"),
+    ("deepseek_v3", ONE, "bfloat16", "none"),
+    ("deepseek_v3", ONE, "bfloat16", "core_attn"),
     ("qwen3", PP2, "bfloat16", "none"),
     ("qwen3", PP2, "bfloat16", "full"),
     ("qwen3", CP2, "bfloat16", "none"),
@@ -50,7 +52,10 @@ LONG = 32768
 LONG_SIZES: dict[str, Any] = dict(
     num_layers=2, hidden_size=64, ffn_size=192, num_heads=4, num_kv_heads=2, vocab_size=512, tied=False
 )
-USUAL = [("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")]
+USUAL = [
+    *(("qwen3", ONE, "bfloat16", mode) for mode in ("none", "core_attn", "full")),
+    ("deepseek_v3", ONE, "bfloat16", "none"),
+]
 RELATIVE = 0.1
 # Of a layout's loss and gradient norm, as in test_layout_invariance.
 RELATIVE_LOSS = 1e-5
