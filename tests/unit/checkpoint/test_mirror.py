@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fsspec
@@ -71,6 +74,58 @@ def test_what_is_fetched_is_what_was_saved(tmp_path: Path, url: str) -> None:
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["global_step_2", store.TRACKER_NAME]
     # What is here is as new.
     assert Mirror(url).fetch_newer(tmp_path / "run", 2) is None
+
+
+# Where .ci/run installs s3fs and moto, a server of Amazon's protocol, apart from the locked packages.
+S3_PACKAGES = Path(sys.prefix) / "optional" / "s3"
+# What is above and below, of a real object store. The locked packages come first.
+S3 = """
+import sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+import fsspec
+fsspec.filesystem("s3").mkdir("bucket")
+from scalerl.checkpoint.mirror import Mirror
+from scalerl.checkpoint.store import Kept
+from tests.unit.checkpoint.test_mirror import content, save
+root, url = Path(sys.argv[2]), "s3://bucket/runs/mine"
+mirror = Mirror(url)
+assert mirror.steps() == [] and mirror.fetch_newer(root / "other", 0) is None
+first, second = save(root / "run", 1, "a"), save(root / "run", 2, "b")
+mirror.upload(first)
+mirror.upload(second)
+assert Mirror(url).steps() == [1, 2]
+assert content(Mirror(url).fetch_newer(root / "other", 0)) == content(second)
+assert mirror.rotate(Kept(1)) == ["global_step_1"] and mirror.steps() == [2]
+again = save(root / "run", 2, "again")
+mirror.upload(again)
+assert content(mirror.fetch_newer(root / "third", 1)) == content(again)
+"""
+
+
+@pytest.mark.skipif(not S3_PACKAGES.is_dir(), reason=".ci/run installs s3fs and moto")
+def test_an_object_store(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    serve = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(S3_PACKAGES)}, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None and time.monotonic() < deadline, "moto does not answer"
+            time.sleep(0.1)
+        done = subprocess.run(
+            [sys.executable, "-c", S3, str(S3_PACKAGES), str(tmp_path)],
+            env=os.environ | keys | {"PYTHONPATH": str(REPOSITORY), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    finally:
+        server.terminate()
+        server.wait(30)
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path, url: str) -> None:
