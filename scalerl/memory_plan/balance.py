@@ -15,7 +15,7 @@ from scalerl.families.flops import flops_shape
 
 @dataclass(frozen=True)
 class UpdateBalance:
-    """Of one update: operations and tokens of the rank that has the most, in units of the ranks' mean.
+    """The operations and tokens of the rank that has the most in an update, in units of the ranks' mean.
 
     num_micro_batches: of each rank.
     """

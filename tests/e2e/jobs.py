@@ -29,6 +29,7 @@ MARKER = "SCALERL_E2E_JOB"
 RUN_TIMEOUT_S = 400.0
 GONE_TIMEOUT_S = 120.0
 POLL_S = 0.02
+SHARED_MEMORY = Path("/dev/shm")
 # They hold nothing of the job. When their raylet is killed they report it to a dead GCS for a minute before they end.
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 REWARD = Path(__file__).with_name("graded_reward.py")
@@ -148,6 +149,13 @@ class Job:
                 return
             assert time.monotonic() < deadline, f"still running: {left}"
             time.sleep(0.1)
+
+    def shared_names(self) -> set[str]:
+        """Names in /dev/shm of what a process of the job has open or mapped now, or with the number of one in them."""
+        pids = {process.pid for process in self.look()}
+        names = {name for pid in pids for name in _shared_by(pid) if (SHARED_MEMORY / name).exists()}
+        numbers = {str(process.pid) for process in self.seen}
+        return names | {name for name in os.listdir(SHARED_MEMORY) if numbers & set(re.split(r"[-_.]", name))}
 
     def kill_all(self) -> None:
         """Whatever the test left."""
@@ -334,6 +342,17 @@ def only(violations: list[str], *parts: str) -> str:
     found = [text for text in violations if all(part in text for part in parts)]
     assert len(found) == 1, f"{parts} in {violations}"
     return found[0]
+
+
+def _shared_by(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has open or mapped, those of removed files too."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines += Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                lines.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return {match[1] for line in lines if (match := re.search(rf"{SHARED_MEMORY}/([^/ ]+)", line))}
 
 
 def _process_table() -> dict[Process, int]:

@@ -5,9 +5,11 @@ Its first steps also show what a run on a real SGLang server reports of itself.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.conftest import EXAMPLE, StartJob
-from tests.e2e.jobs import Job, Record
+from tests.e2e.jobs import SHARED_MEMORY, Job, Record
 from tests.e2e.step_checks import check_timing
 from tests.e2e.test_own_run import greedy
 from tests.unit.metrics.test_documented_keys import DOC, patterns
@@ -80,10 +82,15 @@ def test_quickstart_learns(start_job: StartJob, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Finished:
+    """shared, temporary: names in /dev/shm, and in TMPDIR, in step 1.  left: in TMPDIR after the end."""
+
     out: Path
     job: Job
     scores: tuple[float, float, float]
     metrics: dict[int, dict[str, float]]
+    shared: set[str]
+    temporary: list[str]
+    left: list[str]
 
     def steps(self) -> list[dict[str, float]]:
         return [self.metrics[step] for step in range(1, STEPS + 1)]
@@ -97,13 +104,18 @@ def finished(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> F
     # The model leaves its device whenever it does not compute.
     offload = [f"actor_rollout_ref.actor.megatron.{part}_offload=true" for part in ("param", "grad", "optimizer")]
     often = [f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS // 2}"]
-    job = start_job(quickstart(out, *often, *offload, *CORRECTION), directory)
-    server = "scalerl.servers.sglang.launch"
-    job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
-    job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
-    job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")
-    job.look()
-    return Finished(out, job, scores(job, out), Record.read(run_dir).final)
+    # Not below pytest's directory: the path of a socket may have 107 characters.
+    with pytest.MonkeyPatch.context() as environment, tempfile.TemporaryDirectory(prefix="e2e-") as tmpdir:
+        environment.setenv("TMPDIR", tmpdir)
+        job = start_job(quickstart(out, *often, *offload, *CORRECTION), directory)
+        server = "scalerl.servers.sglang.launch"
+        job.wait_for(lambda: (run_dir / "logs" / "rollout-0.log").exists(), "the start of the server")
+        job.wait_for(lambda: any(server in line for line in job.commands()), "the server's process")
+        job.wait_for(lambda: 1 in Record.read(run_dir).final, "step 1")
+        shared, temporary = job.shared_names(), os.listdir(tmpdir)
+        scored = scores(job, out)
+        job.assert_gone()
+        return Finished(out, job, scored, Record.read(run_dir).final, shared, temporary, os.listdir(tmpdir))
 
 
 def test_its_first_steps_learn(finished: Finished) -> None:
@@ -207,4 +219,10 @@ def test_lines_for_a_person(finished: Finished) -> None:
 
 
 def test_nothing_is_left_after_the_end(finished: Finished) -> None:
+    """No process, no shared memory of SGLang, Ray or the trainer, no temporary file but a cache of torch's compiler."""
     finished.job.assert_gone()
+    assert any(name.startswith("sglang_loads_") for name in finished.shared), "what SGLang would leave"
+    assert [name for name in finished.shared if (SHARED_MEMORY / name).exists()] == []
+    assert finished.job.shared_names() == set()
+    assert any(name.startswith("scalerl-server-") for name in finished.temporary), "the run used TMPDIR"
+    assert [name for name in finished.left if not name.startswith("torchinductor_")] == []
