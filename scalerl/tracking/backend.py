@@ -60,6 +60,8 @@ class RunInfo:
     mlflow_tracking_uri: str | None = None
     # Id of the MLflow run to continue.
     run_id: str | None = None
+    # Without run_id: to continue the MLflow run that a process in this run_dir began and did not finish.
+    continue_unfinished: bool = False
     # What the run is, as Markdown, and in short for a list of runs.
     description: str = ""
     tags: Mapping[str, str] = field(default_factory=dict)

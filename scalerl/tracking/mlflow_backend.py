@@ -42,7 +42,7 @@ SPOOL = "mlflow_spool"
 
 @register_backend("mlflow")
 class MlflowBackend:
-    """Records to one MLflow run: run.run_id if that is set, which is continued, or a new one.
+    """Records to one MLflow run: run.run_id or an unfinished one, which is continued, or a new one.
 
     Raises RuntimeError naming the tracking uri, the cause and what to do when the run cannot be opened. Continuing a
     run works even while the server does not answer: the records go to the spool.
@@ -64,11 +64,12 @@ class MlflowBackend:
         try:
             self._client = make_client(self.tracking_uri)
             self._run = MlflowRun(self._client, self.tracking_uri, run)
-            if run.run_id is None:
+            continues = run.run_id is not None or (run.continue_unfinished and self._run.find_unfinished())
+            if not continues:
                 self._run.create()
             self.run_id = self._run.run_id
             self._spool = Spool(run.run_dir / SPOOL / self.run_id)
-            if run.run_id is not None:
+            if continues:
                 self._continue()
             self._system = SystemMetrics()
         except Exception as error:
@@ -115,6 +116,8 @@ class MlflowBackend:
         if not len(self._spool):
             self._log_plots()
         self._submit({"kind": "status", "status": status, "process": self._process})
+        if status == "FINISHED":
+            self._run.finished()
         self._flush(deadline)
         if len(self._spool):
             logger.warning(

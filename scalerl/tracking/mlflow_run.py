@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from scalerl.tracking.backend import RunInfo, flat_config, safe_uri
+from scalerl.tracking.mlflow_client import is_refusal
 from scalerl.tracking.mlflow_names import metric_name, param_text
+from scalerl.whole_file import whole_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 # MLflow's pages of the experiment are those for training.
+# File in the run's directory while the run is not finished: its id, and where it is.
+UNFINISHED = "mlflow_run.json"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
@@ -38,9 +42,45 @@ class MlflowRun:
         self.experiment = self._experiment_id()
         run = self._client.create_run(self.experiment, tags=_origin_tags(), run_name=name)
         self.run_id = run.info.run_id
+        self._write_note()
         self._log_params({})
         self._describe({})
         self._log_datasets()
+
+    def find_unfinished(self) -> bool:
+        """Takes the run that an earlier process in the same directory began and did not finish, if it is still there.
+
+        Of a server that does not answer it is believed to be there.
+        """
+        try:
+            note = json.loads((self._info.run_dir / UNFINISHED).read_text(encoding="utf-8"))
+            run_id, uri = str(note["run_id"]), note["tracking_uri"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        if uri != self._configured_uri():
+            return False
+        try:
+            if self._client.get_run(run_id).info.lifecycle_stage == "deleted":
+                return False
+        except Exception as error:
+            if is_refusal(error):
+                return False
+        self.run_id = run_id
+        return True
+
+    def finished(self) -> None:
+        """Notes that no later process is to continue the run."""
+        (self._info.run_dir / UNFINISHED).unlink(missing_ok=True)
+
+    def _write_note(self) -> None:
+        note = {"run_id": self.run_id, "tracking_uri": self._configured_uri()}
+        with whole_file(self._info.run_dir / UNFINISHED) as file:
+            file.write(json.dumps(note).encode() + b"\n")
+
+    def _configured_uri(self) -> str | None:
+        """As the user gave it: without, the file is in run_dir, wherever that is."""
+        uri = self._info.mlflow_tracking_uri
+        return None if uri is None else safe_uri(uri)
 
     def resume(self) -> None:
         """Opens the run again.  Raises ValueError if it is not there, or deleted; the server's error otherwise."""

@@ -36,7 +36,8 @@ class Tracking:
     default_backend: a registered name or names.  config: the run's configuration as nested mapping.
     run_dir: directory for the files of this run, created if missing.  mlflow_tracking_uri: None: sqlite in run_dir.
     description, tags, datasets: what the run is, as `RunInfo` has them.
-    run_id: id of the MLflow run to continue.  resumed_from: the step that this process resumes from (0: none).
+    run_id: id of the MLflow run to continue.  continue_unfinished: as `RunInfo` has it.
+    resumed_from: the step that this process resumes from (0: none).
     restarted: this process has recorded to the run before, and begins again behind resumed_from.
     wait: False returns while backends are still being opened; `wait_started` or the first log then raises a failure.
     queue_size, start_timeout_s, stall_s: for each backend.  finish_timeout_s: for all of them together.
@@ -55,6 +56,7 @@ class Tracking:
         run_dir: str | Path,
         mlflow_tracking_uri: str | None = None,
         run_id: str | None = None,
+        continue_unfinished: bool = False,
         total_steps: int | None = None,
         resumed_from: int = 0,
         restarted: bool = False,
@@ -81,6 +83,7 @@ class Tracking:
             total_steps=total_steps,
             mlflow_tracking_uri=mlflow_tracking_uri,
             run_id=run_id,
+            continue_unfinished=continue_unfinished,
             description=description,
             tags=tags or {},
             datasets=datasets or {},

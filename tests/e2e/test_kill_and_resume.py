@@ -234,7 +234,7 @@ def assert_merged_model_is_the_trained_one(inputs: Inputs, start_job: StartJob, 
 
 
 def assert_one_mlflow_run(run_dir: Path, run_id: str) -> None:
-    """A process that was killed before there was a checkpoint has left a run of its own, of the first steps."""
+    """A process that was killed in the moment in which it made the run may have left one with nothing in it."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
@@ -242,7 +242,7 @@ def assert_one_mlflow_run(run_dir: Path, run_id: str) -> None:
     runs = {run.info.run_id: run for run in client.search_runs(experiments)}
     assert runs.pop(run_id).info.status == "FINISHED"
     assert mlflow_run_id(run_dir, STEPS) == run_id
-    assert all(run.data.metrics.get("training/global_step", 0) <= kills.SAVE_FREQ for run in runs.values())
+    assert not any(run.data.metrics or run.data.params for run in runs.values())
     final = Record.read(run_dir).final
     for key in ("critic/score/mean", "actor/grad_norm"):
         history = {entry.step: entry.value for entry in client.get_metric_history(run_id, key)}

@@ -99,6 +99,44 @@ def test_resume_continues_the_same_run(run_dir):
     assert len(client(run_dir).search_runs([run.info.experiment_id])) == 1
 
 
+def test_a_run_that_was_lost_before_its_first_checkpoint_is_continued(run_dir):
+    lost = Tracking("p", "e", "mlflow", run_dir=run_dir, continue_unfinished=True)
+    lost.log({"x": 1}, 1)
+    lost.flush()
+    # It ended without a word. One that starts anew is another.
+    anew = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    assert anew.run_id != lost.run_id
+    second = Tracking("p", "e", "mlflow", run_dir=run_dir, continue_unfinished=True)
+    assert second.run_id == anew.run_id
+    second.finish("KILLED")
+    third = Tracking("p", "e", "mlflow", run_dir=run_dir, continue_unfinished=True)
+    assert third.run_id == anew.run_id
+    third.finish()
+    # What is finished is not.
+    fourth = Tracking("p", "e", "mlflow", run_dir=run_dir, continue_unfinished=True)
+    assert fourth.run_id not in (lost.run_id, anew.run_id)
+    for each in (fourth, anew, lost):
+        each.finish("FAILED")
+
+
+def test_an_unfinished_run_that_is_elsewhere_or_gone_is_not_looked_for(run_dir, tmp_path):
+    first = Tracking("p", "e", "mlflow", run_dir=run_dir)
+    first.finish("FAILED")
+    client(run_dir).delete_run(first.run_id)
+    second = Tracking("p", "e", "mlflow", run_dir=run_dir, continue_unfinished=True)
+    assert second.run_id != first.run_id
+    second.finish("FAILED")
+    shutil.copy(run_dir / "mlflow.db", run_dir / "other.db")
+    uri = f"sqlite:///{run_dir}/other.db"
+    third = Tracking("p", "e", "mlflow", run_dir=run_dir, mlflow_tracking_uri=uri, continue_unfinished=True)
+    assert third.run_id != second.run_id
+    third.finish("FAILED")
+    (run_dir / "mlflow_run.json").write_text("{")
+    fourth = Tracking("p", "e", "mlflow", run_dir=run_dir, mlflow_tracking_uri=uri, continue_unfinished=True)
+    assert fourth.run_id != third.run_id
+    fourth.finish()
+
+
 @pytest.mark.parametrize(("error", "status"), [(None, "FINISHED"), (KeyError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_the_status_says_how_the_run_ended(run_dir, error, status):
     tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
