@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +25,7 @@ ANSWER_S = 5 * INTERVAL_S
 # A process whose beat is older does not run.
 STALE_S = 10 * INTERVAL_S
 NODES_AT_A_TIME = 32
+PY_SPY_TIMEOUT_S = 10.0
 # Lines of a stack that are in the message; all are in the file.
 SHOWN_LINES = 12
 PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in an uninterruptible wait", "Z": "dead"}
@@ -82,7 +86,50 @@ def seen_on_node(logs: str, pids: Sequence[int]) -> list[dict[str, Any]]:
     deadline = time.monotonic() + ANSWER_S
     while any(files[pid].ask.exists() for pid in asked) and time.monotonic() < deadline:
         time.sleep(INTERVAL_S / 10)
-    return [_seen(files[pid], processes[pid], size_before[pid]) for pid in pids]
+    seen = {pid: _seen(files[pid], processes[pid], size_before[pid]) for pid in pids}
+    # Those that are stopped, or were meanwhile.
+    silent = [pid for pid in pids if not seen[pid].get("stacks")]
+    with ThreadPoolExecutor(max(1, len(silent))) as pool:
+        for pid, stacks in zip(silent, pool.map(stacks_from_outside, silent), strict=True):
+            seen[pid]["stacks"] = stacks
+    return list(seen.values())
+
+
+def stacks_from_outside(pid: int) -> str:
+    """The stacks of a process that cannot write them itself, as one that is stopped; "" of one that is gone.
+
+    Those of py-spy, where it is installed and may read the process; else those of the kernel, of each thread.
+    """
+    if (py_spy := find_py_spy()) is not None:
+        # A stopped process must not be waited for.
+        command = [py_spy, "dump", "--nonblocking", "--pid", str(pid)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False)
+            if done.returncode == 0 and done.stdout.strip():
+                return done.stdout.strip()
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+        state = re.search(r"^State:\s*(.+)$", _read(task / "status"), re.MULTILINE)
+        if state is None:
+            continue
+        waits = _read(task / "wchan").strip("0\n")
+        lines.append(f"thread {task.name} ({_read(task / 'comm').strip()}): {state[1]}" + f", in {waits}" * bool(waits))
+        # Root alone may read it.
+        lines += [f"  {line}" for line in _read(task / "stack").splitlines()]
+    return "\n".join(["no Python stack without py-spy; in the kernel:", *lines]) if lines else ""
+
+
+def find_py_spy() -> str | None:
+    """The path of py-spy, which is looked for beside Python first; None where it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def process_state(pid: int) -> str:
@@ -230,6 +277,9 @@ def judged(states: list[RankState]) -> HangReport:
 
 
 def _calling_thread(stacks: str) -> list[str]:
-    """The first lines of the thread that does the call: faulthandler writes it last."""
-    thread = stacks.split("\n\n")[-1].splitlines()
+    """The first lines of the thread that does the call, the main one: faulthandler writes it last."""
+    threads = stacks.split("\n\n")
+    by_py_spy = re.match(r"Process (\d+):", stacks)
+    main = f"Thread {by_py_spy[1]} " if by_py_spy else ""
+    thread = next((text for text in threads if main and text.startswith(main)), threads[-1]).splitlines()
     return thread[: SHOWN_LINES + 1]

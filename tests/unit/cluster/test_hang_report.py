@@ -10,7 +10,17 @@ import sys
 import time
 from pathlib import Path
 
-from scalerl.cluster.hang_report import Collective, RankState, judged, process_state, seen_on_node, unfinished
+import pytest
+
+from scalerl.cluster.hang_report import (
+    Collective,
+    RankState,
+    judged,
+    process_state,
+    seen_on_node,
+    stacks_from_outside,
+    unfinished,
+)
 from scalerl.cluster.heartbeat import IDLE, BeatFiles
 
 REDUCE = Collective("gloo:all_reduce", "3 tp", 7)
@@ -61,7 +71,9 @@ def test_a_flight_record_is_read() -> None:
     assert unfinished("") == ((), {})
 
 
-def test_processes_that_run_stop_and_go(tmp_path: Path) -> None:
+def test_processes_that_run_stop_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without py-spy: what the kernel shows of one that is stopped."""
+    monkeypatch.setattr("scalerl.cluster.hang_report.find_py_spy", lambda: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
     try:
         assert child.stdout is not None and child.stdout.readline()
@@ -74,7 +86,23 @@ def test_processes_that_run_stop_and_go(tmp_path: Path) -> None:
         (seen,) = seen_on_node(str(tmp_path), [child.pid])
         assert (seen["process"], seen["phase"]) == ("stopped", "meet")
         assert 60 > seen["phase_s"] >= 9 and 60 > seen["beat_s"] >= 8
+        assert f"\nthread {child.pid} (python" in seen["stacks"] and "): T (stopped)" in seen["stacks"]
     finally:
         child.kill()
         child.wait()
-    assert process_state(child.pid) == "gone"
+    assert process_state(child.pid) == "gone" and stacks_from_outside(child.pid) == ""
+
+
+def test_py_spy_is_asked_where_it_is_and_the_thread_that_calls_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program of its name that prints as it does."""
+    dump = "Process 71: python\\n\\nThread 72 (idle)\\n    beat (b.py:1)\\n\\nThread 71 (idle)\\n    meet (w.py:3)"
+    dump += "\\n\\nThread 73 (idle)\\n    wait (t.py:9)"
+    (tmp_path / "py-spy").write_text(f"#!/bin/sh\n[ \"$1 $2 $3\" = 'dump --nonblocking --pid' ] && printf '{dump}'\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    monkeypatch.setattr("scalerl.cluster.hang_report.sys.executable", str(tmp_path / "python"))
+    stacks = stacks_from_outside(os.getpid())
+    report = judged([state(0, process="stopped", stacks=stacks), state(1)])
+    assert "Stack of rank 0:\n  Thread 71 (idle)\n      meet (w.py:3)" in report.message()
+    assert "beat" not in report.message() and "wait (t.py" not in report.message()
