@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.errors import EXIT_FAILED
-from scalerl.launch.probes import Limits, all_probes, versions
+from scalerl.launch.probes import Limits, all_probes, backend, versions
 from scalerl.probes import Finding
 
 MAX_SKEW_S = 5.0
@@ -40,12 +40,16 @@ ENDED = "ended-"
 
 @dataclass
 class Node:
-    """A node, with what it reported of itself.  bandwidths: to each peer that it was measured with, in Gbit/s."""
+    """A node, with what it reported of itself.
+
+    bandwidths: to each peer that it was measured with, in Gbit/s.  backend: of its ranks' collectives.
+    """
 
     host: str
     probes: list[Finding]
     versions: dict[str, str] = field(default_factory=dict)
     bandwidths: dict[str, float] = field(default_factory=dict)
+    backend: str = "gloo"
 
     @property
     def sick(self) -> list[Finding]:
@@ -58,9 +62,13 @@ class Node:
 
 def probe(arguments: argparse.Namespace) -> int:
     """Probes this node, reports to the collector and answers its questions until it ends. Returns 0."""
-    limits = Limits(arguments.gpus, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs)
+    limits = Limits(arguments.gpus, arguments.min_disk_gib, arguments.min_shm_gib, arguments.needs, arguments.directory)
     with _connected(arguments.directory, arguments.head, arguments.timeout_s) as channel:
-        report = {"probes": [asdict(result) for result in all_probes(limits)], "versions": versions()}
+        report = {
+            "probes": [asdict(result) for result in all_probes(limits)],
+            "versions": versions(),
+            "backend": backend(limits.gpus),
+        }
         channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **report})
         while (question := channel.receive()) is not None:
             if "end" in question:
@@ -198,7 +206,8 @@ class Collector:
             report = channel.receive()
             if report is None or report.get("host") not in self.hosts:
                 return
-            node = Node(report["host"], [Finding(**result) for result in report["probes"]], report["versions"])
+            probes = [Finding(**result) for result in report["probes"]]
+            node = Node(report["host"], probes, report["versions"], backend=report["backend"])
             node.probes.append(self._canary(report["canary"]))
             node.probes.append(clock_probe([clock_offset(channel) for _ in range(CLOCK_QUESTIONS)]))
         # A stranger, or a node that went away while it spoke: it is missing at the deadline.
@@ -214,17 +223,22 @@ class Collector:
         meaning = "" if ok else f"{self.directory} must be one directory on all nodes: mend the mount of this node"
         return Finding("shared directory", ok, value, meaning)
 
-    def measure(self, nodes: Mapping[str, Node], backend: str) -> None:
-        """Measures and notes the bandwidths of neighbours in a ring of the nodes that are well, in rounds of pairs."""
+    def measure(self, nodes: Mapping[str, Node]) -> None:
+        """Measures and notes the bandwidths of neighbours in a ring of the nodes that are well, in rounds of pairs.
+
+        By the backend of their ranks, or gloo where the two have not the same.
+        """
         well = [host for host in self.hosts if host in self.channels and not nodes[host].sick]
         for pairs in rounds(well):
-            threads = [threading.Thread(target=self._measure_pair, args=(nodes, *pair, backend)) for pair in pairs]
+            threads = [threading.Thread(target=self._measure_pair, args=(nodes, *pair)) for pair in pairs]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
-    def _measure_pair(self, nodes: Mapping[str, Node], first: str, second: str, backend: str) -> None:
+    def _measure_pair(self, nodes: Mapping[str, Node], first: str, second: str) -> None:
+        both = {nodes[first].backend, nodes[second].backend}
+        backend = "gloo" if len(both) > 1 else both.pop()
         first_channel, second_channel = self.channels[first], self.channels[second]
         try:
             host = first_channel.connection.getpeername()[0]
@@ -341,7 +355,7 @@ def collect(arguments: argparse.Namespace) -> int:
     collector = Collector(directory, arguments.address, arguments.hosts.split(","), arguments.timeout_s)
     nodes = collector.collect()
     if arguments.min_bandwidth_gbit > 0:
-        collector.measure(nodes, arguments.backend)
+        collector.measure(nodes)
         bandwidth_probes(nodes, arguments.min_bandwidth_gbit)
     collector.end()
     version_probes(nodes)
@@ -371,7 +385,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_head.add_argument("--head", required=True)
     on_head.add_argument("--num-nodes", type=int, required=True, help="nodes that the run needs")
     on_head.add_argument("--min-bandwidth-gbit", type=float, default=0.0, help="0: not measured")
-    on_head.add_argument("--backend", default="gloo")
     on_head.set_defaults(mode=collect)
     on_node = modes.add_parser("probe")
     on_node.add_argument("--head", required=True, help="address:port of the collector")

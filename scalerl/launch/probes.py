@@ -23,19 +23,21 @@ class Limits:
     """What a node must have.
 
     gpus: devices of each node.  min_disk_gib, min_shm_gib: free space.  needs: a file of paths that must be readable.
+    run_dir: a directory of the run, whose file system gets logs and checkpoints.
     """
 
     gpus: int = 0
     min_disk_gib: float = MIN_FREE_DISK_GIB
     min_shm_gib: float = MIN_SHM_GIB
     needs: Path | None = None
+    run_dir: Path | None = None
 
 
 def all_probes(limits: Limits) -> list[Finding]:
     """Runs all probes on this node."""
     findings = [
         check_paths(limits.needs),
-        check_disk(Path(tempfile.gettempdir()), limits.min_disk_gib),
+        *(check_disk(directory, limits.min_disk_gib) for directory in _written_directories(limits)),
         check_shared_memory(min_gib=limits.min_shm_gib),
         *health_findings(limits.gpus),
     ]
@@ -43,6 +45,22 @@ def all_probes(limits: Limits) -> list[Finding]:
     if limits.gpus and (device := nvidia.find_nvidia_device()) is not None:
         findings.append(check_driver(find_devices(), device))
     return findings
+
+
+def _written_directories(limits: Limits) -> list[Path]:
+    directories = [Path(tempfile.gettempdir()), limits.run_dir]
+    # One that is not there at all is found by the file that the head wrote.
+    return [each for each in directories if each is not None and each.exists()]
+
+
+def backend(gpus: int) -> str:
+    """The backend of the ranks' collectives on this node: nccl where the job has GPUs and torch sees one, else gloo."""
+    # Torch takes seconds to import.
+    if not gpus or nvidia.find_nvidia_device() is None:
+        return "gloo"
+    import torch
+
+    return "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo"
 
 
 def check_paths(needs: Path | None) -> Finding:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.probes.finding import Finding
@@ -16,6 +17,10 @@ from scalerl.probes.finding import Finding
 COMMAND_TIMEOUT_S = 60.0
 # Errors of the driver before this belong to another job.
 XID_SINCE = "1 hour ago"
+# Errors that a program makes, or the end of its processes: an exception of a kernel of its own, a wrong address, a
+# stopped channel, what is cleaned up after it. They say nothing of the device.
+# https://docs.nvidia.com/deploy/xid-errors/index.html
+APPLICATION_XIDS = frozenset({13, 31, 43, 45})
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -77,8 +82,9 @@ def check_driver_errors() -> Finding:
 
 
 def xid_lines(kernel_log: str) -> list[str]:
-    """The lines of a kernel's log in which the driver reports a device fault."""
-    return [line.strip() for line in kernel_log.splitlines() if re.search(r"NVRM: Xid .*: \d+", line)]
+    """The lines of a kernel's log in which the driver reports a fault of a device; those of a program are left out."""
+    found = ((line.strip(), re.search(r"NVRM: Xid \([^)]*\): (\d+)", line)) for line in kernel_log.splitlines())
+    return [line for line, xid in found if xid is not None and int(xid[1]) not in APPLICATION_XIDS]
 
 
 def count_nvlinks() -> tuple[int, int] | None:
@@ -105,9 +111,10 @@ def check_nvlinks() -> Finding:
 
 
 def check_infiniband(root: Path = INFINIBAND, wanted: str = "") -> Finding:
-    """Reads the states of the InfiniBand ports.
+    """Reads the states of the InfiniBand ports that NCCL uses; with NCCL_IB_DISABLE=1 it uses none.
 
-    wanted: adapters by name (NCCL_IB_HCA); without, one active port is enough: some ports have no cable.
+    wanted: adapters, written as NCCL_IB_HCA has them. Of those that are named by their whole name each must be active;
+    of the others that NCCL may use one is enough: some ports have no cable.
     """
     name, meaning = "InfiniBand", "NCCL sends between nodes over it"
     states = {
@@ -116,15 +123,39 @@ def check_infiniband(root: Path = INFINIBAND, wanted: str = "") -> Finding:
     }
     if not states:
         return Finding(name, True, "not here: none", meaning)
-    names = (wanted or os.environ.get("NCCL_IB_HCA", "")).lstrip("^=").split(",")
-    named = [each.partition(":")[0] for each in names if each]
-    is_wanted = {port: port.partition(":")[0] in named for port in states}
-    active = {port: "ACTIVE" in state for port, state in states.items()}
-    ok = all(active[port] for port in states if is_wanted[port]) if any(is_wanted.values()) else any(active.values())
     value = ", ".join(f"{port} {state.partition(': ')[2] or state}" for port, state in states.items())
-    if not ok:
+    if os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        return Finding(name, True, f"{value}; not used (NCCL_IB_DISABLE)", "NCCL sends between nodes over TCP")
+    active = {port: "ACTIVE" in state for port, state in states.items()}
+    used, demanded = used_ports(list(states), wanted or os.environ.get("NCCL_IB_HCA", ""))
+    if not used:
+        return Finding(name, False, value, "NCCL_IB_HCA leaves NCCL none of them: correct it")
+    if not (all(active[port] for port in demanded) and any(active[port] for port in used)):
         return Finding(name, False, value, "NCCL falls back to TCP or hangs: check cable and subnet manager")
     return Finding(name, True, value, meaning)
+
+
+def used_ports(ports: Sequence[str], wanted: str) -> tuple[list[str], list[str]]:
+    """(The ports that NCCL may use, those of them that are named by the whole name of their adapter).
+
+    ports: ADAPTER:PORT.  wanted: as NCCL_IB_HCA: names, which are beginnings of an adapter's name; =names, which are
+    whole ones; ^names and ^=names, of those that are not used. A name may end in :PORT.
+    """
+    leaves_out, names = wanted.startswith("^"), wanted.removeprefix("^")
+    is_whole, names = names.startswith("="), names.removeprefix("=").strip(",")
+    if not names:
+        return list(ports), []
+    given = [each.partition(":") for each in names.split(",") if each]
+
+    def is_named(port: str, whole: bool) -> bool:
+        adapter, _, number = port.partition(":")
+        return any(
+            (adapter == name if whole else adapter.startswith(name)) and named_number in ("", number)
+            for name, _, named_number in given
+        )
+
+    used = [port for port in ports if is_named(port, is_whole) != leaves_out]
+    return used, [] if leaves_out else [port for port in used if is_named(port, True)]
 
 
 def _output(*command: str) -> str | None:

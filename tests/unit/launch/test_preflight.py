@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scalerl.launch.preflight import (
+    Channel,
     Collector,
     Node,
     bandwidth_probes,
@@ -108,6 +112,52 @@ def test_a_node_with_gpus_is_asked_what_doctor_asks(tmp_path: Path, monkeypatch:
     assert found["ECC"].value.startswith("GPU 1: 2, No, Yes") and "drain the node" in found["ECC"].meaning
     assert found["NVLink"].value == "1 of 2 links inactive"
     assert "sees no GPU" in found["driver and CUDA"].value
+
+
+def test_the_file_system_of_the_run_is_looked_at_too(tmp_path: Path) -> None:
+    def disks(limits: Limits) -> dict[str, bool]:
+        return {
+            each.name: each.ok for each in all_probes(limits) if each.name in (tempfile.gettempdir(), str(tmp_path))
+        }
+
+    found = disks(Limits(min_disk_gib=1e9, min_shm_gib=0, run_dir=tmp_path))
+    assert found == {tempfile.gettempdir(): False, str(tmp_path): False}
+    assert disks(Limits(min_disk_gib=0, min_shm_gib=0, run_dir=tmp_path / "gone")) == {tempfile.gettempdir(): True}
+
+
+def test_a_pair_is_measured_by_the_backend_of_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL where both nodes have GPUs that torch sees; what they are asked is looked at, there are none here."""
+    asked: list[str] = []
+
+    class Asked(Channel):
+        def __init__(self) -> None:
+            self.connection: Any = self
+
+        def getpeername(self) -> tuple[str, int]:
+            return ("127.0.0.1", 1)
+
+        def send(self, message: Mapping[str, Any]) -> None:
+            asked.append(message["backend"])
+
+        def receive(self) -> dict[str, Any]:
+            return {"gbit": 90.0}
+
+        def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+            if "listen" in question:
+                return {"address": ("127.0.0.1", 1)}
+            asked.append(question["backend"])
+            return {"gbit": 80.0}
+
+    nodes = nodes_of(False, False)
+    collector = Collector(tmp_path, "127.0.0.1", list(nodes), timeout_s=5.0)
+    collector.channels = {host: Asked() for host in nodes}
+    for backends, expected in ((("nccl", "nccl"), "nccl"), (("nccl", "gloo"), "gloo")):
+        for node, backend in zip(nodes.values(), backends, strict=True):
+            node.backend = backend
+        asked.clear()
+        collector.measure(nodes)
+        assert asked == [expected] * 2 and nodes["n1"].bandwidths == {"n2": 80.0}
+    collector.listener.close()
 
 
 def test_a_node_that_does_not_report_is_named_at_the_deadline(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ def test_memory_errors_and_xids_are_read() -> None:
     assert bad_rows("0, 0, 0, 0\n7, 2, No, Yes\n") == ["GPU 7: 2, No, Yes (uncorrected, remapping failed, pending)"]
     log = "[1.0] eth0 up\n[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
     assert xid_lines(log) == ["[2.0] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus."]
+    # What a program did, or what its end left.
+    of_programs = [f"[3.0] NVRM: Xid (PCI:0000:3b:00): {number}, pid=1, name=python" for number in (13, 31, 43, 45)]
+    assert xid_lines("\n".join(of_programs)) == []
 
 
-def test_infiniband_ports(tmp_path: Path) -> None:
+def test_infiniband_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_infiniband(tmp_path).ok and "not here" in check_infiniband(tmp_path).value
     for adapter, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
         (tmp_path / adapter / "ports/1").mkdir(parents=True)
@@ -23,6 +26,14 @@ def test_infiniband_ports(tmp_path: Path) -> None:
     assert check_infiniband(tmp_path).ok and check_infiniband(tmp_path, "mlx5_0").ok
     down = check_infiniband(tmp_path, "mlx5_0,mlx5_1")
     assert not down.ok and down.value == "mlx5_0:1 ACTIVE, mlx5_1:1 DOWN"
+    assert check_infiniband(tmp_path, "^mlx5_1").ok and check_infiniband(tmp_path, "=mlx5_0:1").ok
+    # The beginning of both names, of which one has no cable.
+    assert not check_infiniband(tmp_path, "^mlx5_0").ok and check_infiniband(tmp_path, "mlx5").ok
+    assert not check_infiniband(tmp_path, "^=mlx5_0").ok and not check_infiniband(tmp_path, "mlx5_0,mlx5_1:1").ok
+    assert "leaves NCCL none" in check_infiniband(tmp_path, "=mlx5").meaning
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    unused = check_infiniband(tmp_path, "mlx5_1")
+    assert unused.ok and "not used (NCCL_IB_DISABLE)" in unused.value
 
 
 def test_a_machine_without_nvidia_has_nothing_to_complain_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
