@@ -68,7 +68,8 @@ def _take(descriptor: int, setting: str, grace_s: float) -> None:
 
 
 def _myself() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
+    # The launcher's: it hides Slurm's own variables from the command.
+    job = os.environ.get("SCALERL_JOB_ID") or os.environ.get("SLURM_JOB_ID")
     since = datetime.now(UTC).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "process": str(os.getpid()), "since": since} | (
         {"Slurm job": job} if job else {}

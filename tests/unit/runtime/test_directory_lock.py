@@ -35,7 +35,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"SLURM_JOB_ID": "4711"},
+        env=os.environ | {"SCALERL_JOB_ID": "4711"},
     ) as process:
         child = int(process.stdout.readline())
         yield process
