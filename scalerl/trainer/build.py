@@ -49,6 +49,8 @@ from scalerl.trainer.saves import Saves
 from scalerl.trainer.step_metrics import MfuBasis
 from scalerl.user_code import absolute
 
+# For the report of a hang: stacks and flight records of all ranks.
+REPORT_S = 120.0
 # Calls on the ranks whose time limit is trainer.save_timeout_s.
 _SAVES = (
     MegatronWorker.save_checkpoint,
@@ -198,6 +200,8 @@ def open_tracker(
         run_dir=run_dir,
         mlflow_tracking_uri=trainer.mlflow_tracking_uri,
         run_id=run_id,
+        # A run that was lost before its first checkpoint goes on in its MLflow run, too.
+        continue_unfinished=trainer.resume_mode == "auto" and not is_val_only(cfg),
         total_steps=total_steps,
         resumed_from=resumed.step,
         restarted=host.restarts.num_restarts > 0,
@@ -320,6 +324,14 @@ def mfu_bases(cfg: PPOConfig, inputs: PPOInputs, groups: dict[str, WorkerGroup])
     return bases
 
 
+def collective_timeout_s(trainer: RunConfig) -> float:
+    """Seconds after which a collective gives up: later than every limit of the driver's, a save's too.
+
+    The driver's report needs ranks that still wait: their stacks, and the record of the collective that they are in.
+    """
+    return max(trainer.timeout_s, trainer.save_timeout_s) + REPORT_S
+
+
 def start_workers(
     lease: Lease,
     pool: ResourcePool,
@@ -343,8 +355,7 @@ def start_workers(
         limits={method.__name__: save for method in _SAVES},
         log_dir=log_directory(Path(trainer.default_local_dir)),
         device=device,
-        # Not shorter than the driver's limits, whose end gives a report; ranks wait for each other in a save too.
-        collective_timeout_s=max(trainer.timeout_s, trainer.save_timeout_s),
+        collective_timeout_s=collective_timeout_s(trainer),
         seed=seed,
         user_files=absolute(user_files),
         flash_attention_impl=trainer.flash_attention_impl,

@@ -11,7 +11,7 @@ from scalerl.balance import Alignment
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig, compose
 from scalerl.families import ModelShape
-from scalerl.trainer.build import planners, start_order
+from scalerl.trainer.build import REPORT_S, collective_timeout_s, planners, start_order
 from scalerl.trainer.checkpoints import Resumed
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.preflight import PPOInputs
@@ -80,3 +80,11 @@ def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:
     )
     inputs = PPOInputs({"actor": shape, "critic": shape, "ref": shape}, None, None, None, "cpu", Resumed(None, {}))
     return planners(cfg, inputs)
+
+
+def test_collectives_give_up_after_the_driver() -> None:
+    """With the default limits, which are the same for calls and saves, and whichever is the larger one."""
+    data = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
+    for limits in ([], ["trainer.timeout_s=9000"], ["trainer.save_timeout_s=9000"]):
+        trainer = compose("ppo", [*data, *limits], rules=False).trainer
+        assert collective_timeout_s(trainer) == max(trainer.timeout_s, trainer.save_timeout_s) + REPORT_S
