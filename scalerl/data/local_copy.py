@@ -35,6 +35,8 @@ LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 8 * 2**20
 _SHM = Path("/dev/shm")
+# Directory for copies, for a job of several machines one that all of them share (ray.sbatch sets it).
+CACHE_DIR_ENV = "SCALERL_CACHE_DIR"
 _MANIFEST = "copied.json"
 _CONTENT = "content"
 _UNFINISHED = "unfinished-"
@@ -69,7 +71,8 @@ def copy_to_local(
     source does not answer, a complete copy is used, with a warning. src may end in #sha256=<64 hex digits>, which the
     bytes must then have. One process copies while the others wait; its lock ends with the process.
 
-    cache_dir: null: scalerl-<user> in the system's temporary directory.  filelock: name of the lock file.
+    cache_dir: null: SCALERL_CACHE_DIR, else scalerl-<user> in the system's temporary directory.
+    filelock: name of the lock file.
     use_shm: the cache is in /dev/shm, and local files are copied too.
     Raises DataError that names URL, cause and what to do.
     """
@@ -129,7 +132,8 @@ def remote_name(url: str) -> str:
 
 
 def _cache_root(cache_dir: str | os.PathLike | None, use_shm: bool) -> Path:
-    if cache_dir is not None and not use_shm:
+    cache_dir = cache_dir or os.environ.get(CACHE_DIR_ENV)
+    if cache_dir and not use_shm:
         return Path(cache_dir).expanduser()
     parent = _SHM if use_shm else Path(tempfile.gettempdir())
     if not parent.is_dir():

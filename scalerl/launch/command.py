@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
 import subprocess
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +30,8 @@ usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--d
        scalerl launch cancel RUN
 
   slurm     check everything, write RUN/launch/job.sbatch, submit it; --dry-run stops before submitting
-  status    state, attempt and nodes of the run's job, last line of the launcher, newest checkpoint
+  status    state, attempt and nodes of the run's job, its expected start, last line of the launcher, last step, newest
+            checkpoint
   logs      the end of the job's output; --follow shows new lines, too; --all: the end of every log of the last attempt
             (driver, nodes, servers), each line after the name of its log
   attach    a shell, or a command, on a node of the job
@@ -36,6 +41,7 @@ RUN is trainer.default_local_dir. With slurm.seeds each run has RUN/seed_K; stat
 docs/slurm.md says what a job does.
 """
 LAUNCHERS_OWN = "[scalerl "
+BLOCK_BYTES = 1 << 16
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -64,6 +70,8 @@ def _slurm(arguments: list[str]) -> int:
         _refuse_second_job(live)
     script = plan.write()
     print(f"script  {script}")
+    for note in plan.notes:
+        print(f"note    {note}")
     print(f"checked {slurm.test_only(script)}")
     if "--dry-run" in arguments:
         print(f"Everything checked; --dry-run submits nothing. By hand: sbatch {script}")
@@ -164,15 +172,48 @@ def _print_status(run_dir: Path, record: Record) -> None:
         code = f", exit code {job.exit_code}" if job.is_over else ""
         nodes = f", on {job.nodes}" if job.nodes else ""
         print(f"job {each.job_id}: {job.state}{reason}{code}, attempt {job.restarts}{nodes}")
-        print(f"time    {job.run_time} of {job.time_limit}, submitted {each.submitted_at}")
+        starts = f", expected to start at {job.start_time}" if job.state == "PENDING" and job.start_time else ""
+        print(f"time    {job.run_time} of {job.time_limit}, submitted {each.submitted_at}{starts}")
     record, _ = _current(jobs)
     print(f"output  {record.output}")
-    launcher_lines = [line for line in _last_lines(Path(record.output), 200) if line.startswith(LAUNCHERS_OWN)]
-    if launcher_lines:
-        print(f"last    {launcher_lines[-1].rstrip()}")
+    if (line := last_line(Path(record.output), lambda line: line.startswith(LAUNCHERS_OWN))) is not None:
+        print(f"last    {line}")
+    if (step := last_step(run_dir, Path(record.logs) / "latest")) is not None:
+        print(f"step    {step}")
     tracker = run_dir / TRACKER
     if tracker.exists():
         print(f"newest  {run_dir / f'global_step_{tracker.read_text().strip()}'}")
+
+
+def last_step(run_dir: Path, attempt: Path) -> str | None:
+    """The last step that a run has logged, in words; None where it has logged none.
+
+    From metrics.jsonl (trainer.logger has file), else the last line of progress in the driver's log of an attempt.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if (line := last_line(metrics, lambda line: line.startswith('{"step"') and line.endswith("}"))) is not None:
+        age_s = max(0, time.time() - metrics.stat().st_mtime)
+        return f"{json.loads(line)['step']}, logged {timedelta(seconds=round(age_s))} ago"
+    return last_line(attempt / "driver.log", lambda line: re.match(r"step \d+", line) is not None)
+
+
+def last_line(path: Path, is_wanted: Callable[[str], bool]) -> str | None:
+    """The last line of a file that is wanted, however much follows it; None where there is none."""
+    if not path.exists():
+        return None
+    return next((line for line in _lines_backwards(path) if is_wanted(line)), None)
+
+
+def _lines_backwards(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        left, rest = file.seek(0, os.SEEK_END), b""
+        while left > 0:
+            left, size = max(0, left - BLOCK_BYTES), min(BLOCK_BYTES, left)
+            file.seek(left)
+            # The first line of the block may begin before it.
+            rest, *whole = (file.read(size) + rest).split(b"\n")
+            yield from (line.decode("utf-8", errors="replace") for line in reversed(whole))
+        yield rest.decode("utf-8", errors="replace")
 
 
 def _current(jobs: list[tuple[Record, Job | None]]) -> tuple[Record, Job | None]:

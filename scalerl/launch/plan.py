@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
+from scalerl.data.local_copy import CACHE_DIR_ENV
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, Script
-from scalerl.launch.slurm import Partition, has_pyxis, missing_commands, partitions, seconds_of
+from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
 
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
+SAVE_DEADLINE = "trainer.save_deadline_s"
+# Of the time from SIGTERM to SIGKILL, for what a run still does when it has saved: at least this, or this part.
+MIN_AFTER_SAVE_S, AFTER_SAVE_FRAC = 10, 0.2
 COMMANDS = ("train", "sft")
 # Folders in trainer.default_local_dir.
-LAUNCH, LOGS = "launch", "logs"
-SCRIPT, NEEDS = "job.sbatch", "needs.txt"
+LAUNCH, LOGS, CACHE = "launch", "logs", "cache"
+SCRIPT = "job.sbatch"
 OUTPUT, ARRAY_OUTPUT = "slurm-%j.out", "slurm-%A_%a.out"
 ALWAYS_EXPORTED = ("PATH", "HOME", "USER", "SCALERL_*")
-SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|CREDENTIAL", re.IGNORECASE)
+# TOKENIZERS_PARALLELISM is none.
+SECRET_NAME = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|(API|ACCESS|PRIVATE|SSH)_?KEY|_KEY$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class Plan:
-    """A job that has been checked.  needs: paths that every node must be able to read."""
+    """A job that has been checked.
+
+    needs: paths that every node must be able to read.  notes: what was set for the user, and what is at risk.
+    """
 
     run_dir: Path
     script: Script
     num_nodes: int
     gpus_per_node: int
     needs: list[str]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def launch_dir(self) -> Path:
@@ -63,10 +76,19 @@ class Plan:
         self.launch_dir.mkdir(parents=True, exist_ok=True)
         for run_dir in (self.run_dir, *self.run_dirs):
             (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        (self.launch_dir / NEEDS).write_text("".join(f"{path}\n" for path in self.needs), encoding="utf-8")
+        (self.launch_dir / needs_name(self.needs)).write_text(_lines(self.needs), encoding="utf-8")
         script = self.launch_dir / SCRIPT
         script.write_text(self.script.text(), encoding="utf-8")
         return script
+
+
+def needs_name(needs: Sequence[str]) -> str:
+    """The name of a file of needed paths: attempts of an earlier job of the run still read that of their own."""
+    return f"needs-{hashlib.sha256(_lines(needs).encode()).hexdigest()[:8]}.txt"
+
+
+def _lines(paths: Sequence[str]) -> str:
+    return "".join(f"{path}\n" for path in paths)
 
 
 def seed_dir(run_dir: Path, seed: int | str) -> str:
@@ -84,9 +106,10 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     command, rest = (arguments[0], arguments[1:]) if is_named else (COMMANDS[0], arguments)
     mine = [text for text in rest if text.lstrip("+").startswith(PREFIX)]
     overrides = [text for text in rest if text not in mine]
-    slurm, cfg = _compose(command, mine, overrides)
+    slurm, cfg, set_keys = _compose(command, mine, overrides)
     errors = ErrorCollector()
-    _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
+    with _cache_of(cfg):
+        _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
     num_nodes = nodes_to_ask_for(slurm, cfg)
     errors.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
     errors.violations.extend(secret_violations(slurm))
@@ -97,32 +120,106 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         errors.violations.extend(partition_violations(slurm, num_nodes + slurm.spare_nodes, known or []))
         errors.violations.extend(container_violations(slurm, slurm.container == "pyxis" and has_pyxis()))
     errors.raise_if_any()
-    return plan_of(slurm, cfg, ["scalerl", command, *overrides])
+    limit_s = seconds_to_end(chosen_partition(slurm, known or []), kill_wait_s())
+    return plan_of(slurm, cfg, ["scalerl", command, *overrides], limit_s, is_deadline_set=SAVE_DEADLINE in set_keys)
 
 
-def plan_of(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig, command: Sequence[str]) -> Plan:
-    """Makes the plan of a configuration that has been checked.  command: what the job runs."""
+def plan_of(
+    slurm: SlurmConfig,
+    cfg: PPOConfig | SFTConfig,
+    command: Sequence[str],
+    seconds_to_end: int = 0,
+    *,
+    is_deadline_set: bool = True,
+) -> Plan:
+    """Makes the plan of a configuration that has been checked.
+
+    command: what the job runs.  seconds_to_end: as the function of that name says.
+    is_deadline_set: the user gave trainer.save_deadline_s.
+    """
+    own, notes = deadline_overrides(cfg.trainer.save_deadline_s, seconds_to_end, is_deadline_set)
+    command, notes = [*command, *own], [*notes, *risk_notes(slurm, cfg)]
     num_nodes, gpus_per_node = nodes_to_ask_for(slurm, cfg), devices_to_ask_for(slurm, cfg)
-    run_dir = Path(cfg.trainer.default_local_dir).expanduser().absolute()
+    run_dir, needs = run_directory(cfg), needed_paths(cfg)
     script = Script(
         options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
-        variables=_variables(slurm, run_dir, num_nodes),
+        variables=_variables(slurm, run_dir, num_nodes, needs),
         command=[*command, *(_seed_overrides(cfg, run_dir) if slurm.seeds else [])],
         seeds=slurm.seeds,
     )
-    return Plan(run_dir, script, num_nodes, gpus_per_node, needed_paths(cfg))
+    return Plan(run_dir, script, num_nodes, gpus_per_node, needs, notes)
 
 
-def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[SlurmConfig, PPOConfig | SFTConfig]:
+def run_directory(cfg: PPOConfig | SFTConfig) -> Path:
+    """The directory of the run, or of the runs of several seeds."""
+    return Path(cfg.trainer.default_local_dir).expanduser().absolute()
+
+
+@contextmanager
+def _cache_of(cfg: PPOConfig | SFTConfig) -> Iterator[None]:
+    """Copies of what is at URLs go where the job's will, so that all nodes see them; for the block."""
+    before = os.environ.get(CACHE_DIR_ENV)
+    os.environ[CACHE_DIR_ENV] = cache_directory(run_directory(cfg))
+    try:
+        yield
+    finally:
+        os.environ.pop(CACHE_DIR_ENV)
+        if before is not None:
+            os.environ[CACHE_DIR_ENV] = before
+
+
+def cache_directory(run_dir: Path) -> str:
+    """The directory of a job for copies of files at URLs: the user's, else one in the run's directory."""
+    return os.environ.get(CACHE_DIR_ENV) or str(run_dir / CACHE)
+
+
+def seconds_to_end(partition: Partition | None, kill_wait_s: int) -> int:
+    """Seconds from SIGTERM to SIGKILL: of `scancel` and the time limit (KillWait), of preemption (GraceTime)."""
+    grace_s = 0 if partition is None else partition.grace_s
+    return min(kill_wait_s, grace_s or kill_wait_s)
+
+
+def deadline_overrides(save_deadline_s: float, seconds_to_end: int, is_set: bool) -> tuple[list[str], list[str]]:
+    """(overrides that set trainer.save_deadline_s by the site's limits unless the user did, notes for the user)."""
+    if is_set:
+        if save_deadline_s > seconds_to_end > 0:
+            what = f"{SAVE_DEADLINE}={save_deadline_s:g}: Slurm kills a cancelled or preempted job {seconds_to_end} s"
+            return [], [f"{what} after SIGTERM (KillWait, GraceTime), and a save that takes longer is lost"]
+        return [], []
+    seconds = seconds_to_end - max(MIN_AFTER_SAVE_S, round(AFTER_SAVE_FRAC * seconds_to_end))
+    if seconds <= 0:
+        return [], []
+    setting = f"{SAVE_DEADLINE}={seconds}"
+    why = f"a cancelled or preempted job has {seconds_to_end} s from SIGTERM on (KillWait, GraceTime)"
+    return [setting], [f"{setting}: set for you, as {why}"]
+
+
+def risk_notes(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yields what a lost node would cost a run that is to be requeued."""
+    if (
+        cfg.trainer.save_freq <= 0
+        and slurm.max_restarts > 0
+        and not (isinstance(cfg, PPOConfig) and cfg.trainer.val_only)
+    ):
+        yield (
+            f"trainer.save_freq={cfg.trainer.save_freq}: a lost node or a failure costs all steps since the job's last "
+            "notice, or since the run's beginning; set trainer.save_freq=N to lose N steps at most"
+        )
+
+
+def _compose(
+    command: str, mine: list[str], overrides: list[str]
+) -> tuple[SlurmConfig, PPOConfig | SFTConfig, frozenset[str]]:
     violations: list[str] = []
     slurm = cfg = None
+    set_keys: frozenset[str] = frozenset()
     try:
         slurm = compose("launch", mine).slurm
     except ConfigError as error:
         violations += error.violations
     try:
         run = composed("sft" if command == "sft" else "ppo", overrides, rules=False)
-        cfg = run.config
+        cfg, set_keys = run.config, run.set_keys
         if DEVICES not in run.set_keys:
             violations.append(
                 f"{DEVICES}: not set, and its default counts the devices of this machine, which is no node of the job; "
@@ -132,7 +229,7 @@ def _compose(command: str, mine: list[str], overrides: list[str]) -> tuple[Slurm
         violations += error.violations
     if slurm is None or cfg is None or violations:
         raise ConfigError(violations)
-    return slurm, cfg
+    return slurm, cfg, set_keys
 
 
 def _check_run(errors: ErrorCollector, cfg: PPOConfig | SFTConfig, device: str) -> None:
@@ -212,15 +309,14 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
             f"slurm.notice_s = {slurm.notice_s}: not below slurm.time={slurm.time}; set it to what a step and a "
             "checkpoint take"
         )
-    named = [each for each in known if (each.is_default if slurm.partition is None else each.name == slurm.partition)]
-    if not named:
+    partition = chosen_partition(slurm, known)
+    if partition is None:
         names = ", ".join(sorted(each.name for each in known)) or "none"
         if slurm.partition is not None:
             yield f"slurm.partition = {slurm.partition}: there is no such partition; there are {names}"
         elif known:
             yield f"slurm.partition = null: the site has no default partition; set one of {names}"
         return
-    (partition,) = named
     if not partition.is_up:
         yield f"slurm.partition = {partition.name}: it is not up (scontrol show partition {partition.name})"
     most = min(partition.total_nodes, partition.max_nodes or partition.total_nodes)
@@ -235,6 +331,12 @@ def partition_violations(slurm: SlurmConfig, num_nodes: int, known: Sequence[Par
             f"slurm.time = {slurm.time}: partition {partition.name} allows {partition.max_time_s // 60} minutes; ask "
             "for that, the job is saved and requeued at its end"
         )
+
+
+def chosen_partition(slurm: SlurmConfig, known: Sequence[Partition]) -> Partition | None:
+    """The partition that the job goes to; None where it is not known."""
+    is_chosen = (each.is_default if slurm.partition is None else each.name == slurm.partition for each in known)
+    return next((each for each, chosen in zip(known, is_chosen, strict=True) if chosen), None)
 
 
 def secret_violations(slurm: SlurmConfig) -> Iterator[str]:
@@ -269,7 +371,7 @@ def container_violations(slurm: SlurmConfig, has_pyxis: bool) -> Iterator[str]:
 
 def needed_paths(cfg: PPOConfig | SFTConfig) -> list[str]:
     """The absolute paths that exist among those that the configuration names: every node must see them, too."""
-    paths = {Path(sys.prefix), SCRIPTS, Path.cwd(), Path(cfg.trainer.default_local_dir).expanduser().absolute()}
+    paths = {Path(sys.prefix), SCRIPTS, Path.cwd(), run_directory(cfg)}
     for text in _texts(dataclasses.asdict(cfg)):
         if os.sep in text and "\n" not in text:
             path = Path(text).expanduser().absolute()
@@ -339,11 +441,12 @@ def _options(
     return options | {name: None if value in (None, True) else str(value) for name, value in slurm.options.items()}
 
 
-def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int) -> dict[str, str]:
+def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int, needs: Sequence[str]) -> dict[str, str]:
     variables = {
         "SCALERL_VENV": slurm.venv or sys.prefix,
         "SCALERL_LOG_DIR": str(Path(seed_dir(run_dir, SEED) if slurm.seeds else run_dir) / LOGS),
-        "SCALERL_NEEDS": str(run_dir / LAUNCH / NEEDS),
+        "SCALERL_NEEDS": str(run_dir / LAUNCH / needs_name(needs)),
+        CACHE_DIR_ENV: cache_directory(run_dir),
         "SCALERL_MAX_RESTARTS": str(slurm.max_restarts),
         "SCALERL_MAX_FAILURES": str(slurm.max_failures),
     }
@@ -351,6 +454,8 @@ def _variables(slurm: SlurmConfig, run_dir: Path, num_nodes: int) -> dict[str, s
         assert slurm.image is not None, "checked"
         # Mounted as they are: the scripts, what the run writes, and the folder that paths are relative to.
         own = [str(SCRIPTS), str(run_dir), str(Path.cwd())]
+        if not (cache := Path(cache_directory(run_dir))).is_relative_to(run_dir):
+            own.append(str(cache))
         variables |= {
             "SCALERL_CONTAINER": slurm.container,
             "SCALERL_IMAGE": slurm.image,

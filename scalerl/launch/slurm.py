@@ -23,7 +23,10 @@ class SlurmError(RunError):
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition of the cluster.  max_nodes, max_time_s: None where there is no limit."""
+    """A partition of the cluster.
+
+    max_nodes, max_time_s: None where there is no limit.  grace_s: from SIGTERM to the end of a job that is preempted.
+    """
 
     name: str
     is_default: bool
@@ -31,6 +34,7 @@ class Partition:
     total_nodes: int
     max_nodes: int | None
     max_time_s: int | None
+    grace_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Job:
     """What Slurm says of a job.
 
     number: a task of an array has one of its own, too.  state: RUNNING, PENDING, ...  nodes: empty until it runs.
-    head: the node that its batch script is on.
+    head: the node that its batch script is on.  start_time: of a job that waits, when it is expected; "" if unknown.
     """
 
     number: str
@@ -50,6 +54,7 @@ class Job:
     exit_code: str
     run_time: str
     time_limit: str
+    start_time: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -81,7 +86,14 @@ def _partition(fields: dict[str, str]) -> Partition:
         total_nodes=int(fields["TotalNodes"]),
         max_nodes=None if max_nodes in UNLIMITED else int(max_nodes),
         max_time_s=None if max_time in UNLIMITED else seconds_of(max_time),
+        grace_s=int(fields.get("GraceTime", "0")),
     )
+
+
+def kill_wait_s() -> int:
+    """Seconds that a process of a job which ends has from SIGTERM to SIGKILL, on this site; 0: it does not say."""
+    found = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
+    return 0 if found is None else int(found[1])
 
 
 def test_only(script: Path) -> str:
@@ -122,6 +134,7 @@ def job(job_id: str) -> Job | None:
         exit_code=fields["ExitCode"].partition(":")[0],
         run_time=fields["RunTime"],
         time_limit=fields["TimeLimit"],
+        start_time=fields.get("StartTime", "").replace("Unknown", ""),
     )
 
 

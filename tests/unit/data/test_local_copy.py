@@ -119,6 +119,13 @@ def test_without_a_cache_directory_it_is_the_users_own_in_the_temporary_one(stor
     assert local.is_relative_to(root) and root.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_jobs_cache_is_where_all_its_nodes_see_it(store, tmp_path, monkeypatch):
+    store.pipe("/x.json", b"1")
+    monkeypatch.setenv("SCALERL_CACHE_DIR", str(tmp_path / "shared"))
+    assert Path(copy_to_local("memory://x.json")).is_relative_to(tmp_path / "shared")
+    assert Path(copy_to_local("memory://x.json", tmp_path / "own")).is_relative_to(tmp_path / "own")
+
+
 def test_a_cache_of_somebody_else_is_refused(store, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "theirs").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from scalerl.config import ConfigError, compose
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
 from scalerl.launch.plan import (
+    SAVE_DEADLINE,
     Pool,
     container_violations,
+    deadline_overrides,
     devices_to_ask_for,
     exported,
     make_plan,
@@ -22,6 +25,8 @@ from scalerl.launch.plan import (
     partition_violations,
     plan_of,
     pools_of,
+    risk_notes,
+    seconds_to_end,
     secret_violations,
     size_violations,
 )
@@ -42,7 +47,7 @@ SMALL = Partition("small", is_default=False, is_up=False, total_nodes=2, max_nod
         ("gpu", ["trainer.nnodes=4", *EIGHT, "trainer.experiment_name=seven", "trainer.default_local_dir=/runs/seven"],
          ["slurm.time=1-00:00:00", "slurm.partition=h100", "slurm.account=us", "slurm.options={constraint:ib}",
           "slurm.env={NCCL_IB_HCA:mlx5_0,NCCL_DEBUG:INFO}", "slurm.interface=ib0", "slurm.notice_s=900"]),
-        ("spare", ["trainer.nnodes=4", *EIGHT, "trainer.default_local_dir=/runs/eight"],
+        ("spare", ["trainer.nnodes=4", *EIGHT, "trainer.default_local_dir=/runs/eight", f"{SAVE_DEADLINE}=100"],
          ["slurm.spare_nodes=1", "slurm.min_shm_gib=64", "slurm.min_bandwidth_gbit=100", "slurm.qos=long",
           "slurm.account=us", "slurm.gpu_option=gres", "slurm.options={dependency:singleton}",
           "slurm.max_restarts=50"]),
@@ -64,8 +69,10 @@ def test_the_script_is_the_golden_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cfg = compose("ppo", [*RUN, *overrides], rules=False)
-    plan = plan_of(compose("launch", slurm).slurm, cfg, ["scalerl", "train", *RUN, *overrides])
-    text = plan.script.text()
+    is_deadline_set = any(text.startswith(SAVE_DEADLINE) for text in overrides)
+    command = ["scalerl", "train", *RUN, *overrides]
+    plan = plan_of(compose("launch", slurm).slurm, cfg, command, 60, is_deadline_set=is_deadline_set)
+    text = re.sub("needs-[0-9a-f]{8}", "needs-DIGEST", plan.script.text())
     places = {str(SCRIPTS): "/home/of/launcher", sys.prefix: "/home/of/venv", str(tmp_path): "/submitted/from"}
     # The longest first: an environment may lie in the repository.
     for path in sorted(places, key=len, reverse=True):
@@ -163,7 +170,8 @@ def test_what_a_container_needs(slurm: SlurmConfig, has_pyxis: bool, found: list
 
 def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    slurm = SlurmConfig(env={"NCCL_DEBUG": "INFO", "MLFLOW_TRACKING_TOKEN": "x"}, env_file=str(secrets))
+    harmless = {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false", "NCCL_IB_PKEY": "1"}
+    slurm = SlurmConfig(env={**harmless, "MLFLOW_TRACKING_TOKEN": "x"}, env_file=str(secrets))
     named, missing = secret_violations(slurm)
     assert named.startswith("slurm.env has MLFLOW_TRACKING_TOKEN") and "no such file" in missing
     secrets.write_text("MLFLOW_TRACKING_TOKEN=x\n")
@@ -172,6 +180,86 @@ def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     assert len(open_file) == 1 and "mode 640" in open_file[0] and f"chmod 600 {secrets}" in open_file[0]
     secrets.chmod(0o600)
     assert list(secret_violations(SlurmConfig(env_file=str(secrets)))) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MLFLOW_TRACKING_PASSWORD", "DB_PASSWD", "SSH_PRIVATE_KEY", "SWANLAB_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID",
+     "GPG_PASSPHRASE", "OPENAI_APIKEY"],
+)  # fmt: skip
+def test_names_of_secrets(name: str) -> None:
+    (found,) = secret_violations(SlurmConfig(env={name: "x"}))
+    assert found.startswith(f"slurm.env has {name}")
+
+
+def test_a_later_submission_leaves_the_paths_of_a_job_that_runs(tmp_path: Path) -> None:
+    """Its next attempts read them."""
+    files = []
+    for data in ("t.parquet", "u.parquet"):
+        (tmp_path / data).touch()
+        run = [
+            f"data.train_files={tmp_path / data}",
+            "model.path=model",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+        ]
+        plan = plan_of(SlurmConfig(), compose("sft", run, rules=False), ["scalerl", "sft", *run])
+        plan.write()
+        files.append(Path(plan.script.variables["SCALERL_NEEDS"]))
+    for data, needs in zip(("t.parquet", "u.parquet"), files, strict=True):
+        assert str(tmp_path / data) in needs.read_text().splitlines()
+
+
+def test_copies_of_what_is_at_urls_are_where_all_nodes_see_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = compose("sft", ["data.train_files=t", "model.path=m", f"trainer.default_local_dir={tmp_path}"], rules=False)
+    monkeypatch.delenv("SCALERL_CACHE_DIR", raising=False)
+    assert plan_of(SlurmConfig(), cfg, ["scalerl"]).script.variables["SCALERL_CACHE_DIR"] == str(tmp_path / "cache")
+    monkeypatch.setenv("SCALERL_CACHE_DIR", "/shared/models")
+    assert plan_of(SlurmConfig(), cfg, ["scalerl"]).script.variables["SCALERL_CACHE_DIR"] == "/shared/models"
+    contained = plan_of(SlurmConfig(container="apptainer", image="a.sif"), cfg, ["scalerl"])
+    assert contained.script.variables["SCALERL_MOUNTS"].endswith(",/shared/models")
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "override", "note"),
+    [
+        (None, 60, "=48", "=48: set for you, as a cancelled or preempted job has 60 s"),
+        (None, 30, "=20", "=20: set for you"),
+        # Too few for anything, or not known.
+        (None, 10, None, None),
+        (None, 0, None, None),
+        (20.0, 30, None, None),
+        (0.0, 30, None, None),
+        (90.0, 0, None, None),
+        (90.0, 60, None, "=90: Slurm kills a cancelled or preempted job 60 s after SIGTERM"),
+    ],
+)
+def test_a_run_saves_within_what_slurm_leaves_it(
+    given: float | None, seconds: int, override: str | None, note: str | None
+) -> None:
+    overrides, notes = deadline_overrides(given or 0.0, seconds, given is not None)
+    assert overrides == ([] if override is None else [f"{SAVE_DEADLINE}{override}"])
+    assert [text[: len(f"{SAVE_DEADLINE}{note}")] for text in notes] == (
+        [] if note is None else [f"{SAVE_DEADLINE}{note}"]
+    )
+
+
+def test_what_slurm_leaves_a_run() -> None:
+    graceful = Partition("low", is_default=False, is_up=True, total_nodes=1, max_nodes=1, max_time_s=None, grace_s=20)
+    assert (seconds_to_end(MAIN, 30), seconds_to_end(graceful, 30), seconds_to_end(graceful, 10)) == (30, 20, 10)
+    assert seconds_to_end(None, 30) == 30
+
+
+@pytest.mark.parametrize(
+    ("save_freq", "more", "is_said"),
+    [(-1, [], True), (0, [], True), (5, [], False), (-1, ["trainer.val_only=true"], False)],
+)
+def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], is_said: bool) -> None:
+    cfg = compose("ppo", [*RUN, *EIGHT, f"trainer.save_freq={save_freq}", *more], rules=False)
+    notes = list(risk_notes(SlurmConfig(), cfg))
+    assert [text.startswith(f"trainer.save_freq={save_freq}: a lost node") for text in notes] == [True] * is_said
+    assert list(risk_notes(SlurmConfig(max_restarts=0), cfg)) == []
 
 
 def test_variables_that_the_job_gets_are_chosen_by_name() -> None:
