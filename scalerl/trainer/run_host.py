@@ -24,6 +24,8 @@ VAL_ONLY = "val_only"
 LOGS = "logs"
 # Set by a launcher: the directory for the logs of this attempt.
 ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
+# File in the launcher's directory of this attempt (ray.sbatch reads it): the directory of the run.
+RUN_DIR_NOTE = ".run_dir"
 
 Inputs = TypeVar("Inputs", PPOInputs, SFTInputs)
 Result = TypeVar("Result")
@@ -114,4 +116,8 @@ def _take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
         # The training run's own files stay as they are; that run may still be writing them.
         run_dir = run_dir / VAL_ONLY
     stack.enter_context(directory_lock(run_dir, f"trainer.default_local_dir = {cfg.trainer.default_local_dir}"))
+    if attempt := os.environ.get(ATTEMPT_DIR_ENV):
+        # So that the launcher finds the newest checkpoint.
+        Path(attempt).mkdir(parents=True, exist_ok=True)
+        (Path(attempt) / RUN_DIR_NOTE).write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
     return run_dir

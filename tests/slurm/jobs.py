@@ -107,6 +107,16 @@ def little_shared_memory(slurm: MiniSlurm, host: str) -> Iterator[None]:
         slurm.run("umount", "/dev/shm", host=host)
 
 
+@contextmanager
+def hidden(slurm: MiniSlurm, host: str, directory: Path) -> Iterator[None]:
+    """As a file system that is not mounted there."""
+    slurm.run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory), host=host)
+    try:
+        yield
+    finally:
+        slurm.run("umount", str(directory), host=host)
+
+
 def overrides(small: Inputs, run_dir: Path, nnodes: int, n_gpus_per_node: int, *more: str) -> list[str]:
     return small.overrides(
         run_dir,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.e2e.jobs import Inputs, numbered, only
-from tests.slurm.jobs import Launch, assert_nothing_left, launched_job, overrides
+from tests.slurm.jobs import Launch, assert_nothing_left, launched_job, overrides, wait_until
 from tests.slurm.minislurm import MiniSlurm
 
 
@@ -31,12 +31,23 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     arguments = ["slurm", *overrides(small, run_dir, 2, 1), "slurm.time=30", "slurm.notice_s=60"]
     dry = launch(*arguments, "--dry-run")
     assert dry.returncode == 0 and "to start at" in dry.stdout, dry.stdout + dry.stderr
+    # KillWait of this site is 60 s.
+    assert "note    trainer.save_deadline_s=48: set for you" in dry.stdout
+    assert "note    trainer.save_freq=-1: a lost node" in dry.stdout
     assert slurm.run("squeue", "-h").stdout == ""
     script = (run_dir / "launch/job.sbatch").read_text()
+    assert "trainer.save_deadline_s=48\n" in script
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --signal=B:USR1@60\n" in script
     assert launch("status", str(run_dir)).returncode == 2
 
+    all_nodes = ("-N4", "--exclusive", "--time=10", "--output=/dev/null", "--wrap=sleep 600")
+    others = slurm.sbatch(*all_nodes, cwd=tmp_path)
     job_id = launched_job(launch(*arguments))
+    expected = "expected to start at 20"
+    wait_until("an estimate", lambda: slurm.job(job_id)["StartTime"] != "Unknown")
+    assert expected in launch("status", str(run_dir)).stdout
+    slurm.run("scancel", others)
+    wait_until("its turn", lambda: slurm.job(job_id)["JobState"] == "RUNNING")
     assert (run_dir / "launch/job.sbatch").read_text() == script
     again = launch(*arguments)
     assert again.returncode == 2 and f"its job {job_id} is RUNNING" in again.stderr
@@ -54,9 +65,16 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert f"job {job_id} attempt 0: head n1" in launch("logs", str(run_dir)).stdout
     assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {job_id}: cancelled\n"
     assert {slurm.wait(each)["JobState"] for each in (job_id, second)} == {"CANCELLED"}
-    assert f"job {second}: CANCELLED" in launch("status", str(run_dir)).stdout
     # Ray was about to start.
     assert_nothing_left(slurm)
+    # What a run leaves there.
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("7")
+    (run_dir / "metrics.jsonl").write_text('{"step": 9, "data": {}}\n')
+    with (run_dir / f"logs/slurm-{job_id}.out").open("a") as out:
+        out.write("a line of the run\n" * 1000)
+    status = launch("status", str(run_dir)).stdout
+    assert f"newest  {run_dir / 'global_step_7'}\n" in status and "step    9, logged 0:00:" in status
+    assert f"job {second}: CANCELLED" in status
 
 
 def test_what_slurm_itself_refuses_is_the_users_to_mend(launch: Launch, small: Inputs, tmp_path: Path) -> None:

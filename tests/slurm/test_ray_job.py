@@ -27,13 +27,14 @@ from tests.slurm.minislurm import MiniSlurm
 
 
 def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
-    """On the first of them another process has the port that Ray would take."""
-    holder = slurm.occupy(6379, "n1")
+    """On the first of them another process has the port that Ray's head would take, on the second one of a node."""
+    holder, other = slurm.occupy(6379, "n1"), slurm.occupy(6402, "n2")
     try:
         job_id = submit(4, "python", DRIVER, "report", "4", "8", "0", options=("--gpus-per-node=8",))
         job = slurm.wait(job_id)
     finally:
         slurm.run("kill", holder, host="n1")
+        slurm.run("kill", other, host="n2")
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
     assert re.search(rf'port 6379 of n1 is taken by "python[^"]*",pid={holder},', out), out
@@ -52,10 +53,14 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
         "driver.log", *(f"node-n{i}.log" for i in range(1, 5)), "preflight",
     ]  # fmt: skip
     assert "REPORT" in (attempt / "driver.log").read_text()
+    ports = (attempt / "node-n2.log").read_text()
+    assert re.search(rf'port 6402 is taken by "python[^"]*",pid={other},', ports), ports
+    assert "object-manager-port=6401 runtime-env-agent-port=6403 " in ports
     probed = json.loads((attempt / "preflight/report.json").read_text())
     assert [node["host"] for node in probed] == slurm.hosts
     assert all(probe["ok"] for node in probed for probe in node["probes"])
     assert os.readlink(tmp_path / f"logs/{job_id}/latest") == "attempt_0"
+    assert os.readlink(tmp_path / "logs/latest") == f"{job_id}/latest"
     assert_nothing_left(slurm)
 
 
@@ -139,6 +144,9 @@ def test_the_network_is_chosen_by_its_addresses(
     report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
     assert report["nodes"] == {"n1": "10.98.0.1", "n2": "10.98.0.2"}
     assert [task["network"] for task in report["tasks"]] == ["eth0", "eth0"]
+    for host in ("n1", "n2"):
+        told = (tmp_path / f"logs/{job_id}/attempt_0/node-{host}.log").read_text()
+        assert "GLOO_SOCKET_IFNAME=eth0\nNCCL_SOCKET_IFNAME=eth0\n" in told
 
 
 @pytest.mark.full
@@ -186,7 +194,32 @@ def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
         assert_nothing_left(slurm)
 
 
-@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), full(3, "n3"), full(1, "n1")])
+def test_a_job_that_is_preempted_comes_back_and_loses_a_node(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    command = f'[[ $SCALERL_ATTEMPT_DIR == */attempt_[01] ]] || exit 0; exec python "{DRIVER}" wait'
+    job_id = submit(2, "bash", "-c", command, options=("--partition=low",))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
+    wait_until("the second attempt", lambda: out.read_text().count("WAITING") == 2, 200, shown=out)
+    assert "exit code 75: requeue" in out.read_text()
+    assert f"SAVED SIGTERM {hosts_text(2)}\n" in out.read_text()
+    job = slurm.job(job_id)
+    (other,) = (host for host in slurm.hosts[:2] if host != job["BatchHost"])
+    assert (job["NodeList"], job["Restarts"]) == ("n[1-2]", "1")
+    slurm.power_off(other)
+    try:
+        job = slurm.wait(job_id, timeout_s=200)
+    finally:
+        slurm.power_on(other)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), out.read_text()
+    assert other not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (3, "n3"), (1, "n1")])
 def test_a_killed_raylet_is_named_and_requeues(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int, host: str
 ) -> None:
@@ -244,8 +277,9 @@ def test_restarts_have_an_end(
     monkeypatch.setenv("SCALERL_MAX_FAILURES", "2")
     monkeypatch.setenv("SCALERL_MAX_RESTARTS", "1")
     ends = {
-        "70": "2 attempts in a row failed within 1800s (SCALERL_MAX_FAILURES)",
-        "75": "this was restart 1 of at most 1 (SCALERL_MAX_RESTARTS)",
+        "70": "2 attempts in a row brought no newer checkpoint: they failed within 1800s, or came to the job's end "
+        "(SCALERL_MAX_FAILURES)",
+        "75": "restarts without a newer checkpoint: 1 of at most 1 (SCALERL_MAX_RESTARTS)",
         "2": "code 2 is the command's own",
     }
     jobs = {code: submit(num_nodes, "bash", "-c", f"exit {code}") for code in ends}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.slurm.jobs import (
     Launch,
     assert_came_back,
     assert_nothing_left,
+    hidden,
     launched_job,
     little_shared_memory,
     overrides,
@@ -87,20 +90,22 @@ def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
 def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed_run(
     slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path, devices: int
 ) -> None:
-    """devices: of each node."""
+    """devices: of each node. The model is at a URL; the other node does not see what the first has in /tmp."""
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(1)
-    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
-    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, paused)))
-    out = run_dir / f"logs/slurm-{job_id}.out"
-    wait_until("step 1", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
-    assert pause.reached(), out.read_text()
-    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
-    wait_until("the notice", lambda: "got USR1" in out.read_text())
-    pause.over()
-    assert_came_back(slurm, job_id, out, because="75", logs=run_dir / "logs", timeout_s=300)
-    text = out.read_text()
-    assert f"resumed from {run_dir / 'global_step_1'}" in text
+    more = (
+        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
+        f"actor_rollout_ref.model.path=file://{small.model}",
+    )
+    own_cache = Path(tempfile.gettempdir(), f"scalerl-{os.getuid()}")
+    own_cache.mkdir(mode=0o700, exist_ok=True)
+    with hidden(slurm, "n2", own_cache):
+        job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, *more)))
+        run_over_a_requeue(slurm, run_dir, job_id, pause)
+    text = (run_dir / f"logs/slurm-{job_id}.out").read_text()
+    assert f"file://{small.model} is in {run_dir / 'cache'}/" in text
+    # What the launcher knows of its attempts.
+    assert (run_dir / f"logs/{job_id}/.newest").read_text() == f"{run_dir / 'global_step_1'}\n"
     # Which checkpoint stands, and the command that goes on from it.
     asked = (run_dir / f"logs/{job_id}/attempt_0/driver.log").read_text()
     assert f"Checkpoints are in {run_dir}, the last one is global_step_1.\n" in asked
@@ -113,6 +118,18 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
         assert found == {"driver.log", "node-n1.log", "node-n2.log"} | servers
     merged = launch("logs", str(run_dir), "--all", "--lines", "3").stdout.splitlines()
     assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}
+
+
+def run_over_a_requeue(slurm: MiniSlurm, run_dir: Path, job_id: str, pause: Pause) -> None:
+    """Told to save in step 1, it goes on in the second attempt."""
+    out = run_dir / f"logs/slurm-{job_id}.out"
+    wait_until("step 1", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
+    assert pause.reached(), out.read_text()
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("the notice", lambda: "got USR1" in out.read_text())
+    pause.over()
+    assert_came_back(slurm, job_id, out, because="75", logs=run_dir / "logs", timeout_s=300)
+    assert f"resumed from {run_dir / 'global_step_1'}" in out.read_text()
 
 
 @pytest.mark.full

@@ -31,11 +31,12 @@ class SlurmConfig:
     spare_nodes: int = key(0, at_least(0))
     # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
     preflight: bool = True
-    # Free space of the directory for temporary files below which a node counts as sick.
+    # Free space of the directory for temporary files, and of the run's, below which a node counts as sick.
     min_disk_gib: float = key(5.0, at_least(0))
     # Free space of /dev/shm below which a node counts as sick.
     min_shm_gib: float = key(1.0, at_least(0))
-    # Gbit/s of an all-reduce with a neighbour below which a node counts as sick; 0: not measured.
+    # Gbit/s of an all-reduce with a neighbour below which a node counts as sick, by NCCL where nodes have GPUs, else by
+    # gloo; 0: not measured.
     min_bandwidth_gbit: float = key(0.0, at_least(0))
     # How devices are asked for: gpus-per-node | gres (--gres=gpu:N) | none (for a site that gives whole nodes and
     # does not count devices).
@@ -60,11 +61,14 @@ class SlurmConfig:
     # Network interface for Ray, NCCL and gloo: its name (ib0), or the beginning of its address (10.1.). null: that of
     # the node's name.
     interface: str | None = key(None, or_null(TEXT))
-    # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in.
+    # Seconds before the limit at which the run is told to save: a step and a checkpoint must fit in, and 45 seconds for
+    # the end of the job.
     notice_s: int = key(300, at_least(1))
-    # Restarts of the job, for whatever reason.
+    # Restarts in a row that may bring no newer checkpoint, for whatever reason; those that exclude a sick node are not
+    # counted. 0: the job is never restarted.
     max_restarts: int = key(20, at_least(0))
-    # Attempts in a row that may fail soon after their start (exit code 70).
+    # Attempts in a row, without a newer checkpoint, that may fail soon after their start (exit code 70), or come to the
+    # job's limit before they have saved.
     max_failures: int = key(3, at_least(1))
 
 

@@ -58,6 +58,42 @@ enter_venv() {
   export VIRTUAL_ENV=$SCALERL_VENV PATH=$SCALERL_VENV/bin:$PATH
 }
 
+port_holder() { ss -Hltnp "sport = :$1" 2>/dev/null | sed -n 's/.*users:((\(.*\)))/\1/p' | head -1; }
+port_is_taken() { [[ -n $(ss -Hltn "sport = :$1" 2>/dev/null) ]]; }
+
+# PORTS: options of `ray start` with all of Ray's ports of this node, below those that the kernel gives to connections: one of
+# them may have any of the latter at any time. The head's own is chosen by ray.sbatch.
+RAY_PORT_OPTIONS=(node-manager-port object-manager-port runtime-env-agent-port dashboard-agent-grpc-port
+  dashboard-agent-listen-port metrics-export-port)
+plan_ports() {
+  local port=${SCALERL_RAY_NODE_PORT:-6400} given option first last
+  given=$(cut -f1 /proc/sys/net/ipv4/ip_local_port_range)
+  PORTS=()
+  for option in "${RAY_PORT_OPTIONS[@]}"; do
+    while ((port == ${SCALERL_RAY_ADDRESS##*:})) || port_is_taken "$port"; do
+      ((port == ${SCALERL_RAY_ADDRESS##*:})) || echo "port $port is taken by $(port_holder "$port" | grep . || echo "a process that is not yours")"
+      port=$((port + 1))
+    done
+    PORTS+=("--$option=$port")
+    port=$((port + 1))
+  done
+  last=$((given > 20000 ? 19999 : given - 1))
+  first=$((last > 16500 ? last - 9997 : 6500))
+  # A kernel that gives away nearly all of them leaves no choice.
+  ((last - first >= 1000)) || { first=10002 last=19999; echo "Ray's workers take ports that the kernel gives to connections, too ($given and above): see net.ipv4.ip_local_port_range"; }
+  PORTS+=("--min-worker-port=$first" "--max-worker-port=$last")
+}
+
+# What an attempt whose launcher was lost with its node has left here.
+clean_earlier() {
+  local note session
+  for note in "${SCALERL_ATTEMPT_DIR%/*}"/attempt_*/.ray_session; do
+    [[ -s $note && $note != "$SCALERL_ATTEMPT_DIR"/* ]] || continue
+    session=$(cat "$note")
+    if [[ $session == */session_* && -d $session ]]; then rm -rf "$session"; fi
+  done
+}
+
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code topology extra=()
   ip=$(node_ip "$name") || exit
@@ -75,6 +111,11 @@ start_ray() { # start_ray OPTION ...
   leave_slurm
   ulimit -n "$(ulimit -Hn)"
   echo "$name: ip $ip, $cpus CPUs, $num_gpus GPUs, $(python --version), $SCALERL_VENV"
+  clean_earlier
+  plan_ports
+  echo "ports: ${PORTS[*]#--}"
+  # What the ranks' collectives are told, wherever it was set.
+  env | grep -E '^(NCCL|GLOO|TORCH_NCCL)_' | sort
   # Slurm sends TERM to all steps when it cancels or preempts. The command is to save then, with a cluster that is whole:
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
@@ -84,7 +125,7 @@ start_ray() { # start_ray OPTION ...
   began=$(date +%F_%H-%M-%S)
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
-    --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "$@" ${extra[@]+"${extra[@]}"} &
+    --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "${PORTS[@]}" "$@" ${extra[@]+"${extra[@]}"} &
   ray=$!
   [[ $1 != --head ]] || note_session "$ray" "$began" &
   wait "$ray"

@@ -1,0 +1,177 @@
+"""What a job makes of its attempts: at its time limit, of those that bring nothing, of what one has for itself."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.lanes import full
+from tests.slurm.jobs import WAIT_ONCE, assert_came_back, assert_nothing_left, wait_for_driver, wait_until
+from tests.slurm.minislurm import MiniSlurm
+
+# It saves nothing, whatever it is told, and is done in the second attempt.
+SLEEPS_ONCE = ("bash", "-c", "[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; echo SLEEPING; exec sleep 3600")
+# As scalerl does: with each attempt a newer checkpoint, for so many attempts.
+PROGRESS = """
+echo "$2" >"$SCALERL_ATTEMPT_DIR/.run_dir"
+tracker=$2/latest_checkpointed_iteration.txt step=$(cat "$2/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+((step >= $1)) || echo $((step + 1)) >"$tracker"
+exit 75
+"""
+LOCK = """
+import sys, time
+from pathlib import Path
+from scalerl.runtime.directory_lock import directory_lock
+with directory_lock(Path(sys.argv[1]), "trainer.default_local_dir = run", grace_s=2):
+    print("HELD", flush=True)
+    time.sleep(600)
+"""
+
+
+def limit_to_this_minute(slurm: MiniSlurm, job_id: str) -> None:
+    """A job that runs ends with its minute, or the next where that is nearly over: limits are whole minutes."""
+    hours, minutes, seconds = map(int, slurm.job(job_id)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + (1 if seconds < 30 else 2)
+    slurm.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={limit}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    """The notice and the limit are Slurm's own; the command ignores the notice."""
+    job_id = submit(num_nodes, *SLEEPS_ONCE, options=("--time=30", "--signal=B:USR1@40"))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
+    limit_to_this_minute(slurm, job_id)
+    assert_came_back(slurm, job_id, out, because="75", timeout_s=300)
+    text = out.read_text()
+    assert "got USR1" in text and "got TERM" not in text and "TIME LIMIT" not in text
+    assert "the command was told to save and has not; the job ends in " in text
+    assert "Its work since its beginning is lost: give it more time (slurm.notice_s" in text
+
+
+@pytest.mark.full
+def test_a_job_that_its_time_limit_ends_is_requeued(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """Without a notice: the script of a site may have another --signal. 28 is WINCH, which ends nobody."""
+    job_id = submit(2, *SLEEPS_ONCE, options=("--time=30", "--signal=B:28@10"))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
+    limit_to_this_minute(slurm, job_id)
+    assert_came_back(slurm, job_id, out, because="143", timeout_s=300)
+    assert "got TERM" in out.read_text() and "DUE TO TIME LIMIT" in out.read_text()
+
+
+@pytest.mark.full
+def test_only_attempts_that_bring_nothing_are_counted(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALERL_MAX_RESTARTS", "1")
+    run_dir = tmp_path / "my run"
+    run_dir.mkdir()
+    job_id = submit(1, "bash", "-c", PROGRESS, "-", "3", str(run_dir))
+    job = slurm.wait(job_id, timeout_s=500)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    # Three with a newer checkpoint each, then two without.
+    assert (job["ExitCode"], job["Restarts"]) == ("75:0", "4"), out
+    assert "not started again, restarts without a newer checkpoint: 1 of at most 1 (SCALERL_MAX_RESTARTS)\n" in out
+    assert (tmp_path / f"logs/{job_id}/.newest").read_text() == f"{run_dir}/global_step_3\n"
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.parametrize("num_nodes", [full(2), 1])
+def test_two_jobs_do_not_write_into_one_directory(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, num_nodes: int
+) -> None:
+    command = (sys.executable, "-c", LOCK, str(tmp_path / "run"))
+    first = submit(num_nodes, *command)
+    out = tmp_path / f"out-{first}.txt"
+    wait_until("the lock", lambda: out.exists() and "HELD" in out.read_text(), 120, shown=out)
+    second = submit(num_nodes, *command)
+    slurm.wait(second)
+    refused = (tmp_path / f"out-{second}.txt").read_text()
+    assert "trainer.default_local_dir = run: another run is writing there (host n1, process " in refused
+    assert f"Slurm job {first}). Wait for it" in refused
+    slurm.run("scancel", first)
+    slurm.wait(first)
+
+
+@pytest.mark.full
+def test_nobody_joins_without_the_token_of_the_attempt(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    job_id = submit(1, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    token = tmp_path / f"logs/{job_id}/attempt_0/.ray_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
+    first, wrong = token.read_text(), tmp_path / "wrong_token"
+    wrong.write_text("0" * 64)
+    asks = "import ray; ray.init(address='10.99.0.11:6379', log_to_driver=False); print(len(ray.nodes()))"
+    for path, is_let_in in ((token, True), (wrong, False)):
+        env = ("env", "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={path}", "RAY_raylet_start_wait_time_s=5")
+        asked = slurm.run(*env, sys.executable, "-c", asks, host="n1", check=False, timeout_s=120)
+        assert (asked.returncode == 0) == is_let_in, asked.stdout + asked.stderr
+        assert ("auth" in asked.stderr.lower()) != is_let_in, asked.stderr
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("the second attempt", lambda: slurm.job(job_id)["Restarts"] == "1")
+    slurm.wait(job_id)
+    assert not token.exists(), "the attempt is over"
+    assert first not in out.read_text()
+
+
+@pytest.mark.full
+def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's own: the `ray start` of the other node hangs."""
+    programs = tmp_path / "venv/bin"
+    programs.mkdir(parents=True)
+    (programs / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
+    (programs / "ray").write_text(
+        "import runpy, socket, time\n"
+        "if socket.gethostname() == 'n2':\n    time.sleep(3600)\n"
+        f"runpy.run_path({str(Path(sys.prefix, 'bin/ray'))!r}, run_name='__main__')\n"
+    )
+    for path in programs.iterdir():
+        path.chmod(0o755)
+    monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "venv"))
+    monkeypatch.setenv("SCALERL_START_TIMEOUT_S", "30")
+    monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
+    job_id = submit(2, "true")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
+    assert "1 of 2 nodes not ready after 30 s:\n  n2: not in the cluster\n" in out
+    assert "error: Ray is not up on all nodes" in out and "run: true" not in out
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_the_node_of_the_batch_script_is_lost(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+    """Slurm requeues the job: nothing of the launcher is left."""
+    job_id = submit(2, *WAIT_ONCE)
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    assert slurm.job(job_id)["BatchHost"] == "n1"
+    slurm.power_off("n1")
+    try:
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 120)
+        job = slurm.wait(job_id, timeout_s=200)
+    finally:
+        slurm.power_on("n1")
+    assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[2-3]", "1"), out.read_text()
+    logs = tmp_path / "logs"
+    assert os.readlink(logs / job_id / "latest") == "attempt_1" and os.readlink(logs / "latest") == f"{job_id}/latest"
+    assert (logs / "latest/driver.log").exists()
+    # What the first attempt left on the other node, too, and its token.
+    assert_nothing_left(slurm)
+    assert not list((logs / job_id).glob("attempt_*/.ray_token"))
