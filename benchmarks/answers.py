@@ -78,7 +78,8 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     from scalerl.rollout.program import Trajectory
     from scalerl.runtime.garbage import collect_garbage
     from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
-    from scalerl.servers.wire import output_of, read_events, slots_of
+    from scalerl.servers.slots import slots_of
+    from scalerl.servers.wire import output_of, read_events
 
     events = events_of(samples, tokens)
     prompt = PromptRow(

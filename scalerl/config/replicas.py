@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from scalerl.config.schema import MULTI_NODE_NAMES, ServerConfig
+from scalerl.config.rollout_engines import engines_with, traits_of
+from scalerl.config.schema import ServerConfig
 from scalerl.config.suggestions import divisors, nearest
 
 
@@ -56,8 +57,8 @@ def size_violations(
         if room.tp_size % per_node == 0:
             advice += f", or {nnodes_key}={room.tp_size // per_node} or more"
         yield f"{key} = {room.tp_size}: a replica is on one node or on whole nodes, so it must {limit}; {advice}"
-    elif room.nodes_each > 1 and servers.name not in MULTI_NODE_NAMES:
-        names = " or ".join(MULTI_NODE_NAMES)
+    elif room.nodes_each > 1 and not traits_of(servers.name).spans_nodes:
+        names = engines_with(lambda traits: traits.spans_nodes)
         yield (
             f"{section}.name = {servers.name}: a replica on {room.nodes_each} nodes ({key} = {room.tp_size}) needs a "
             f"process on each, as {names} has; set {section}.name={names}, or {key}={per_node} or less"

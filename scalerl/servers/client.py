@@ -1,4 +1,4 @@
-"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, SGLang or embedded."""
+"""`RolloutClient`: generation (async) and weight updates (sync) on one rollout server, in its engine's protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -17,7 +17,7 @@ import orjson
 
 from scalerl.servers.access import authorization
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.engines.base import FLATTENED
+from scalerl.servers.engines.protocol import Call
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.requests import (
     GenerateOutput,
@@ -27,11 +27,10 @@ from scalerl.servers.requests import (
     ServerLostError,
     check_request,
 )
-from scalerl.servers.wire import Slot, output_of, read_events, slots_of
+from scalerl.servers.slots import Slot, slots_of
 
 __all__ = ["GenerateOutput", "GenerateRequest", "RolloutClient", "RolloutError", "SamplingParams"]
 
-MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 # Within this time an engine without requests becomes idle.
 IDLE_WAIT_S = 30.0
 # Within this time, or a request's own limit if less, a server that is well answers a health check, however busy it is.
@@ -138,7 +137,7 @@ class RolloutClient:
         A request that is on its way to the scheduler slips through: repeat until all have come back.
         """
         async with self.connected():
-            await self._call("POST", "/abort_request", {"abort_all": True}, "abort")
+            await self._call(self.engine.abort_all(), "abort")
 
     async def _generate_one(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """Asks by one HTTP request for the samples that have room, and yields each as soon as it is finished; the
@@ -150,56 +149,45 @@ class RolloutClient:
         asked = [slot for slot in slots if slot.room > 0]
         if not asked:
             return
-        missing = dict(enumerate(asked))
-        body = self.engine.generate_body(request, asked)
-        async with contextlib.aclosing(self._events("/generate", body, who)) as events:
-            async for event in events:
-                if event["meta_info"]["finish_reason"] is None:  # SGLang sends the first token too
-                    continue
-                # The only sample of a request has no index.
-                slot = missing.pop(event.get("index", 0), None)
-                if slot is None:
-                    raise RolloutError(f"{self.url}/generate gave a sample of {who} twice, or one not asked for")
-                yield output_of(slot, event, undone_by_abort=self.engine.undone_by_abort)
+        missing = {slot.key for slot in asked}
+        call = self.engine.generate(request, asked)
+        where = self.url + call.path
+        async with self._answer(call, who) as response:
+            samples = self.engine.read_samples(response.content.iter_any(), asked, server=where, who=who)
+            async with contextlib.aclosing(samples):
+                async for output in samples:
+                    if output.key not in missing:
+                        raise RolloutError(f"{where} gave a sample of {who} twice, or one not asked for")
+                    missing.remove(output.key)
+                    yield output
         if missing:
-            raise RolloutError(
-                f"{self.url}/generate gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}"
-            )
+            raise RolloutError(f"{where} gave {len(asked) - len(missing)} samples for {who}, asked for {len(asked)}")
 
     async def _full(self, slots: Sequence[Slot]) -> list[GenerateOutput]:
         if not slots:
             return []
-        info = json.loads(await self._call("GET", "/model_info", None, "its policy version"))
-        version = int(info["weight_version"])
+        answer = json.loads(await self._call(self.engine.policy_version(), "its policy version"))
+        version = self.engine.read_policy_version(answer)
         return [slot.extended([], [], [(0, version)], "length") for slot in slots]
 
-    async def _events(self, path: str, body: dict[str, Any], who: str) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON of each event of the answer's stream; errors as `_call`."""
-        async with self._answer("POST", path, body, who) as response:
-            async for event in read_events(response.content.iter_any(), who):
-                if "error" in event:
-                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(json.dumps(event))}")
-                yield event
-
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None, who: str) -> str:
+    async def _call(self, call: Call, who: str) -> str:
         """The text of the server's answer; raises RolloutError, naming the server and `who`, unless it is a success."""
-        async with self._answer(method, path, body, who) as response:
+        async with self._answer(call, who) as response:
             return await response.text()
 
     @contextlib.asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: dict[str, Any] | None, who: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _answer(self, call: Call, who: str) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._http is not None
+        where = self.url + call.path
         try:
-            data = None if body is None else orjson.dumps(body)
-            async with self._http.request(method, self.url + path, data=data, headers=JSON) as response:
+            data = None if call.body is None else orjson.dumps(call.body)
+            async with self._http.request(call.method, where, data=data, headers=JSON) as response:
                 if response.status != 200:
-                    raise RolloutError(f"{self.url}{path} refused {who}: {_message(await response.text())}")
+                    raise RolloutError(f"{where} refused {who}: {self.engine.read_error(await response.text())}")
                 yield response
         except TimeoutError as error:
             raise RolloutError(
-                f"{self.url}{path} did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "
+                f"{where} did not answer {who} in {self.timeout_s:.0f} s; see the server's log, or raise "
                 f"{self.purpose.key('request_timeout_s')}"
             ) from error
         except aiohttp.ClientError as error:
@@ -210,9 +198,10 @@ class RolloutClient:
     def begin_weight_update(self) -> None:
         """Opens the session in which a server takes new weights; waits for running requests.
 
-        SGLang before 0.5.21 has no sessions; there this does nothing.
+        Does nothing on a server without sessions.
         """
-        self._has_session = self._post("/begin_weight_update", {}, missing_ok=True) is not None
+        call = self.engine.begin_weight_update()
+        self._has_session = call is not None and self._ask(call) is not None
 
     def update_weights(
         self,
@@ -220,18 +209,18 @@ class RolloutClient:
         *,
         flush_cache: bool,
         policy_version: int | None = None,
-        load_format: str = FLATTENED,
+        is_mapped: bool = False,
     ) -> None:
         """Has the server load one bucket of weights.
 
         blobs: `serialize_bucket` once per engine rank.  flush_cache: on the last bucket.
-        load_format: how SGLang reads them (`Bucket.load_format`).
+        is_mapped: `Bucket.is_mapped`.
         """
-        body: dict[str, Any] = {"serialized_named_tensors": list(blobs), "flush_cache": flush_cache}
-        body |= self.engine.update_fields(load_format)
-        if policy_version is not None:
-            body["weight_version"] = str(policy_version)
-        self._post("/update_weights_from_tensor", body)
+        self._ask(
+            self.engine.update_weights(
+                blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
+            )
+        )
 
     def join_update_group(
         self, address: str, port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
@@ -240,8 +229,16 @@ class RolloutClient:
 
         rank_offset: rank in the group of the server's first rank.
         """
-        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
-        self._post("/init_weights_update_group", body | {"group_name": group_name, "backend": backend})
+        self._ask(
+            self.engine.join_update_group(
+                address,
+                port,
+                rank_offset=rank_offset,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+            )
+        )
 
     def update_weights_from_group(
         self,
@@ -255,76 +252,76 @@ class RolloutClient:
 
         layout: (name, dtype, shape), as packed.
         """
-        names, dtypes, shapes = (list(column) for column in zip(*layout, strict=True))
-        body: dict[str, Any] = {"names": names, "dtypes": dtypes, "shapes": [list(shape) for shape in shapes]}
-        body |= {"group_name": group_name, "flush_cache": flush_cache, "load_format": FLATTENED}
-        if policy_version is not None:
-            body["weight_version"] = str(policy_version)
-        self._post("/update_weights_from_distributed", body)
+        self._ask(
+            self.engine.update_weights_from_group(
+                layout, group_name=group_name, flush_cache=flush_cache, policy_version=policy_version
+            )
+        )
 
     def update_weights_from_disk(self, directory: str, *, policy_version: int) -> None:
         """Has the server load a whole model from files, without a session; waits for running requests.
 
         directory: as the server sees it.
         """
-        body = {"model_path": directory, "load_format": "safetensors", "weight_version": str(policy_version)}
-        self._post("/update_weights_from_disk", body | {"flush_cache": True})
+        self._ask(self.engine.update_weights_from_disk(directory, policy_version=policy_version))
 
     def end_weight_update(self, policy_version: int) -> None:
         """Closes the session of a weight update; samples from now on carry `policy_version`."""
         if self._has_session:
-            self._post("/end_weight_update", {})
+            self._ask(self.engine.end_weight_update())
         self._has_session = None
         self.set_policy_version(policy_version)
 
     def set_policy_version(self, policy_version: int) -> None:
         """Tells the server which version its weights are; no request may be running."""
-        self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
+        self._ask(self.engine.set_policy_version(policy_version))
 
     def checksums(self) -> list[dict[str, str]]:
         """The checksums of each engine rank, by the server's parameter names (see `weights.expected_checksums`)."""
-        answer = self._post("/weights_checker", {"action": "checksum"})
-        if not answer.get("ranks"):
-            raise RolloutError(f"{self.url}/weights_checker answered no ranks: {answer}")
-        ranks = answer["ranks"]
-        return [rank["checksums"] for rank in sorted(ranks, key=_tp_rank)]
+        call = self.engine.checksums()
+        answer = self._ask(call)
+        ranks = self.engine.read_checksums(answer)
+        if not ranks:
+            raise RolloutError(f"{self.url}{call.path} answered no ranks: {answer}")
+        return ranks
 
     def flush_cache(self, wait_s: float = 0.0) -> None:
         """Has the server forget cached prefixes. wait_s: how long the engine may take to be idle; else RolloutError."""
-        self._post(f"/flush_cache?timeout={wait_s:g}" if wait_s else "/flush_cache", {})
+        self._ask(self.engine.flush_cache(wait_s))
 
     # --- state ---
 
     def release(self, tags: Sequence[str] | None = None) -> None:
         """Has the server, which may run no request, give device memory back.
 
-        tags: of kv_cache, weights, cuda_graph; None: all.
+        tags: of the engine's (`memory_tags`); None: all.
         """
-        if tags is None or "kv_cache" in tags:
-            # With its overlapped schedule SGLang is busy for one more iteration after the last sample has come, and a
-            # release would end it then.
-            self.flush_cache(min(IDLE_WAIT_S, self.timeout_s / 2))
-        self._post("/release_memory_occupation", {} if tags is None else {"tags": list(tags)})
-        self._released |= set(MEMORY_TAGS if tags is None else tags)
+        wanted = self._tags(tags)
+        for call in self.engine.release(wanted, idle_wait_s=min(IDLE_WAIT_S, self.timeout_s / 2)):
+            self._ask(call)
+        self._released |= set(wanted)
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         """Has the server take back the memory that `release` freed. Weights come back undefined and must be updated.
 
-        Raises ValueError for a tag that this client did not release: SGLang's scheduler would die of it.
+        Raises ValueError for a tag that this client did not release: an engine may die of it.
         """
-        wanted = set(MEMORY_TAGS if tags is None else tags)
+        wanted = set(self._tags(tags))
         if not wanted <= self._released:
             raise ValueError(f"resume {sorted(wanted)}: {sorted(wanted - self._released)} is not released")
-        self._post("/resume_memory_occupation", {} if tags is None else {"tags": list(tags)})
+        self._ask(self.engine.resume(self._tags(tags)))
         self._released -= wanted
+
+    def _tags(self, tags: Iterable[str] | None) -> list[str]:
+        return [tag for part in self.engine.memory_tags.values() for tag in part] if tags is None else list(tags)
 
     def pause(self) -> None:
         """Ends running requests with what they have (finish reason abort); new ones wait for `continue_generation`."""
         self._paused = True
-        self._post("/pause_generation", {"mode": "abort"})
+        self._ask(self.engine.pause())
 
     def continue_generation(self) -> None:
-        self._post("/continue_generation", {})
+        self._ask(self.engine.continue_generation())
         self._paused = False
 
     @property
@@ -343,11 +340,13 @@ class RolloutClient:
         Its scheduler, which is what makes tokens, answers a question about its state; a token itself would not come
         from an engine that somebody paused or released.
         """
-        url, deadline = f"{self.url}/server_info", time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
+        call, deadline = self.engine.health(), time.monotonic() + min(HEALTH_TIMEOUT_S, self.timeout_s)
         async with aiohttp.ClientSession(headers=authorization(self.key)) as http:
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
-                    async with http.get(url, timeout=aiohttp.ClientTimeout(total=left_s)) as response:
+                    async with http.request(
+                        call.method, self.url + call.path, json=call.body, timeout=aiohttp.ClientTimeout(total=left_s)
+                    ) as response:
                         if response.status == 200:
                             return True
                 except aiohttp.ClientConnectorError:  # nobody listens
@@ -359,62 +358,43 @@ class RolloutClient:
 
     def healthy(self) -> bool:
         try:
-            self._request("GET", "/health", None)
+            self._ask(Call(self.engine.ready_path, method="GET"))
         except RolloutError:
             return False
         return True
 
     def server_info(self) -> dict[str, Any]:
         """The server's description of itself: version, tp_size, model_path and its resolved arguments."""
-        info = self._request("GET", "/server_info", None)
+        info = self._ask(self.engine.server_info())
         assert info is not None
         return info
 
-    def _post(self, path: str, body: dict[str, Any], missing_ok: bool = False) -> Any:
-        return self._request("POST", path, body, missing_ok)
+    def _ask(self, call: Call) -> Any:
+        """The answer's JSON ({} when it has none); None for an optional call that the server does not have.
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None, missing_ok: bool = False) -> Any:
-        """The answer's JSON ({} when it has none); None for a 404 with missing_ok. RolloutError unless a success."""
+        Raises RolloutError unless the answer is a success.
+        """
+        where = self.url + call.path
         request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
+            where,
+            method=call.method,
+            data=None if call.body is None else json.dumps(call.body).encode(),
             headers=JSON | authorization(self.key),
         )
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
-            if error.code == 404 and missing_ok:
+            if error.code == 404 and call.is_optional:
                 return None
-            raise RolloutError(
-                f"{self.url}{path} refused (HTTP {error.code}): {_message(error.read().decode())}"
-            ) from error
+            message = self.engine.read_error(error.read().decode())
+            raise RolloutError(f"{where} refused (HTTP {error.code}): {message}") from error
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
-            raise RolloutError(f"{self.url}{path} got no answer: {error}; see the server's log") from error
+            raise RolloutError(f"{where} got no answer: {error}; see the server's log") from error
         try:
             answer = json.loads(text) if text else {}
-        except json.JSONDecodeError:  # /flush_cache answers in prose
+        except json.JSONDecodeError:  # SGLang answers a flush in prose
             return {}
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise RolloutError(f"{self.url}{path} failed: {answer.get('message')}")
+        if (failure := self.engine.read_failure(answer)) is not None:
+            raise RolloutError(f"{where} failed: {failure}")
         return {} if answer is None else answer
-
-
-def _tp_rank(rank: dict[str, Any]) -> int:
-    placement = rank.get("parallelism_info") or [{"tp_rank": 0}]
-    return (placement[0] if isinstance(placement, list) else placement)["tp_rank"]
-
-
-def _message(text: str) -> str:
-    """The message of an error answer, in any of the shapes that servers use."""
-    try:
-        answer = json.loads(text)
-    except json.JSONDecodeError:
-        return text.strip()
-    if isinstance(answer, dict):
-        nested = answer.get("error")
-        for message in (answer.get("message"), nested.get("message") if isinstance(nested, dict) else nested):
-            if message:
-                return str(message)
-    return text.strip()

@@ -11,9 +11,6 @@ from scalerl.servers.client import RolloutClient
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
 
-# Tags that are released and resumed together. A CUDA graph has memory of its own beside the weights that it reads.
-_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
-
 
 class ServerControl:
     """Pauses, continues, releases and resumes all servers of a set, side by side, whoever sends them prompts.
@@ -38,18 +35,22 @@ class ServerControl:
         paused = [index for index, client in enumerate(self.clients) if client.paused]
         return self._ask_each(RolloutClient.continue_generation, paused)
 
-    def release(self, tag: str, skip: Collection[int] = ()) -> dict[int, str]:
+    def release(self, part: str, skip: Collection[int] = ()) -> dict[int, str]:
         """Frees that part (kv_cache, weights) of the servers' device memory. Returns as `pause`.
 
         skip: indices of servers that are not asked.
         """
         asked = [index for index in range(len(self.clients)) if index not in skip]
-        return self._ask_each(lambda client: client.release(_TAGS[tag]), asked)
+        return self._ask_each(lambda client: client.release(client.engine.memory_tags[part]), asked)
 
-    def resume(self, tag: str) -> dict[int, str]:
+    def resume(self, part: str) -> dict[int, str]:
         """Has servers that released that part take it back. Returns as `pause`."""
-        released = [index for index, client in enumerate(self.clients) if tag in client.released]
-        return self._ask_each(lambda client: client.resume(_TAGS[tag]), released)
+        released = [
+            index
+            for index, client in enumerate(self.clients)
+            if client.released.issuperset(client.engine.memory_tags[part])
+        ]
+        return self._ask_each(lambda client: client.resume(client.engine.memory_tags[part]), released)
 
     def are_well(self, indices: Iterable[int]) -> Mapping[int, bool]:
         """Whether each of these servers does its work (`RolloutClient.is_well`), by index."""

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from scalerl.cluster.pools import Reusable
 from scalerl.servers.engines import ENGINES, Command, Launch
 from scalerl.servers.purpose import Purpose
+from scalerl.servers.replica import ClientSettings, Replica
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+    from scalerl.servers.client import RolloutClient
     from scalerl.servers.process import RolloutServer
 
 
@@ -69,6 +71,10 @@ class ServerSettings:
         """Seconds that the server may take to start."""
         configured = self.launch.config.start_timeout_s
         return START_TIMEOUT_S[self.launch.device] if configured is None else configured
+
+    @property
+    def ready_path(self) -> str:
+        return ENGINES[self.launch.config.name].ready_path
 
     @property
     def address(self) -> str:
@@ -145,7 +151,9 @@ class ServerNode(ServerProcess):
             host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids, dist_init_addr=dist_init_addr
         )
         log = settings.log_path(self.log_dir, self.index, num_restarts)
-        self.server = RolloutServer(command, env, url_of(host, port), log, purpose=settings.purpose, key=key)
+        self.server = RolloutServer(
+            command, env, url_of(host, port), log, purpose=settings.purpose, key=key, ready_path=settings.ready_path
+        )
         self.how_it_ended = None
         self.server.start()
 
@@ -185,21 +193,18 @@ class ReplicaHost(ServerProcess):
 
     def leave(self) -> None:
         """Removes the run's requests, cached prefixes and policy version from the server.  Raises RolloutError."""
-        from scalerl.servers.client import RolloutClient
-
-        assert self.server is not None
-        launch = self.settings.launch
-        client = RolloutClient(
-            self.server.url,
-            launch.config.name,
-            key=self.server.key,
-            max_model_len=launch.max_model_len,
-            purpose=self.settings.purpose,
-        )
+        client = self._client()
         client.pause()
         client.continue_generation()
         client.flush_cache()
         client.set_policy_version(0)
+
+    def _client(self) -> RolloutClient:
+        assert self.server is not None
+        launch, config = self.settings.launch, self.settings.launch.config
+        tp_size = ENGINES[config.name].num_ranks(config.tensor_model_parallel_size)
+        clients = ClientSettings(self.settings.purpose, launch.max_model_len, config.request_timeout_s)
+        return clients.client(Replica(self.server.url, config.name, tp_size, self.server.key))
 
     def start(self, *entered: object) -> tuple[str, str]:
         """Starts the server, or starts it again after `end`; returns its URL and key once it answers.
@@ -238,7 +243,9 @@ class ReplicaHost(ServerProcess):
         log = settings.log_path(self.log_dir, self.index, num_restarts)
         if not self.others:
             command, env = settings.command(host=host, port=port, seed=seed, gpu_ids=settings.gpu_ids)
-            return RolloutServer(command, env, url_of(host, port), log, purpose=settings.purpose)
+            return RolloutServer(
+                command, env, url_of(host, port), log, purpose=settings.purpose, ready_path=settings.ready_path
+            )
         from scalerl.servers.multi_node import MultiNodeServer
 
         # Where the ranks of all nodes meet.
@@ -253,6 +260,7 @@ class ReplicaHost(ServerProcess):
             log,
             settings.start_timeout_s,
             settings.purpose,
+            ready_path=settings.ready_path,
             others=self.others,
             begun_with={"seed": seed, "dist_init_addr": meeting, "num_restarts": num_restarts},
         )

@@ -22,7 +22,7 @@ import psutil
 
 from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
 from scalerl.runtime.process_environment import inherited_by_servers
-from scalerl.servers.access import KEY_VARIABLE, new_key
+from scalerl.servers.access import KEY_VARIABLE, OPEN_PATH, new_key
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.supervise import descendants
 
@@ -109,6 +109,7 @@ class RolloutServer:
 
     url: where it will answer, such as http://127.0.0.1:30000.  env: variables to add to this process's environment.
     purpose: for errors.  key: every request must have it (`servers.access`); a new one by default.
+    ready_path: the engine's (`SharedProtocol.ready_path`).
     """
 
     command: Sequence[str]
@@ -119,6 +120,7 @@ class RolloutServer:
     start_timeout_s: float = 600.0
     purpose: Purpose = POLICY
     key: str = field(default_factory=new_key, repr=False)
+    ready_path: str = OPEN_PATH
     _supervisor: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
 
     def start(self) -> None:
@@ -141,7 +143,7 @@ class RolloutServer:
         )
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Waits until GET /health answers 200, from this server and not another on the same port.
+        """Waits until GET `ready_path` answers 200, from this server and not another on the same port.
 
         Raises a `ServerStartError` with the server's last log lines when it ends first or `timeout_s` (default:
         start_timeout_s) passes; the server is stopped then.
@@ -219,7 +221,7 @@ class RolloutServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+            with urllib.request.urlopen(self.url + self.ready_path, timeout=5.0) as response:
                 return response.status == 200
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
             return False

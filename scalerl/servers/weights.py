@@ -24,8 +24,6 @@ from torch import Tensor
 from scalerl.errors import UserError
 from scalerl.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.engines.base import FLATTENED
-from scalerl.servers.engines.sglang import MAPPED_LOADER
 from scalerl.servers.mapped import Place
 
 __all__ = [
@@ -140,9 +138,9 @@ class Bucket:
         return sum(tensor.nbytes for _, tensor in self.named)
 
     @property
-    def load_format(self) -> str:
-        """The name of the format by which SGLang reads the serialized bucket."""
-        return FLATTENED if self.shared is None else MAPPED_LOADER
+    def is_mapped(self) -> bool:
+        """Whether its text names memory that the server maps, and has no values."""
+        return self.shared is not None
 
 
 def serialize_bucket(named_tensors: NamedTensors, engine: str) -> str:

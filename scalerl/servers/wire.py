@@ -1,9 +1,9 @@
-"""The samples of a request as slots, and the reading of /generate's answer, a stream of events."""
+"""The answer of /generate in `engines.protocol.SharedProtocol`: a stream of events, each with a sample."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 import orjson
@@ -12,58 +12,16 @@ from scalerl.servers.requests import (
     ABORTED,
     FINISHED,
     GenerateOutput,
-    GenerateRequest,
     RolloutError,
     ServerLostError,
 )
+from scalerl.servers.slots import Slot
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A sample being generated.  room: number of tokens that it may still get."""
-
-    request_id: int | str
-    sample_index: int
-    seed: int | None
-    room: int
-    output_ids: list[int]
-    logprobs: list[float]
-    version_spans: tuple[tuple[int, int], ...]
-
-    def extended(
-        self, output_ids: list[int], logprobs: list[float], spans: Sequence[tuple[int, int]], finish_reason: str
-    ) -> GenerateOutput:
-        """The sample with further tokens appended.  spans: version spans of the new tokens."""
-        merged = list(self.version_spans) if self.output_ids else []
-        for start, version in spans if output_ids or not merged else ():
-            if not merged or merged[-1][1] != version:
-                merged.append((len(self.output_ids) + start, version))
-        return GenerateOutput(
-            request_id=self.request_id,
-            sample_index=self.sample_index,
-            output_ids=self.output_ids + output_ids,
-            logprobs=self.logprobs + logprobs,
-            finish_reason=finish_reason,
-            policy_version=merged[0][1],
-            version_spans=tuple(merged),
-        )
-
-
-def slots_of(request: GenerateRequest, max_model_len: int) -> list[Slot]:
-    budget = min(request.sampling.max_new_tokens, max_model_len - len(request.input_ids))
-    seeds = request.seeds or [None] * request.n
-    if not request.progress:
-        return [Slot(*key, seed, budget, [], [], ()) for key, seed in zip(request.sample_keys(), seeds, strict=True)]
-    return [
-        Slot(*o.key, seed, budget - len(o.output_ids), o.output_ids, o.logprobs, o.version_spans)
-        for o, seed in zip(request.progress, seeds, strict=True)
-    ]
-
-
-async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncIterator[dict[str, Any]]:
+async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncGenerator[dict[str, Any], None]:
     """Yields the JSON of each event.  chunks: bytes as they arrive, divided anywhere.
 
     Raises ServerLostError for a stream that ends too early.
@@ -102,8 +60,20 @@ def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -
         raise RolloutError(f"{who} was refused: {meta['finish_reason'].get('message')}")
     if finish_reason == ABORTED and undone_by_abort:
         output_ids, triples = output_ids[:-undone_by_abort], triples[:-undone_by_abort]
-    if len(output_ids) > slot.room:
-        raise RolloutError(f"{who}: the server sent {len(output_ids)} tokens, at most {slot.room} were asked for")
     versions = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
     spans = [(s["start"], int(s["version"])) for s in versions if s["start"] < max(1, len(output_ids))]
     return slot.extended(output_ids, [logprob for logprob, _, _ in triples], spans, finish_reason)
+
+
+def message_of(text: str) -> str:
+    """The message of an error answer, in any of the shapes that servers use."""
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError:
+        return text.strip()
+    if isinstance(answer, dict):
+        nested = answer.get("error")
+        for message in (answer.get("message"), nested.get("message") if isinstance(nested, dict) else nested):
+            if message:
+                return str(message)
+    return text.strip()

@@ -22,6 +22,7 @@ from scalerl.config import (
     world_size,
 )
 from scalerl.config.partial_config import OVERRIDES
+from scalerl.config.rollout_engines import traits_of
 from scalerl.config.schema import (
     DataConfig,
     JudgeConfig,
@@ -105,7 +106,7 @@ def check_ppo(cfg: PPOConfig, device: str | None = None, *, digests: bool = True
     from scalerl.rollout.program import load_program
 
     errors = ErrorCollector()
-    serves = cfg.actor_rollout_ref.rollout.name == "sglang"
+    serves = traits_of(cfg.actor_rollout_ref.rollout.name).compiles_kernels
     runs_here = device is None
     device = device or _this_machine(errors, cfg.trainer, serves=serves)
     fetch_models(cfg, errors.attempt)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.config import compose
+from scalerl.config.rollout_engines import engines_with, traits_of
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.tracking.chart_sections import SECTIONS
 from scalerl.user_code import forget_files
@@ -96,14 +97,14 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     train(run_keys(keys, pair.resumed, options.steps), processes, stop_after=at)
     print(f"verify-resume: steps {at + 1} to {options.steps}, resumed", flush=True)
     train_in_new_process(run_keys(keys, pair.resumed, options.steps))
-    is_exact = cfg.actor_rollout_ref.rollout.name == "embedded"
+    is_exact = traits_of(cfg.actor_rollout_ref.rollout.name).repeats_draws
     findings = compare(pair, is_exact=is_exact)
     print(table(findings))
     if not is_exact:
         print(
             "  not compared: tokens, weights, optimizers and other metrics. "
             f"{cfg.actor_rollout_ref.rollout.name} draws others after a resume: its sampler has no state that could be "
-            "saved (rollout.name=embedded has)"
+            f"saved (rollout.name={engines_with(lambda traits: traits.repeats_draws)} has)"
         )
     same = all(each.difference is None for each in findings)
     if same and not options.keep:

@@ -55,8 +55,6 @@ from scalerl.config.schema.reward import (
     ScoringModelConfig,
 )
 from scalerl.config.schema.rollout import (
-    MULTI_NODE_NAMES,
-    ROLLOUT_NAMES,
     GenerationRolloutConfig,
     ProgramConfig,
     RolloutConfig,
@@ -79,8 +77,6 @@ __all__ = [
     "IS_LEVELS",
     "LOGGERS",
     "LOSS_AGG_MODES",
-    "MULTI_NODE_NAMES",
-    "ROLLOUT_NAMES",
     "RS_OPTIONS",
     "SCHEMAS",
     "ActorConfig",

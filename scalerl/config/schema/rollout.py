@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema.devices import RolloutPoolConfig
 from scalerl.config.schema.fields import key
 from scalerl.config.value_checks import (
@@ -18,11 +19,6 @@ from scalerl.config.value_checks import (
     or_null,
     server_args,
 )
-
-# Engines of rollout.name; each has its own arguments in rollout.engine_kwargs.
-ROLLOUT_NAMES = ("sglang", "embedded")
-# Those of whose replicas one may be on several nodes.
-MULTI_NODE_NAMES = ("sglang",)
 
 
 @dataclass
@@ -50,8 +46,8 @@ class ValSamplingConfig(SamplingConfig):
 class ServerConfig(SamplingConfig):
     """The keys that the servers of the policy, of a judge and of `scalerl generate` have in common."""
 
-    # The engine.
-    name: str = key("sglang", one_of(*ROLLOUT_NAMES))
+    # The engine; each has its own arguments in engine_kwargs.
+    name: str = key("sglang", one_of(*ROLLOUT_ENGINES))
     seed: int = key(42, at_least(0))
     # Devices of one replica: of one node, or all devices of several nodes (sglang).
     tensor_model_parallel_size: int = key(1, at_least(1))
@@ -75,7 +71,7 @@ class ServerConfig(SamplingConfig):
     # Times that each replica's server, lost or hung, is started again in a run; at the next loss the run ends.
     max_restarts: int = key(3, at_least(0))
     # Extra arguments for the server, e.g. engine_kwargs.sglang.attention_backend=fa3.
-    engine_kwargs: dict[str, Any] = key({"sglang": {}}, server_args(ROLLOUT_NAMES))
+    engine_kwargs: dict[str, Any] = key({"sglang": {}}, server_args(tuple(ROLLOUT_ENGINES)))
 
 
 @dataclass

@@ -55,6 +55,6 @@ def load_blobs(delivery: Delivery, feed: Feed, bucket: Bucket, blobs: list[str])
         feed,
         "bucket",
         lambda client: client.update_weights(
-            blobs, flush_cache=True, policy_version=delivery.policy_version, load_format=bucket.load_format
+            blobs, flush_cache=True, policy_version=delivery.policy_version, is_mapped=bucket.is_mapped
         ),
     )

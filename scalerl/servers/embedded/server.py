@@ -14,7 +14,7 @@ import torch
 
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
 from scalerl.servers.embedded.engine import EmbeddedEngine, RefusedError
-from scalerl.servers.engines.base import FLATTENED
+from scalerl.servers.engines.protocol import FLATTENED
 from scalerl.servers.process import address_family
 from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack
 from scalerl.servers.wire import EVENT_END, LAST_EVENT

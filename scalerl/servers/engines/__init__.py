@@ -5,10 +5,11 @@ Processes that must start quickly use them, so torch is imported inside their me
 
 from __future__ import annotations
 
+from importlib import import_module
+
+from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.servers.engines.base import Command, Engine, Launch
-from scalerl.servers.engines.embedded import EmbeddedEngine
-from scalerl.servers.engines.sglang import SGLangEngine
 
 __all__ = ["ENGINES", "Command", "Engine", "Launch"]
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SGLangEngine(), EmbeddedEngine())}
+ENGINES: dict[str, Engine] = {name: import_module(f"{__name__}.{name}").ENGINE for name in ROLLOUT_ENGINES}

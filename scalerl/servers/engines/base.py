@@ -1,4 +1,4 @@
-"""`Engine`, the interface of a rollout server's engine: all that differs between engines of SGLang's HTTP protocol."""
+"""`Engine`, the interface of a rollout server's engine: all that differs between engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scalerl.servers.requests import GenerateRequest
+from scalerl.servers.engines.protocol import SharedProtocol
 
 if TYPE_CHECKING:
     import torch
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from scalerl.families import ModelShape
     from scalerl.servers.checksums import ExpectedChecksums
     from scalerl.servers.weights import Bucket
-    from scalerl.servers.wire import Slot
 
 Command = tuple[list[str], dict[str, str]]
-# SGLang's name for the format of `weights.serialize_bucket`.
-FLATTENED = "flattened_bucket"
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,13 @@ class Launch:
     dist_init_addr: str | None = None
 
 
-class Engine(ABC):
-    """One kind of engine; it has no state, as that of a server is in `host` and that of a client in `client`."""
+class Engine(SharedProtocol, ABC):
+    """One kind of engine; it has no state, as that of a server is in `host` and that of a client in `client`.
 
+    An engine whose servers speak another protocol than SGLang's overrides calls and readers of `SharedProtocol`.
+    """
+
+    # Key in `config.rollout_engines.ROLLOUT_ENGINES`, and name of the engine's module.
     name: ClassVar[str]
 
     @abstractmethod
@@ -68,41 +69,11 @@ class Engine(ABC):
     def num_ranks(self, tp_size: int) -> int:
         """Ranks of one server with this tensor_model_parallel_size, each of which takes a copy of each bucket."""
 
-    # --- requests ---
-
-    def generate_body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
-        """The body of /generate.  slots: the request's slots that have room."""
-        return {
-            "input_ids": [request.input_ids + slot.output_ids for slot in slots],
-            "sampling_params": [self.sampling_params(request, slot) for slot in slots],
-            "return_logprob": True,
-            "stream": True,
-        }
-
-    def sampling_params(self, request: GenerateRequest, slot: Slot) -> dict[str, Any]:
-        sampling = request.sampling
-        return {
-            "max_new_tokens": slot.room,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "ignore_eos": sampling.ignore_eos,
-            "stop": list(sampling.stop),
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-
-    # Number of tokens at the end of an aborted answer that its continuation draws again.
-    undone_by_abort: ClassVar[int] = 0
-
     # --- weights ---
 
     @abstractmethod
     def serialize(self, bucket: Bucket) -> str:
         """A bucket as text for `RolloutClient.update_weights`; to be called once for each rank of the server."""
-
-    def update_fields(self, load_format: str) -> dict[str, Any]:
-        """The further fields of /update_weights_from_tensor.  load_format: `Bucket.load_format`."""
-        return {}
 
     @abstractmethod
     def expected_checksums(

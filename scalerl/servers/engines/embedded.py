@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from scalerl.servers.checksums import ExpectedChecksums
+    from scalerl.servers.slots import Slot
     from scalerl.servers.weights import Bucket
-    from scalerl.servers.wire import Slot
 
 
 class EmbeddedEngine(Engine):
@@ -59,3 +59,6 @@ class EmbeddedEngine(Engine):
         from scalerl.servers.checksums import AsSent, ExpectedChecksums
 
         return ExpectedChecksums(AsSent(), dtype)
+
+
+ENGINE = EmbeddedEngine()

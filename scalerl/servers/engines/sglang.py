@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
+from scalerl.servers.engines.protocol import FLATTENED, Call
 from scalerl.servers.requests import GenerateRequest
 from scalerl.servers.sglang.cpu_shim import shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 
     from scalerl.families import ModelShape
     from scalerl.servers.checksums import ExpectedChecksums
+    from scalerl.servers.slots import Slot
     from scalerl.servers.weights import Bucket
-    from scalerl.servers.wire import Slot
 
 # Share of the machine's memory for weights and KV cache, an upper bound; max_total_tokens limits the cache in practice.
 CPU_MEM_FRACTION_STATIC = 0.5
@@ -138,8 +140,13 @@ class SGLangEngine(Engine):
 
         return flattened_text(bucket.named) if bucket.shared is None else bucket.shared.serialize()
 
-    def update_fields(self, load_format: str) -> dict[str, Any]:
-        return {"load_format": load_format}
+    def update_weights(
+        self, blobs: Sequence[str], *, flush_cache: bool, policy_version: int | None, is_mapped: bool
+    ) -> Call:
+        call = super().update_weights(
+            blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
+        )
+        return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
 
     def expected_checksums(
         self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
@@ -254,3 +261,6 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
         if value is not True:
             flags += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
     return flags
+
+
+ENGINE = SGLangEngine()

@@ -1,32 +1,31 @@
-"""What the engines say of themselves; a third one needs nothing but its file and its name."""
+"""What the engines say of themselves, and that nobody else asks which one it is; a third: tests/sglang."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from scalerl.config.schema import MULTI_NODE_NAMES, ROLLOUT_NAMES, RolloutConfig
+import scalerl
+from scalerl.config.rollout_engines import ROLLOUT_ENGINES
+from scalerl.config.schema import RolloutConfig
 from scalerl.config.schema.devices import DevicesConfig
-from scalerl.servers.checksums import AsSent, ExpectedChecksums
-from scalerl.servers.client import RolloutClient
-from scalerl.servers.engines import ENGINES, Command, Engine, Launch
-from scalerl.servers.host import ServerSettings
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.host import ReplicaHost, ServerSettings
+from scalerl.servers.process import RolloutServer
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.requests import GenerateRequest, SamplingParams
-from scalerl.servers.weights import Bucket, expected_checksums, serialize_bucket
-from scalerl.servers.wire import slots_of
+from scalerl.servers.slots import slots_of
 
+SCALERL = Path(scalerl.__file__).parent
 REQUEST = GenerateRequest("p", [5, 6], 2, SamplingParams(max_new_tokens=4), seeds=[7, 8])
 
 
 def test_the_configuration_knows_their_names() -> None:
-    assert set(ROLLOUT_NAMES) == set(ENGINES)
+    assert set(ROLLOUT_ENGINES) == set(ENGINES)
     assert all(engine.name == name for name, engine in ENGINES.items())
 
 
@@ -47,7 +46,9 @@ def test_the_embedded_engine_draws_each_sample_from_its_own_seed() -> None:
 
 def test_ranks_of_a_server() -> None:
     assert (ENGINES["sglang"].num_ranks(4), ENGINES["embedded"].num_ranks(4)) == (4, 1)
-    assert {name for name, engine in ENGINES.items() if engine.num_ranks(4) > 1} == set(MULTI_NODE_NAMES)
+    assert {name for name, engine in ENGINES.items() if engine.num_ranks(4) > 1} == {
+        name for name, traits in ROLLOUT_ENGINES.items() if traits.spans_nodes
+    }
 
 
 def test_each_process_has_a_log_of_each_start() -> None:
@@ -57,37 +58,10 @@ def test_each_process_has_a_log_of_each_start() -> None:
     assert second.log_path("/logs", 3, 2) == Path("/logs/rollout-3.node-1.restart-2.log")
 
 
-class Third(Engine):
-    name = "third"
-
-    def command(self, launch: Launch) -> Command:
-        return [sys.executable, "-m", "third", "--port", str(launch.port), "--model", launch.model_path], {"A": "1"}
-
-    def num_ranks(self, tp_size: int) -> int:
-        return tp_size
-
-    def serialize(self, bucket: Bucket) -> str:
-        return ",".join(name for name, _ in bucket.named)
-
-    def expected_checksums(
-        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
-    ) -> ExpectedChecksums:
-        return ExpectedChecksums(AsSent(), dtype)
-
-
-def test_a_third_engine_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started, asked, fed and proven by the code of all engines."""
-    monkeypatch.setitem(ENGINES, Third.name, Third())
-    launch = Launch("/model", RolloutConfig(name="third"), "cpu", 64)
-    command, env = ServerSettings(launch, POLICY, True).command(host="127.0.0.1", port=9, seed=0, gpu_ids=None)
-    assert command[1:] == ["-m", "third", "--port", "9", "--model", "/model"] and env == {"A": "1"}
-    client = RolloutClient("http://127.0.0.1:9", "third", key="", max_model_len=64)
-    body = client.engine.generate_body(REQUEST, slots_of(REQUEST, 64))
-    assert len(body["sampling_params"]) == 2 and client.engine.update_fields("flattened_bucket") == {}
-    weights = [("a", torch.ones(2)), ("b", torch.zeros(3))]
-    assert serialize_bucket(weights, "third") == "a,b"
-    (rank,) = expected_checksums(weights, {}, 1, "third")
-    assert rank.keys() == {"a", "b"}
+def test_whoever_makes_a_client_has_its_settings_from_one_place() -> None:
+    """Otherwise a client has other limits than the configuration says."""
+    made = [path.name for path in SCALERL.rglob("*.py") if "RolloutClient" in called_in(path)]
+    assert made == ["replica.py"]
 
 
 @pytest.mark.parametrize(("device", "configured", "limit_s"), [
@@ -97,3 +71,45 @@ def test_a_start_on_a_gpu_may_take_longer(device: str, configured: float | None,
     launch = Launch("/m", RolloutConfig(start_timeout_s=configured), device, 64)
     assert ServerSettings(launch, POLICY, True).start_timeout_s == limit_s
     assert limit_s < DevicesConfig().timeout_s, "else the run ends first, and no log is shown"
+
+
+def test_the_host_of_a_server_asks_it_within_the_configured_time() -> None:
+    config = RolloutConfig(name="embedded", request_timeout_s=7.0)
+    host = ReplicaHost(0, ServerSettings(Launch("/m", config, "cpu", 64), POLICY, True), log_dir="/logs")
+    host.server = RolloutServer(["true"], {}, "http://127.0.0.1:9", Path("/logs/a.log"))
+    client = host._client()
+    assert (client.timeout_s, client.max_model_len, client.key) == (7.0, 64, host.server.key)
+
+
+def test_no_other_file_asks_which_engine_it_is() -> None:
+    """What differs is a method of `Engine`, or a trait in `ROLLOUT_ENGINES`."""
+    found = [
+        f"{path.relative_to(SCALERL)}:{line}"
+        for path in SCALERL.rglob("*.py")
+        if path != SCALERL / "config" / "rollout_engines.py" and path.parent != SCALERL / "servers" / "engines"
+        for line in names_compared(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ['x.name == "sglang"', '"embedded" != name', 'name in ("sglang", "x")', 'match name:\n    case "sglang": pass'],
+)
+def test_a_comparison_with_an_engines_name_is_found(code: str) -> None:
+    assert list(names_compared(code)) and not list(names_compared(code.replace("sglang", "a").replace("embedded", "b")))
+
+
+def names_compared(code: str) -> Iterator[int]:
+    """The lines where something is compared with, or matched against, an engine's name."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            if any(isinstance(value, str) and value in ROLLOUT_ENGINES for value in constants):
+                yield node.lineno
+
+
+def called_in(path: Path) -> set[str]:
+    """The names that are called in a file."""
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call))
+    return {func.id for func in calls if isinstance(func, ast.Name)}

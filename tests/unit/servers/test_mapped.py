@@ -119,5 +119,7 @@ def test_a_bucket_in_it_is_sent_without_a_copy_or_as_values() -> None:
     place = place_of(NAMED)
     bucket = Bucket(place.memory.views(place.entries), place)
     assert bucket.num_bytes == 10 + 24 + 48 + 4
-    assert (bucket.load_format, ENGINES["sglang"].serialize(bucket)) == (MAPPED_LOADER, place.serialize())
+    assert bucket.is_mapped and ENGINES["sglang"].serialize(bucket) == place.serialize()
+    call = ENGINES["sglang"].update_weights(["text"], flush_cache=True, policy_version=1, is_mapped=True)
+    assert call.body is not None and call.body["load_format"] == MAPPED_LOADER
     assert torch.equal(load_safetensors(base64.b64decode(ENGINES["embedded"].serialize(bucket)))["c"], NAMED[2][1])

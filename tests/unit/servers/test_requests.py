@@ -19,7 +19,8 @@ from scalerl.servers.requests import (
     check_request,
     unfinished_requests,
 )
-from scalerl.servers.wire import EVENT_END, LAST_EVENT, output_of, read_events, slots_of
+from scalerl.servers.slots import slots_of
+from scalerl.servers.wire import EVENT_END, LAST_EVENT, output_of, read_events
 
 REQUEST = GenerateRequest("p", [5, 6, 7], 3, SamplingParams(max_new_tokens=10), seeds=[70, 71, 72])
 

@@ -1,0 +1,155 @@
+"""An engine with a protocol of its own is started, asked, fed, proven and ended by the code of all engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from scalerl.config.rollout_engines import ROLLOUT_ENGINES, EngineTraits
+from scalerl.config.schema import RolloutConfig
+from scalerl.hybrid.delivery import Delivery
+from scalerl.hybrid.feeds import feeds_of
+from scalerl.hybrid.transports.shared import load
+from scalerl.rollout.generation import generate_samples
+from scalerl.servers.checksums import checksum_differences
+from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
+from scalerl.servers.control import ServerControl
+from scalerl.servers.engines import ENGINES, Launch
+from scalerl.servers.host import ReplicaHost, ServerSettings
+from scalerl.servers.purpose import POLICY
+from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.weights import Bucket, expected_checksums
+from tests.sglang.third_engine import VOCAB, ThirdEngine
+
+REQUESTS = [
+    GenerateRequest("a", [5, 6], 2, SamplingParams(max_new_tokens=40), seeds=[1, 2]),
+    GenerateRequest("b", [9], 1, SamplingParams(max_new_tokens=7), seeds=[3]),
+]
+CLIENTS = ClientSettings(POLICY, max_model_len=64, timeout_s=60.0)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ReplicaHost]:
+    """Without Ray, which a host needs to be on another node alone."""
+    monkeypatch.setitem(ROLLOUT_ENGINES, ThirdEngine.name, EngineTraits(repeats_draws=True))
+    monkeypatch.setitem(ENGINES, ThirdEngine.name, ThirdEngine())
+    launch = Launch("/model", RolloutConfig(name="third", start_timeout_s=60.0), "cpu", CLIENTS.max_model_len)
+    host = ReplicaHost(0, ServerSettings(launch, POLICY, single_node=True), log_dir=str(tmp_path))
+    yield host
+    host.stop()
+
+
+@pytest.fixture
+def replica(host: ReplicaHost) -> Replica:
+    url, key = host.start()
+    return Replica(url, ThirdEngine.name, 1, key)
+
+
+@pytest.fixture
+def client(replica: Replica) -> RolloutClient:
+    return CLIENTS.client(replica)
+
+
+def ask(client: RolloutClient) -> list[GenerateOutput]:
+    return asyncio.run(generate_samples([client], REQUESTS))
+
+
+def counted(first: int, step: int, count: int) -> list[int]:
+    return [(first + step * place) % VOCAB for place in range(1, count + 1)]
+
+
+def test_it_is_asked(client: RolloutClient) -> None:
+    outputs = ask(client)
+    assert [output.key for output in outputs] == [("a", 0), ("a", 1), ("b", 0)]
+    assert [output.output_ids for output in outputs] == [counted(6, 1, 40), counted(6, 1, 40), counted(9, 1, 7)]
+    assert {(output.finish_reason, output.policy_version) for output in outputs} == {("length", 0)}
+    # A prompt of full length gets no token; the version is the server's.
+    full = GenerateRequest("full", [1] * 64, 1, SamplingParams(4), [0])
+    (output,) = asyncio.run(generate_samples([client], [full]))
+    assert (output.output_ids, output.finish_reason, output.policy_version) == ([], "length", 0)
+
+
+def test_it_is_fed_and_proven(client: RolloutClient, replica: Replica) -> None:
+    weights = [("step", torch.tensor([3], dtype=torch.uint8)), ("spare", torch.arange(4.0))]
+    (feed,) = feeds_of("shared", [replica], 1)
+    delivery = Delivery(
+        [feed], {replica.url: client}, {}, rank=0, policy_version=7, bucket_bytes=1, verify=False
+    )  # fmt: skip
+    delivery.tell(feed, "begin", RolloutClient.begin_weight_update)
+    for tensor in weights:
+        load(delivery, feed, Bucket([tensor]))
+    delivery.tell(feed, "end", lambda client: client.end_weight_update(7))
+    served = delivery.tell(feed, "check", RolloutClient.checksums)
+    assert delivery.failed == {}
+    assert checksum_differences(expected_checksums(weights, {}, 1, ThirdEngine.name), served) == []
+    wrong = [*weights[:1], ("spare", torch.zeros(4))]
+    assert checksum_differences(expected_checksums(wrong, {}, 1, ThirdEngine.name), served)
+    (first, *_) = ask(client)
+    assert (first.output_ids, first.policy_version) == (counted(6, 3, 40), 7)
+
+
+def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replica: Replica) -> None:
+    whole, control = ask(client), ServerControl(CLIENTS, [replica])
+    failed: list[dict[int, str]] = []
+
+    def interrupt() -> None:
+        failed.append(control.pause())
+        client.set_policy_version(4)
+        failed.append(control.go_on())
+
+    interrupting = threading.Thread(target=interrupt)
+
+    def at_the_first(output: GenerateOutput) -> None:
+        if not failed and not interrupting.ident:
+            interrupting.start()
+
+    outputs = asyncio.run(generate_samples([client], REQUESTS, at_the_first, continue_aborted=True))
+    interrupting.join()
+    assert failed == [{}, {}]
+    assert [output.output_ids for output in outputs] == [output.output_ids for output in whole]
+    # The short one came first; of the others one was half done, and one had not begun.
+    versions = {output.key: [version for _, version in output.version_spans] for output in outputs}
+    assert versions == {("a", 0): [4], ("a", 1): [0, 4], ("b", 0): [0]}
+
+
+def test_what_ends_early_comes_back_with_what_it_has(client: RolloutClient) -> None:
+    outputs = asyncio.run(
+        generate_samples([client], REQUESTS, stop_when=lambda groups: "b" in groups),
+    )
+    reasons = {output.key: output.finish_reason for output in outputs}
+    assert reasons[("b", 0)] == "length" and reasons[("a", 0)] == "abort"
+
+
+def test_it_gives_its_device_back(client: RolloutClient, replica: Replica) -> None:
+    control = ServerControl(CLIENTS, [replica])
+    assert control.release("kv_cache") == {} == control.release("weights")
+    assert control.clients[0].released == {"table", "counter"}
+    with pytest.raises(RolloutError, match=r"/v3/complete refused request 'a': asleep: \['counter', 'table'\]"):
+        ask(client)
+    assert control.resume("weights") == {} == control.resume("kv_cache")
+    assert len(ask(client)) == 3
+
+
+def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Replica) -> None:
+    blob = ENGINES[ThirdEngine.name].serialize(Bucket([("other", torch.zeros(1))]))
+    with pytest.raises(RolloutError, match=r"/v3/put failed: no tensor \['other'\]"):
+        client.update_weights([blob], flush_cache=True)
+    stranger = CLIENTS.client(Replica(replica.url, ThirdEngine.name, 1, "another key"))
+    with pytest.raises(RolloutError, match=r"/v3/sums refused \(HTTP 422\): the key is wrong"):
+        stranger.checksums()
+
+
+def test_it_forgets_a_run_and_is_started_again(client: RolloutClient, host: ReplicaHost) -> None:
+    client.set_policy_version(9)
+    host.leave()
+    assert ask(client)[0].policy_version == 0
+    assert asyncio.run(client.is_well()) and client.healthy()
+    assert "was still running and was killed" in host.end()
+    assert not asyncio.run(client.is_well())
+    url, key = host.start()
+    assert url != client.url and len(ask(CLIENTS.client(Replica(url, ThirdEngine.name, 1, key)))) == 3
