@@ -33,6 +33,7 @@ from scalerl.metrics import FlopsShape, Metric, Timers
 from scalerl.parallel.layout import Layout
 from scalerl.protocol import DataProto, Jagged
 from scalerl.runtime.stop import StopRequest
+from scalerl.servers.recovery import ServerRecovery
 from scalerl.servers.replica import Replica
 from scalerl.trainer.packing_rules import PackingRules, Planner
 from scalerl.trainer.ppo import Run
@@ -62,7 +63,10 @@ SHAPE = FlopsShape(
 
 
 class InstantRank(Worker):
-    """In the place of many `RLWorker`s."""
+    """In the place of many `RLWorker`s: of every num_processes-th rank, which it is in turn."""
+
+    # Weight version -> how many of these ranks have had it.
+    synced: tuple[int, int] = (-1, 0)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
@@ -104,9 +108,18 @@ class InstantRank(Worker):
         return RankMemory(0, "cpu", 2**36, 2**37, 2**30)
 
     @register(Dispatch.ONE_TO_ALL, with_reading=True)
-    def sync_weights(self, version: int, *, with_memory: bool, **kwargs: Any) -> dict[str, Any]:
+    def sync_weights(
+        self, version: int, *, orders: Mapping[int, SyncOrder], with_memory: bool, **kwargs: Any
+    ) -> dict[str, Any]:
+        turn = self.synced[1] if self.synced[0] == version else 0
+        self.synced = version, turn + 1
+        server, place = divmod(self.rank + turn * self.layout.world_size, RANKS_OF_A_SERVER)
+        led = {server: orders[server]} if place == 0 else {}
+        for order in led.values():
+            for step in ("begin", "bucket", "end"):
+                order.advance(step)
         numbers = ("sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes")
-        report = {**dict.fromkeys(numbers, 1.0), "failed": {}}
+        report = {**dict.fromkeys(numbers, 1.0), "failed": {}, "orders": led}
         return report | {"memory": self.memory()} if with_memory else report
 
 
@@ -214,7 +227,10 @@ def make_run(
     config = configuration(options, dp_size, num_samples, dump_dir)
     rank, worker = ray.remote(RankProcess), ray.remote(InstantRolloutWorker)
     place = pool.place(0, num_devices=1)
-    actors = [rank.options(**place).remote(InstantRank, 0, Layout(1)) for _ in range(options.processes)]
+    actors = [
+        rank.options(**place).remote(InstantRank, number, Layout(options.processes))
+        for number in range(options.processes)
+    ]
     group = GroupOnFewActors(Layout(dp_size * options.tp, tp_size=options.tp), actors)
     # The driver does not know that its ranks are answered for by the same processes.
     critic_group = GroupOnFewActors(Layout(critic_ranks(options, dp_size), tp_size=options.tp), actors)
@@ -276,8 +292,10 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     servers.handover, servers.parts_s, servers.workers = Handover(), {}, group
     count = _num_servers(group)
     replicas = [Replica(f"http://server-{index}", "sglang", RANKS_OF_A_SERVER, "") for index in range(count)]
-    server_set = SimpleNamespace(replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool)
-    servers._server_set = server_set  # type: ignore[assignment]
+    server_set: Any = SimpleNamespace(
+        replicas=replicas, down={}, num_restarts=0, restart_down=dict, end_lost=bool, end_failed=bool
+    )
+    servers._server_set = server_set
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
     rollout = HybridRollout.__new__(HybridRollout)
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
@@ -289,6 +307,7 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     rollout.numbers = itertools.count()
     shares = share_servers(count, len(workers))
     rollout.workers = servers.rollout_workers = RolloutWorkers(processes, shares, 600.0)
+    servers.recovery = ServerRecovery(server_set, rollout.workers, servers._give_weights)
     rollout.workers.wait_ready()
     rollout.workers.connect(replicas, None, 0)  # type: ignore[arg-type]
     # The servers started from files; the first step finds them with the trainer's weights.

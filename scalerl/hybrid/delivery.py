@@ -36,10 +36,12 @@ class Delivery:
         policy_version: int,
         bucket_bytes: int,
         verify: bool,
+        orders: Mapping[int, SyncOrder] | None = None,
     ) -> None:
         """Prepares the sync of one policy version.
 
         clients: URL -> client.  verify: the same on every rank.
+        orders: index of a replica -> where its server is in the order of its steps; None: drained, weights in place.
         expected: index of a replica that this rank leads -> its server's checksums; empty where they are not compared.
         """
         self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify
@@ -49,7 +51,11 @@ class Delivery:
         # Index of a replica that this rank leads -> how its server failed.
         self.failed: dict[int, str] = {}
         self._clients = clients
-        self._orders = {feed.index: SyncOrder(feed.replica.url, serving=False) for feed in self.led}
+        # Of the servers that this rank leads.
+        self.orders = {
+            feed.index: SyncOrder(feed.replica.url, serving=False) if orders is None else orders[feed.index]
+            for feed in self.led
+        }
 
     def tell(self, feed: Feed, step: Step | None, call: Callable[[RolloutClient], Any]) -> Any:
         """Calls one server and returns its answer; None from a server that failed now or earlier in this sync.
@@ -58,10 +64,10 @@ class Delivery:
         step: the SyncOrder step that this call performs; None if it performs none. Raises WrongOrderError before the
         server is asked.
         """
-        if step is not None:
-            self._orders[feed.index].advance(step)
         if feed.index in self.failed:
             return None
+        if step is not None:
+            self.orders[feed.index].advance(step)
         try:
             return call(self._clients[feed.replica.url])
         except RolloutError as error:

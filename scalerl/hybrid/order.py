@@ -28,6 +28,9 @@ class SyncOrder:
     drain -> [release_kv -> release_weights -> resume_weights] -> begin -> bucket... -> end -> [check] -> [resume_kv]
     -> continue; what is in brackets may be left out.
 
+    A server has one order, which is with whoever makes the next call to it: the driver, and in a weight sync the rank
+    that leads the server (`Delivery`).
+
     The KV cache leaves first and comes back last, so that a server's cache and a trainer's state are never needed at
     once. Weights that left the device come back undefined: nothing may be sampled until an update has ended.
     """

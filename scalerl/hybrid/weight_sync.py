@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from scalerl.errors import RunError
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed, feeds_of
 from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets, hashed_expert_bytes
+from scalerl.hybrid.order import SyncOrder
 from scalerl.hybrid.transports import TransportName
 from scalerl.hybrid.transports.create import make_transport
 from scalerl.parallel.engine import MegatronEngine
@@ -86,20 +87,26 @@ class WeightSync:
             self.transport.forget(feed.index)
 
     def sync(
-        self, policy_version: int, *, verify: bool, only: Collection[int] | None = None, raise_errors: bool = True
+        self,
+        policy_version: int,
+        *,
+        verify: bool,
+        orders: Mapping[int, SyncOrder] | None = None,
+        raise_errors: bool = True,
     ) -> dict[str, Any]:
         """Gives servers the engine's weights, with which they sample as policy_version from then on.
 
-        only: indices of the replicas that take part; None: all.
+        orders: as `Delivery`, of the replicas that take part; None: all take part.
         raise_errors: False hands back the servers that failed as "failed": {replica's index: error}.
 
-        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed"}, num_bytes as
-        `Transport.send` has them. Raises WeightSyncError naming tensors that differ (verify=True), RolloutError for a
-        server that failed (the others have the weights then), HandoverError where the largest tensor has no room.
+        Returns {"sync_s", "verify_s", "num_bytes", "num_buckets", "bucket_bytes", "failed", "orders"}: num_bytes as
+        `Transport.send` has them; orders of the servers that this rank leads, as they are now. Raises WeightSyncError
+        naming tensors that differ (verify=True), RolloutError for a server that failed (the others have the weights
+        then), HandoverError where the largest tensor has no room.
         """
         start = time.perf_counter()
         bucket_bytes = self._agree_on_buckets(verify=verify)
-        delivery = self._delivery(policy_version, verify=verify, only=only, bucket_bytes=bucket_bytes)
+        delivery = self._delivery(policy_version, verify=verify, orders=orders, bucket_bytes=bucket_bytes)
         for feed in delivery.led:
             delivery.tell(feed, "begin", self._begin)
         num_bytes, num_buckets = self.transport.send(delivery)
@@ -118,6 +125,7 @@ class WeightSync:
             "num_buckets": float(num_buckets),
             "bucket_bytes": float(bucket_bytes),
             "failed": delivery.failed,
+            "orders": delivery.orders,
         }
 
     def _agree_on_buckets(self, *, verify: bool) -> int:
@@ -137,9 +145,9 @@ class WeightSync:
         )
 
     def _delivery(
-        self, policy_version: int, *, verify: bool, only: Collection[int] | None, bucket_bytes: int
+        self, policy_version: int, *, verify: bool, orders: Mapping[int, SyncOrder] | None, bucket_bytes: int
     ) -> Delivery:
-        feeds = [feed for feed in self.feeds if only is None or feed.index in only]
+        feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
         expected = {
             feed.index: ENGINES[feed.replica.engine].expected_checksums(
                 self.model_config, feed.replica.tp_size, self.dtype
@@ -155,6 +163,7 @@ class WeightSync:
             policy_version=policy_version,
             bucket_bytes=bucket_bytes,
             verify=verify,
+            orders=orders,
         )
 
     def _begin(self, client: RolloutClient) -> None:

@@ -30,8 +30,8 @@ from scalerl.rollout.overrides import override_sampling
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.runtime.threads import in_daemon
 from scalerl.servers.purpose import GENERATION
-from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
-from scalerl.servers.replica import ClientSettings, Replica
+from scalerl.servers.recovery import CallersInLoop, GenerationRecovery, Replacements, ServerRecovery
+from scalerl.servers.replica import ClientSettings
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
 from scalerl.servers.server_set import ServerSet
 
@@ -157,18 +157,14 @@ class GenerationServers:
             restarting.cancel()
 
     async def _replace_lost(self, replacements: Replacements) -> None:
+        recovery = ServerRecovery(self.servers, CallersInLoop(replacements))
         while lost := await replacements.next_lost():
             try:
-                successors = await asyncio.wrap_future(in_daemon(partial(self._successors, lost), "restart"))
-                replacements.put(successors)
+                await asyncio.wrap_future(in_daemon(partial(recovery.replace, lost), "restart"))
             except Exception as error:
                 # Otherwise those who wait for a successor would wait forever.
                 await replacements.give_up(error)
                 return
-            await replacements.in_service(successors)
-
-    def _successors(self, lost: list[LostServer]) -> dict[int, Replica]:
-        return self.servers.restart_down() if self.servers.end_lost(lost) else {}
 
     def leave(self) -> None:
         """Stops the servers at the end of a lease: they serve this model's files, and are of no use to another run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class ServerSet:
     """The servers of one purpose, each with a host actor. replicas: their addresses, which change with a restart.
 
     The life of a server: started, in service; lost -> ended -> restarted -> what its purpose needs before it serves
-    (the policy's gets the trainer's weights, a judge's has its own) -> in service (`recovery.Replacements`).
+    -> in service (`recovery.ServerRecovery`).
     """
 
     def __init__(
@@ -195,6 +195,15 @@ class ServerSet:
             if server.index not in self.down:
                 self.end(server.index, server.why)
         return bool(lost)
+
+    def end_failed(self, failed: Mapping[int, str]) -> None:
+        """Ends servers that failed, index -> why. Raises RolloutError for one that is well: it would refuse again."""
+        if not failed:
+            return
+        for index, is_well in self.control.are_well(sorted(failed)).items():
+            if is_well:
+                raise RolloutError(failed[index])
+            self.end(index, failed[index])
 
     def restart_down(self) -> dict[int, Replica]:
         """Restarts the servers that are down. Returns index -> successor.

@@ -89,7 +89,12 @@ class HandingOver(PolicyServers):
         if point in self.at:
             self.at.pop(point)()
 
+    # Index of a server that was lost -> its order, as it was then.
+    orders_of_lost: dict[int, SyncOrder]
+
     def _new_order(self, index: int) -> SyncOrder:
+        if index in self.orders:
+            self.orders_of_lost[index] = self.orders[index]
         return RecordedOrder(super()._new_order(index).owner, serving=False)
 
 
@@ -102,7 +107,7 @@ class Run:
         tokenizer = load_tokenizer(policy.model.path)
         dataset = RLHFDataset(config.data.train_files, tokenizer, config.data)
         self.servers = HandingOver(config, pool, gpu_ids=None, log_dir=log_dir, single_node=True)
-        self.servers.at = {}
+        self.servers.at, self.servers.orders_of_lost = {}, {}
         self.servers.start()
         self.rollout = HybridRollout(config, self.servers, {"train": dataset, "val": dataset}, tokenizer)
         workers.call(MegatronWorker.build_engine, "actor", policy.model.path, policy.actor.megatron, policy.actor.optim)
@@ -326,8 +331,8 @@ def generate_one(client: RolloutClient) -> None:
     mostly_full([(point, at % 2) for at, point in enumerate(STRIKES)], lambda case: case[0] == "after_release_kv"),
 )
 def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
-    before, urls, orders = run.checksums(), run.urls, dict(run.servers.orders)
-    for order in orders.values():
+    before, urls = run.checksums(), run.urls
+    for order in run.servers.orders.values():
         order.taken.clear()
     run.servers.at = {point: lambda: run.kill(index)}
     run.step()
@@ -335,8 +340,8 @@ def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Poin
     # The one that is well goes through all of it; the lost one up to what it was asked last, and its successor has
     # released nothing.
     other = 1 - index
-    assert run.servers.orders[other] is orders[other] and orders[other].taken == HANDED_OVER
-    assert orders[index].taken == HANDED_OVER[: HANDED_OVER.index(STRIKES[point]) + 1]
+    assert run.servers.orders[other].taken == HANDED_OVER
+    assert run.servers.orders_of_lost[index].taken == HANDED_OVER[: HANDED_OVER.index(STRIKES[point]) + 1]
     assert run.servers.orders[index].taken == SYNCED
     assert run.urls[other] == urls[other] and run.urls[index] != urls[index]
     assert_in_step(run, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from scalerl.rewards.errors import RewardError
 from scalerl.rewards.judge import describe_failure, fill, load_question, read_number
 from scalerl.rewards.manager import ScoreRequest, ScoreResult
 from scalerl.servers.purpose import JUDGE
-from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements
+from scalerl.servers.recovery import GenerationRecovery, LostServer, Replacements, ServerRecovery
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError, SamplingParams
 
@@ -64,11 +64,6 @@ class Judge:
         """Ends the wait for news of lost servers."""
         if self._replacements is not None:
             self._replacements.close()
-
-    async def replace(self, successors: dict[int, Replica]) -> None:
-        """Puts restarted servers into service: they have the judge's weights, and take the lost servers' requests."""
-        self.replacements.put(successors)
-        await self.replacements.in_service(successors)
 
     async def score(self, request: ScoreRequest, seed: int) -> ScoreResult:
         """Asks the judge for the score of one sample.
@@ -150,6 +145,7 @@ class JudgeServers:
             owns_devices=True,
             single_node=single_node,
         )
+        self.recovery = ServerRecovery(self.servers, self)
 
     def connect(self, workers: Sequence[Any]) -> None:
         """Waits until the servers answer, and connects the rollout workers to them. workers: their handles, which share
@@ -165,10 +161,16 @@ class JudgeServers:
         """Restarts the servers that a report in `news` names. Raises RolloutError when a server has no restart left."""
         worker = self.news.pop(told)
         lost: list[LostServer] = self._ask([told])[0]
-        if self.servers.end_lost(lost):
-            successors = self.servers.restart_down()
-            self._ask([each.replace_judge.remote(successors) for each in self.workers])
+        self.recovery.replace(lost)
         self.news[worker.next_lost_judge.remote()] = worker
+
+    def replace(self, successors: Mapping[int, Replica]) -> None:
+        """Tells the rollout workers of restarted servers, which they do not ask before `in_service`."""
+        self._ask([worker.replace_judge.remote(successors) for worker in self.workers])
+
+    def in_service(self, indices: Sequence[int]) -> None:
+        """Has the rollout workers send these servers what the lost ones had."""
+        self._ask([worker.judge_in_service.remote(indices) for worker in self.workers])
 
     def _ask(self, calls: list[Any]) -> list[Any]:
         from scalerl.cluster.ask import values_of

@@ -6,8 +6,9 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from scalerl.metrics import Metric, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.control import ServerControl
 from scalerl.servers.purpose import POLICY
-from scalerl.servers.recovery import LostServer
+from scalerl.servers.recovery import LostServer, ServerRecovery
 from scalerl.servers.replica import ClientSettings, Replica
-from scalerl.servers.requests import RolloutError
 from scalerl.servers.server_set import ServerSet
 
 Metrics = dict[str, Metric]
@@ -82,7 +82,7 @@ class PolicyServers:
         self.single_node, self.first_step = single_node, first_step
         # From `start` on.
         self._server_set: ServerSet | None = None
-        # Index -> where that server is in the order of its steps; from `wait_ready` on.
+        # Index -> where that server is in the order of its steps, from `wait_ready` on. In a sync the ranks have them.
         self.orders: dict[int, SyncOrder] = {}
 
     def start(self) -> None:
@@ -113,6 +113,7 @@ class PolicyServers:
         """Blocks until every server answers, then connects them to who asks them, and to the ranks that feed them."""
         self.server_set.wait_ready()
         self.workers, self.rollout_workers = workers, rollout_workers
+        self.recovery = ServerRecovery(self.server_set, rollout_workers, self._give_weights)
         self.orders = {index: self._new_order(index) for index in range(len(self.replicas))}
         rollout_workers.connect(self.replicas, self.server_set.clients, self.rollout.seed)
         workers.call(
@@ -149,7 +150,8 @@ class PolicyServers:
 
     def leave(self) -> None:
         """Leaves the servers to the next run if its weights can reach them in the same way; else ends them."""
-        is_settled = all(order.is_settled for order in self.orders.values())
+        # An order that is missing is with a rank that did not answer.
+        is_settled = len(self.orders) == len(self.replicas) and all(order.is_settled for order in self.orders.values())
         # By broadcast the servers are in process groups with this run's ranks.
         if transport_of(self.config) == "broadcast" or not is_settled:
             self.server_set.stop()
@@ -178,7 +180,7 @@ class PolicyServers:
         failed: index -> why, of servers that could not be paused.
         """
         self._advance("drain", [index for index, order in self.orders.items() if order.serving])
-        self._end_failed(failed or {})
+        self.server_set.end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
         """Interrupts running samples where they are; `rest` follows. Returns index -> error of servers that failed."""
@@ -186,17 +188,14 @@ class PolicyServers:
 
     def go_on(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
-        self._end_failed(self.control.go_on())
-        if self.server_set.down:
-            self._serve(set())
+        self.server_set.end_failed(self.control.go_on())
+        self.recovery.serve()
         self.generate()
 
     def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:
         """Ends what is left of lost servers, and starts successors with the weights that the generation began with."""
-        if self.server_set.end_lost(lost):
-            self._serve(set())
-            if generating:
-                self.generate()
+        if self.recovery.replace(lost) and generating:
+            self.generate()
 
     # --- the device ---
 
@@ -221,7 +220,7 @@ class PolicyServers:
             self._advance("release_weights", self.orders)
             with self._timed("gen/release_weights"):
                 failed |= self.control.release("weights", skip=failed)
-            self._end_failed(failed)
+            self.server_set.end_failed(failed)
         self._see("after_release", wait_s=self._release_wait_s if self._hands_over else 0.0)
 
     @contextlib.contextmanager
@@ -240,7 +239,7 @@ class PolicyServers:
         beside_weights = self._have_room("before_save")
         if not beside_weights:
             self._advance("release_weights", self.orders)
-            self._end_failed(failed | self.control.release("weights", skip=failed))
+            self.server_set.end_failed(failed | self.control.release("weights", skip=failed))
             self._see("before_save_alone", wait_s=self._release_wait_s)
         yield
         self.workers.readings = None
@@ -248,14 +247,14 @@ class PolicyServers:
             if self.num_syncs:
                 # Its seconds are the save's.
                 parts_s, self.parts_s = self.parts_s, {}
-                self._serve(set(range(len(self.replicas))))
+                self.recovery.serve(range(len(self.replicas)))
                 self.parts_s = parts_s
             return
         self._see("after_save")
         self._advance("resume_kv", self.orders)
-        self._end_failed(failed | self.control.resume("kv_cache"))
-        if self.server_set.down and self.num_syncs:
-            self._serve(set())
+        self.server_set.end_failed(failed | self.control.resume("kv_cache"))
+        if self.num_syncs:
+            self.recovery.serve()
 
     def _have_room(self, point: Point) -> bool:
         try:
@@ -298,8 +297,10 @@ class PolicyServers:
     def sync(self, policy_version: int) -> Metrics:
         """Gives all resting servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
         self.policy_version = policy_version
+        rounds: list[list[dict[str, Any]]] = []
         # What the ranks measured before the first sync is reported in the first step.
-        rounds = self._serve(set(range(len(self.replicas))), with_memory=self.num_syncs > 0)
+        give_weights = partial(self._give_weights, rounds=rounds, with_memory=self.num_syncs > 0)
+        self.recovery.serve(range(len(self.replicas)), before_service=give_weights)
         self.num_syncs += 1
         slowest = [max(parts, key=lambda part: part["sync_s"]) for parts in rounds]
         send_s = sum(part["sync_s"] for part in slowest)
@@ -319,55 +320,55 @@ class PolicyServers:
             **merge_metrics(part.get("memory", {}) for parts in rounds for part in parts),
         }
 
-    def _serve(self, indices: set[int], *, with_memory: bool = False) -> list[list[dict[str, Any]]]:
-        """Gives these replicas, and those that are down, the trainer's weights as self.policy_version.
+    def _give_weights(
+        self,
+        successors: Mapping[int, Replica],
+        running: Collection[int],
+        *,
+        rounds: list[list[dict[str, Any]]] | None = None,
+        with_memory: bool = False,
+    ) -> dict[int, str]:
+        """Gives servers the trainer's weights as self.policy_version, before they serve (`ServerRecovery`).
 
-        A server that is lost meanwhile is restarted and gets them again. Returns the ranks' reports of each round.
-        with_memory: as `RLWorker.sync_weights` has it.
+        rounds: gets the ranks' reports.  with_memory: as `RLWorker.sync_weights` has it.
+        Returns index -> why, of servers that failed.
         """
-        is_due = verification_is_due(self.num_syncs, self.rollout.verify_weights_every)
-        rounds = []
-        while indices or self.server_set.down:
-            restarted = self._restart_down()
-            # Restarted servers are new, or what they served is not known.
-            verify = is_due or (bool(restarted) and self.rollout.verify_weights_every > 0)
-            running = indices - set(restarted)
-            self._see("before_sync", running)
-            failed = self._resume("weights", running) if running else {}
-            synced = sorted(running.union(restarted) - failed.keys())
-            self._advance("begin", synced)
-            rounds.append(
-                self.workers.call(
-                    RLWorker.sync_weights,
-                    self.policy_version,
-                    verify=verify,
-                    only=synced,
-                    raise_errors=False,
-                    with_memory=with_memory,
-                )
-            )
-            failed |= {index: why for part in rounds[-1] for index, why in part["failed"].items()}
-            synced = sorted(set(synced) - failed.keys())
-            taken: tuple[Step, ...] = ("bucket", "end", "check") if verify else ("bucket", "end")
-            for step in taken:
-                self._advance(step, synced)
-            self._see("after_sync", running.intersection(synced))
-            failed |= self._resume("kv_cache", running.intersection(synced)) if running else {}
-            self._end_failed(failed)
-            if restarted:
-                self.rollout_workers.in_service(sorted(restarted.keys() - failed.keys()))
-            indices = set()
-        return rounds
+        if successors:
+            self.orders |= {index: self._new_order(index) for index in successors}
+            self.workers.call(RLWorker.reconnect_rollout, successors)
+        every = self.rollout.verify_weights_every
+        # Restarted servers are new, or what they served is not known.
+        verify = verification_is_due(self.num_syncs, every) or (bool(successors) and every > 0)
+        self._see("before_sync", running)
+        failed = self._resume("weights", running) if running else {}
+        synced = sorted({*running, *successors} - failed.keys())
+        reports = self.workers.call(
+            RLWorker.sync_weights,
+            self.policy_version,
+            verify=verify,
+            # Each goes to the rank that asks its server now, and comes back with the report.
+            orders={index: self.orders.pop(index) for index in synced},
+            raise_errors=False,
+            with_memory=with_memory,
+        )
+        for report in reports:
+            self.orders |= report["orders"]
+            failed |= report["failed"]
+        if rounds is not None:
+            rounds.append(reports)
+        synced = set(running) - failed.keys()
+        self._see("after_sync", synced)
+        return failed | (self._resume("kv_cache", synced) if running else {})
 
-    def _resume(self, tag: str, indices: set[int]) -> dict[int, str]:
-        step: Step = "resume_weights" if tag == "weights" else "resume_kv"
+    def _resume(self, part: str, indices: Collection[int]) -> dict[int, str]:
+        step: Step = "resume_weights" if part == "weights" else "resume_kv"
         # Before the first sync only a load has released anything, and that only where memory is short.
         if not self._hands_over or not any(step in self.orders[index].allowed for index in indices):
             return {}
-        point: Point = "after_resume_weights" if tag == "weights" else "after_resume_kv"
+        point: Point = "after_resume_weights" if part == "weights" else "after_resume_kv"
         self._advance(step, indices)
         with self._timed(f"update_weights/{step}"):
-            failed = self.control.resume(tag)
+            failed = self.control.resume(part)
         self.workers.readings = None
         self._see(point)
         return failed
@@ -379,20 +380,3 @@ class PolicyServers:
 
     def _new_order(self, index: int) -> SyncOrder:
         return SyncOrder(self.replicas[index].url, serving=False)
-
-    def _restart_down(self) -> dict[int, Replica]:
-        successors = self.server_set.restart_down()
-        if successors:
-            self.orders |= {index: self._new_order(index) for index in successors}
-            self.workers.call(RLWorker.reconnect_rollout, successors)
-            self.rollout_workers.replace(successors)
-        return successors
-
-    def _end_failed(self, failed: Mapping[int, str]) -> None:
-        """Ends servers that failed; raises RolloutError for one that is well, as it refused and would again."""
-        if not failed:
-            return
-        for index, is_well in self.control.are_well(sorted(failed)).items():
-            if is_well:
-                raise RolloutError(failed[index])
-            self.server_set.end(index, failed[index])

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -182,8 +182,12 @@ class RolloutWorker(Reusable):
         """Waits for lost servers of the judge, as `next_lost`."""
         return await self.judge.replacements.next_lost()
 
-    async def replace_judge(self, successors: dict[int, Replica]) -> None:
-        await self.judge.replace(successors)
+    def replace_judge(self, successors: Mapping[int, Replica]) -> None:
+        """Takes restarted servers of the judge; no sample is sent there before `judge_in_service`."""
+        self.judge.replacements.put(successors)
+
+    async def judge_in_service(self, indices: Sequence[int]) -> None:
+        await self.judge.replacements.in_service(indices)
 
     async def next_lost(self) -> list[LostServer]:
         """Waits for servers that a generation lost, and returns them; each is returned once."""

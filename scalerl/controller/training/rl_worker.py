@@ -16,6 +16,7 @@ from scalerl.protocol import DataProto, Jagged
 if TYPE_CHECKING:
     from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
     from scalerl.hybrid.feeds import Replica
+    from scalerl.hybrid.order import SyncOrder
     from scalerl.hybrid.transports import TransportName
     from scalerl.hybrid.weight_sync import WeightSync
 
@@ -291,12 +292,12 @@ class RLWorker(MegatronWorker):
         policy_version: int,
         *,
         verify: bool,
-        only: Sequence[int] | None = None,
+        orders: Mapping[int, SyncOrder],
         raise_errors: bool = True,
         with_memory: bool = False,
     ) -> dict[str, Any]:
         """Sends weights by `WeightSync.sync` and returns its report; with_memory: with `memory`, under that name."""
-        report = self._sync(policy_version, verify=verify, only=only, raise_errors=raise_errors)
+        report = self._sync(policy_version, verify=verify, orders=orders, raise_errors=raise_errors)
         return report | {"memory": self.memory()} if with_memory else report
 
     @phase("update_weights", "params", reads=True)

@@ -109,7 +109,6 @@ class BroadcastTransport:
 
     def _send(self, delivery: Delivery, feed: Feed, named: NamedTensors, flat: Tensor) -> None:
         if feed.index in delivery.failed:
-            delivery.tell(feed, "bucket", lambda client: None)
             return
         name, group = self.groups[feed.index]
         layout = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in named]
