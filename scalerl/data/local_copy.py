@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from scalerl.cache_directory import CACHE_DIR_ENV
 from scalerl.data.problems import DataError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.2
 _BLOCK_BYTES = 8 * 2**20
 _SHM = Path("/dev/shm")
-# Directory for copies, for a job of several machines one that all of them share (ray.sbatch sets it).
-CACHE_DIR_ENV = "SCALERL_CACHE_DIR"
 _MANIFEST = "copied.json"
 _CONTENT = "content"
 _UNFINISHED = "unfinished-"

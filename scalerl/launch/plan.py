@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from scalerl.cache_directory import CACHE_DIR_ENV
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
-from scalerl.data.local_copy import CACHE_DIR_ENV
 from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, Script
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of

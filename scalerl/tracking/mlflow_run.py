@@ -78,7 +78,7 @@ class MlflowRun:
             file.write(json.dumps(note).encode() + b"\n")
 
     def _configured_uri(self) -> str | None:
-        """As the user gave it: without, the file is in run_dir, wherever that is."""
+        """The tracking URI as the user gave it; None without one: the file is in run_dir, wherever that is."""
         uri = self._info.mlflow_tracking_uri
         return None if uri is None else safe_uri(uri)
 

@@ -292,7 +292,7 @@ class RLWorker(MegatronWorker):
         policy_version: int,
         *,
         verify: bool,
-        orders: Mapping[int, SyncOrder],
+        orders: Mapping[int, SyncOrder] | None = None,
         raise_errors: bool = True,
         with_memory: bool = False,
     ) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from scalerl.config.schema import RolloutConfig
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.hybrid.order import SyncOrder, WrongOrderError
+from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import ServerRecovery
 from scalerl.servers.replica import Replica
 from scalerl.servers.server_set import ServerSet
@@ -48,6 +49,7 @@ def policy_servers(ranks: Any, num_servers: int = 2) -> PolicyServers:
     server_set = ServerSet.__new__(ServerSet)
     server_set.replicas = [Replica(f"http://{index}", "embedded", 1, "key") for index in range(num_servers)]
     server_set.down, server_set.num_restarts_of = {}, {}
+    server_set.config, server_set.purpose = servers.rollout, POLICY
     # Asks each server of a list, that of none too.
     server_set.control = Nobody()  # type: ignore[assignment]
     servers._server_set, servers.workers, servers.rollout_workers = server_set, ranks, Nobody()  # type: ignore[assignment]

@@ -55,7 +55,7 @@ def test_the_digest_is_that_of_the_messages(tokenizer, custom):
     """Also where they hold what JSON has no form for: an address in its text must not make other rows of them."""
     plain, other, odd = (
         [create_rl_dataset("", tokenizer, custom(own(f"return {row})"))).digest for _ in range(2)]
-        for row in (ROW, ROW.replace("'q'", "'r'"), ROW.replace("'q'", "[range(i), object()]"))
+        for row in (ROW, ROW.replace("'q'", "'other'"), ROW.replace("'q'", "[range(i), object()]"))
     )
     assert all(one == again for one, again in (plain, other, odd))
     assert len({plain[0], other[0], odd[0]}) == 3

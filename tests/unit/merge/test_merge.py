@@ -170,7 +170,7 @@ def test_mixed_stored_dtypes_need_a_choice(tmp_path, hf_dir, capsys):
     tensors = joined_tensors(hf_dir)
     tensors["model.decoder.final_layernorm.weight"] = tensors["model.decoder.final_layernorm.weight"].bfloat16()
     actor = write_checkpoint(tmp_path, hf_dir, tensors)
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert "several dtypes (torch.bfloat16, torch.float32); choose one with --dtype" in capsys.readouterr().err
     assert run(actor, tmp_path / "merged", "--dtype", "float32") == 0
 
@@ -181,7 +181,7 @@ def test_missing_extra_and_misshapen_tensors_in_one_error(tmp_path, hf_dir, caps
     tensors["model.decoder.layers.9.mlp.linear_fc2.weight"] = torch.zeros(2)
     tensors["model.decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(2, 3)
     tensors["model.embedding.word_embeddings.weight"] = torch.zeros(299, 32)
-    assert run(write_checkpoint(tmp_path, hf_dir, tensors), tmp_path / "merged") == 1
+    assert run(write_checkpoint(tmp_path, hf_dir, tensors), tmp_path / "merged") == 2
     error = capsys.readouterr().err
     assert "4 problems" in error
     for part in (
@@ -199,13 +199,13 @@ def test_a_cut_or_missing_data_file_is_named(tmp_path, actor, capsys):
     file = max((actor / "dist_ckpt").glob("*.distcp"), key=lambda p: p.stat().st_size)
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert f"file {file.name} is cut short" in capsys.readouterr().err
     file.unlink()
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert f"file {file.name} is missing" in capsys.readouterr().err
     file.write_bytes(b"\0" * len(data))
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert "cannot be read" in capsys.readouterr().err
     assert not list(tmp_path.glob("*merged*"))
 
@@ -246,7 +246,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, actor, capsys, functi
     content = pickle.loads(path.read_bytes())
     content.planner_data = Malicious(function, f"touch {mark}")
     path.write_bytes(pickle.dumps(content))
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert f"{path} is refused: {pickle.whichmodule(function, function.__name__)}" in capsys.readouterr().err
     assert not mark.exists()
 
@@ -254,7 +254,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, actor, capsys, functi
 @pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"nonsense", pickle.dumps({"a": 1})])
 def test_metadata_that_is_none_is_refused(tmp_path, actor, capsys, content):
     (actor / "dist_ckpt" / ".metadata").write_bytes(content)
-    assert run(actor, tmp_path / "merged") == 1
+    assert run(actor, tmp_path / "merged") == 2
     assert "error: " in capsys.readouterr().err
 
 
@@ -263,7 +263,7 @@ def test_target_is_whole_or_not_there(tmp_path, hf_dir, actor, capsys):
     target.mkdir()
     assert run(actor, target) == 0
     (target / "stale.txt").write_text("x")
-    assert run(actor, target) == 1
+    assert run(actor, target) == 2
     assert "is not empty; give another, or --overwrite" in capsys.readouterr().err
     assert run(actor, target, "--overwrite") == 0
     assert not (target / "stale.txt").exists()
@@ -274,25 +274,25 @@ def test_overwrite_replaces_models_only_and_never_the_checkpoint(tmp_path, actor
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.tex").write_text("x")
-    assert run(actor, precious, "--overwrite") == 1
+    assert run(actor, precious, "--overwrite") == 2
     assert "--overwrite replaces models only" in capsys.readouterr().err
     assert (precious / "thesis.tex").exists()
     for target in (actor, actor / "huggingface", actor.parent, actor.parent.parent, actor / "new"):
-        assert run(actor, target, "--overwrite") == 1
+        assert run(actor, target, "--overwrite") == 2
         assert "overlaps the checkpoint" in capsys.readouterr().err
 
 
 def test_where_the_checkpoint_is(tmp_path, hf_dir, actor, capsys):
     assert run(actor.parent, tmp_path / "a") == 0
-    assert run(actor.parent.parent, tmp_path / "b") == 1
+    assert run(actor.parent.parent, tmp_path / "b") == 2
     assert f"did you mean {actor}?" in capsys.readouterr().err
-    assert run(tmp_path / "nowhere", tmp_path / "b") == 1
+    assert run(tmp_path / "nowhere", tmp_path / "b") == 2
     assert "nowhere is not a directory" in capsys.readouterr().err
     (actor / "huggingface" / "config.json").unlink()
-    assert run(actor, tmp_path / "b") == 1
+    assert run(actor, tmp_path / "b") == 2
     assert "huggingface has no config.json" in capsys.readouterr().err
     (actor.parent / "COMPLETE").unlink()
-    assert run(actor, tmp_path / "b") == 1
+    assert run(actor, tmp_path / "b") == 2
     assert "global_step_7 has no COMPLETE file" in capsys.readouterr().err
 
 
@@ -378,7 +378,7 @@ def test_a_flipped_byte_of_any_file_is_named_and_nothing_is_written(tmp_path, hf
         data = bytearray(file.read_bytes())
         data[at] ^= 16
         file.write_bytes(data)
-        assert run(actor, tmp_path / "merged") == 1
+        assert run(actor, tmp_path / "merged") == 2
         error = capsys.readouterr().err
         assert file.name in error and ("damaged" in error or f"tensor {key} at [" in error)
         assert not list(tmp_path.glob("*merged*"))
@@ -476,7 +476,7 @@ def test_critics_are_compared_by_their_values(tmp_path, hf_dir, capsys, model_cl
     assert main([*test, str(tmp_path / "other")]) == 1
     said = capsys.readouterr().out
     assert "score.weight: differs by" in said and "logits: 0\n" not in said
-    assert main([*test, str(hf_dir)]) == 1
+    assert main([*test, str(hf_dir)]) == 2
     assert "one is a language model" in capsys.readouterr().err
 
 

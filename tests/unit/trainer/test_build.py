@@ -15,7 +15,7 @@ from scalerl.config.schema import TrainerConfig
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.parallel.layout import Layout
-from scalerl.trainer.build import start_workers
+from scalerl.trainer.build import REPORT_S, start_workers
 
 
 class NoPool:
@@ -33,7 +33,7 @@ class NoPool:
 
 @pytest.mark.parametrize("cls", [RLWorker, MegatronWorker])
 def test_what_saves_and_loads_has_the_limit_of_a_save(tmp_path: Path, cls: type[MegatronWorker]) -> None:
-    """In the driver's calls; collectives of the ranks wait for as long."""
+    """In the driver's calls; collectives of the ranks wait for longer, so that the driver can ask them."""
     pool, lease = NoPool(), cast(Lease, SimpleNamespace(add_ranks=lambda ranks: ranks))
     trainer = TrainerConfig(default_local_dir=str(tmp_path), timeout_s=60.0, save_timeout_s=900.0)
     workers: WorkerGroup = start_workers(
@@ -45,4 +45,4 @@ def test_what_saves_and_loads_has_the_limit_of_a_save(tmp_path: Path, cls: type[
     for name in methods:
         key, seconds = ("save_timeout_s", 900.0) if name in of_saves else ("timeout_s", 60.0)
         assert workers.limit(name) == Limit(f"trainer.{key}", seconds), name
-    assert [init["collective_timeout_s"] for init in pool.inits] == [900.0, 900.0]
+    assert [init["collective_timeout_s"] for init in pool.inits] == [900.0 + REPORT_S] * 2
