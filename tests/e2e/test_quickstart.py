@@ -68,7 +68,7 @@ def scores(job: Job, out: Path) -> tuple[float, float, float]:
     line = re.search(r"before SFT ([\d.]+)\s+after SFT ([\d.]+)\s+after RL ([\d.]+)", job.stdout)
     assert line, job.tail()
     assert (out / "merged" / "model.safetensors").is_file()
-    assert "mlflow ui" in job.stdout and "n_gpus_per_node=8" in job.stdout
+    assert "mlflow ui" in job.stdout and "--gpus 8" in job.stdout
     before_sft, after_sft, after_rl = map(float, line.groups())
     assert before_sft < 0.1 < after_sft <= 0.5
     return before_sft, after_sft, after_rl

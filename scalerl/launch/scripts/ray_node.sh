@@ -119,15 +119,16 @@ start_ray() { # start_ray OPTION ...
   # Slurm sends TERM to all steps when it cancels or preempts. The command is to save then, with a cluster that is whole:
   # Ray and all below it hold TERM back, and end by KILL when the step ends.
   trap '' TERM
-  local ray='' began
-  # It is repeated, and must not end what cleans up.
-  trap 'trap "" USR2; [[ -z $ray ]] || kill -KILL "$ray"; clean; exit 0' USR2
+  local ray='' began note=
+  [[ $1 != --head ]] || note=note_session
+  # It is repeated, and must not end what cleans up. A session that has only just begun is noted first.
+  trap 'trap "" USR2; if [[ -n $ray ]]; then kill -KILL "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
   began=$(date +%F_%H-%M-%S)
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
     --num-gpus="$num_gpus" --memory="$memory" --disable-usage-stats "${PORTS[@]}" "$@" ${extra[@]+"${extra[@]}"} &
   ray=$!
-  [[ $1 != --head ]] || note_session "$ray" "$began" &
+  [[ -z $note ]] || $note "$ray" "$began" &
   wait "$ray"
   code=$?
   echo "$(date +%s%N) $name $code" >"$SCALERL_ATTEMPT_DIR/.ended-$name"
@@ -135,15 +136,17 @@ start_ray() { # start_ray OPTION ...
 }
 
 note_session() { # note_session PID BEGAN: the session of the head's Ray process, long before the cluster is ready
-  local path
-  while kill -0 "$1" 2>/dev/null; do
+  local path alive=1
+  while [[ -n $alive ]]; do
+    # Looked for once more after it has ended.
+    kill -0 "$1" 2>/dev/null || alive=
     for path in "${RAY_TMPDIR:-/tmp}"/ray/session_*_"$1"; do
       # Older ones are of other processes that had the same number.
       [[ -d $path && ! ${path##*/} < session_$2 ]] || continue
       [[ -s $SCALERL_ATTEMPT_DIR/.ray_session ]] || echo "$path" >"$SCALERL_ATTEMPT_DIR/.ray_session"
       return
     done
-    sleep 0.2
+    [[ -z $alive ]] || sleep 0.2
   done
 }
 
