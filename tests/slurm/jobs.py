@@ -65,9 +65,10 @@ def assert_nothing_left(slurm: MiniSlurm) -> None:
     except AssertionError:
         pytest.fail(f"left on the nodes: {left}")
     sessions = [path for host in slurm.hosts for path in (slurm.root / f"nodes/{host}/ray").glob("session_2*")]
+    files = [str(path) for session in sessions for path in sorted(session.rglob("*"))[:20]]
     for path in sessions:  # no later test is to find them too
         shutil.rmtree(path)
-    assert not sessions, "left of jobs that are over"
+    assert not sessions, f"left of jobs that are over: {sessions}, with {files}"
 
 
 def assert_came_back(

@@ -94,6 +94,21 @@ clean_earlier() {
   done
 }
 
+# It and all below it, while they are still below it. Each stands still first, so that none starts another.
+end_with_all_below() { # end_with_all_below PID
+  local pid found=" " more=1
+  while [[ -n $more ]]; do
+    more=
+    for pid in $(cat /proc/[0-9]*/status 2>/dev/null | awk -v root="$1" '/^Pid:/ {pid = $2} /^PPid:/ {parent[pid] = $2}
+      END {for (pid in parent) {above = pid; while (above != root && above in parent) above = parent[above]; if (above == root) print pid}}'); do
+      [[ $found != *" $pid "* ]] || continue
+      kill -STOP "$pid" 2>/dev/null
+      found+="$pid " more=1
+    done
+  done
+  kill -KILL $found 2>/dev/null
+}
+
 start_ray() { # start_ray OPTION ...
   local name=${SLURMD_NODENAME:-$(hostname -s)} ip num_gpus cpus memory code topology extra=()
   ip=$(node_ip "$name") || exit
@@ -121,8 +136,9 @@ start_ray() { # start_ray OPTION ...
   trap '' TERM
   local ray='' began note=
   [[ $1 != --head ]] || note=note_session
-  # It is repeated, and must not end what cleans up. A session that has only just begun is noted first.
-  trap 'trap "" USR2; if [[ -n $ray ]]; then kill -KILL "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
+  # It is repeated, and must not end what cleans up. A session that has only just begun is noted first, and nothing of Ray
+  # is left that could write there.
+  trap 'trap "" USR2; if [[ -n $ray ]]; then end_with_all_below "$ray"; wait "$ray"; [[ -z $note ]] || $note "$ray" "$began"; fi; clean; exit 0' USR2
   began=$(date +%F_%H-%M-%S)
   python -c 'import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])' \
     "$SCALERL_VENV/bin/ray" start --block --node-ip-address="$ip" --node-name="$name" --num-cpus="$cpus" \
