@@ -18,6 +18,7 @@ import pytest
 import scalerl
 from scalerl.checkpoint import store
 from scalerl.checkpoint.digest import ALGORITHM, digest_of_file
+from tests.lanes import full
 
 REPO = Path(next(iter(scalerl.__path__))).parent
 Saver = Callable[..., int]
@@ -289,7 +290,7 @@ OLDEST = ("step", "files")
 BEFORE_SHA256 = (*OLDEST, "algorithm", "digests")
 
 
-@pytest.mark.parametrize("keys", [OLDEST, BEFORE_SHA256, (*BEFORE_SHA256, "sha256")])
+@pytest.mark.parametrize("keys", [full(OLDEST), full(BEFORE_SHA256), (*BEFORE_SHA256, "sha256")])
 def test_a_flipped_bit_of_the_manifest_hides_no_damage_and_is_passed_over(tmp_path, keys):
     """Each bit of it; with a digest of itself each is found, also where nothing else is damaged."""
     whole, good = save(tmp_path, 1), save(tmp_path, 2)

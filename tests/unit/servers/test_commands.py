@@ -22,6 +22,7 @@ from scalerl.servers.engines import ENGINES, Command, Launch
 from scalerl.servers.engines.sglang import CONTEXT_SLACK, MIXTURES, PLAIN_EXPERTS, PLAIN_EXPERTS_ENVIRONMENT
 from scalerl.servers.sglang.cpu_shim import SHIM_DIR, shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN, register
+from tests.lanes import full
 from tests.model_configs import read_config
 
 
@@ -147,7 +148,7 @@ for name, parameter in layer.named_parameters():
 """
 
 
-@pytest.mark.parametrize("fused", ["0", "1"])
+@pytest.mark.parametrize("fused", ["0", full("1")])
 def test_sglang_leaves_checked_experts_as_they_are(fused: str) -> None:
     """And would not with the activation fused into Triton's kernel, which is why that is set."""
     _, env = sglang_command(RolloutConfig(), "cpu")
