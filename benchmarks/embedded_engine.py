@@ -29,7 +29,7 @@ import record
 from updates import Sizes, make_model
 
 if TYPE_CHECKING:
-    from scalerl.servers.embedded.engine import EmbeddedEngine
+    from scalerl.servers.embedded.engine import DecodingEngine
 
 AIM = 1.0
 PAD, FIRST_TOKEN = 0, 3
@@ -81,11 +81,11 @@ def main(arguments: list[str]) -> int:
 def compare(options: argparse.Namespace, model_path: str, max_model_len: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    from scalerl.servers.embedded.engine import EmbeddedEngine
+    from scalerl.servers.embedded.engine import DecodingEngine
 
     dtype = getattr(torch, options.dtype)
     num_samples = options.prompts * options.n
-    engine = EmbeddedEngine(
+    engine = DecodingEngine(
         model_path,
         dtype=dtype,
         device="cpu",
@@ -142,7 +142,7 @@ def compare(options: argparse.Namespace, model_path: str, max_model_len: int) ->
     }
 
 
-def ask(engine: EmbeddedEngine, prompts: list[list[int]], num_tokens: int, first_seed: int) -> list[dict[str, Any]]:
+def ask(engine: DecodingEngine, prompts: list[list[int]], num_tokens: int, first_seed: int) -> list[dict[str, Any]]:
     """The engine's answers in the order of the prompts; sample i draws from seed first_seed + i."""
     from scalerl.servers.embedded.server import SAMPLING_DEFAULTS
 

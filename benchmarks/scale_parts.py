@@ -23,7 +23,7 @@ from scalerl.controller.sampling.groups import SampleGroup
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout import HybridRollout
 from scalerl.controller.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
-from scalerl.controller.sampling.worker import Generated, RolloutWorker
+from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor, MegatronCritic
 from scalerl.data import PromptCursor
@@ -151,7 +151,7 @@ class InstantRolloutWorker:
         self.generator = np.random.default_rng(seed)
 
     async def generate(self, dataset: str, groups: Sequence[SampleGroup], n: int, *args: Any, **kwargs: Any) -> Any:
-        return Generated(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
+        return GeneratedBatch(0, sample_columns(groups, n, self.generator), 0.0, 0.0, 0, [], [])
 
     async def connect(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -131,7 +131,7 @@ def split_to(bins: Bins, workload: np.ndarray, num_bins: int) -> Bins:
     return bins
 
 
-def pack(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int) -> Bins | None:
+def pack_bins(sizes: np.ndarray, workload: np.ndarray, num_bins: int, cap: int) -> Bins | None:
     """Packs items into exactly num_bins bins of similar workload, none empty or over cap; None if it finds no packing.
 
     num_bins must not exceed the number of items.

@@ -22,7 +22,7 @@ from scalerl.balance.bin_packing import (
     least_loaded,
     least_loaded_in_order,
     lower_bound,
-    pack,
+    pack_bins,
     round_up,
     split_to,
 )
@@ -215,7 +215,7 @@ def _pack_each_rank(
         # They were dealt to the rank by decreasing workload.
         bins = least_loaded_in_order(items, sizes_in_order[mine], work_in_order[mine], num_bins, cap)
         if bins is None or not all(bins):
-            bins = pack(sizes[items], workload[items], num_bins, cap)
+            bins = pack_bins(sizes[items], workload[items], num_bins, cap)
             if bins is None:
                 return None
             bins = [[items[i] for i in bin_] for bin_ in bins]

@@ -24,7 +24,7 @@ def places_by_label(label_R: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowsOfWorker:
     """Requested rows that are in one batch of one rollout worker.
 
     rows: their positions in that batch.  places: their positions among the requested rows.
@@ -47,12 +47,12 @@ class HeldRows:
     batch_S: np.ndarray
     row_S: np.ndarray
 
-    def pieces(self, rows: Sequence[int]) -> list[Piece]:
-        """Splits the requested rows into one Piece per batch that has any of them; in each they keep their order."""
+    def pieces(self, rows: Sequence[int]) -> list[RowsOfWorker]:
+        """Splits the requested rows by the batch that has them; in each they keep their order."""
         rows_R = np.asarray(rows, dtype=np.int64)
         row_R = self.row_S[rows_R]
         return [
-            Piece(*self.batches[batch], row_R[places].tolist(), places.tolist())
+            RowsOfWorker(*self.batches[batch], row_R[places].tolist(), places.tolist())
             for batch, places in places_by_label(self.batch_S[rows_R])
         ]
 
@@ -108,7 +108,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnFragments:
     """The fragments of a column that have a rank's rows. order: positions of these rows in the fragments joined end to
     end; None: the fragments have exactly the rank's rows, in its order."""
 
@@ -121,7 +121,7 @@ class Shard:
     """What a data-parallel rank gets for a pass, apart from its token columns.
 
     micro_batches: positions in its rows.  samples: column -> [rows].
-    parts: per token column, how many fragments it has and `Part.order`.
+    parts: per token column, how many fragments it has and `ColumnFragments.order`.
     """
 
     micro_batches: MicroBatches
@@ -155,21 +155,21 @@ class ShardedBatch:
         order = np.argsort(self.plan.rows_by_rank)
         return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
 
-    def parts(self, dp_rank: int) -> list[Part]:
+    def parts(self, dp_rank: int) -> list[ColumnFragments]:
         """The rank's Part of each column, in the order of `columns`."""
         return [self._part(column, dp_rank) for column in self.columns]
 
-    def _part(self, column: Column, dp_rank: int) -> Part:
+    def _part(self, column: Column, dp_rank: int) -> ColumnFragments:
         if id(column) in self._under_this_plan:
-            return Part((column.fragments[dp_rank],))
+            return ColumnFragments((column.fragments[dp_rank],))
         fragment_S, position_S, sizes = column.places
         rows = list(self.plan.rows(dp_rank))
         if not rows:
-            return Part(column.fragments[:1], ())
+            return ColumnFragments(column.fragments[:1], ())
         fragments, which = np.unique(fragment_S[rows], return_inverse=True)
         starts = np.concatenate([[0], np.cumsum(sizes[fragments])])
         order = starts[which] + position_S[rows]
-        return Part(tuple(column.fragments[fragment] for fragment in fragments), tuple(order.tolist()))
+        return ColumnFragments(tuple(column.fragments[fragment] for fragment in fragments), tuple(order.tolist()))
 
     @cached_property
     def _under_this_plan(self) -> set[int]:

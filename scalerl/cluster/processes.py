@@ -16,7 +16,7 @@ from scalerl.cluster.pools import ResourcePool, ray_cluster
 logger = logging.getLogger(__name__)
 
 
-class Part(Protocol):
+class RunPart(Protocol):
     """A part of a run that has processes."""
 
     def leave(self) -> None:
@@ -28,7 +28,7 @@ class Part(Protocol):
         ...
 
 
-class Ranks(Part, Protocol):
+class Ranks(RunPart, Protocol):
     """A part of a run whose processes wait for each other."""
 
     def kill(self) -> None:
@@ -36,7 +36,7 @@ class Ranks(Part, Protocol):
         ...
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=RunPart)
 R = TypeVar("R", bound=Ranks)
 
 
@@ -130,10 +130,10 @@ class Lease:
         self._processes, self._survives = processes, survives
         # Whole, as taken: the run may see fewer devices of each.
         self._pools: list[ResourcePool] = []
-        self._parts: list[Part] = []
+        self._parts: list[RunPart] = []
         # Of these parts: those that end with any error, and those that do not if the run survives it.
         self._ranks: list[Ranks] = []
-        self._waiting: list[Part] = []
+        self._waiting: list[RunPart] = []
 
     def pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
@@ -194,7 +194,7 @@ class Lease:
             self._processes.take_back(pool)
 
 
-def _left(part: Part) -> bool:
+def _left(part: RunPart) -> bool:
     try:
         part.leave()
     except Exception as error:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from scalerl.balance.bin_packing import Bins, fewest_bins, least_loaded, pack, split_to
+from scalerl.balance.bin_packing import Bins, fewest_bins, least_loaded, pack_bins, split_to
 
 
 def rearrange_micro_batches(
@@ -74,7 +74,7 @@ def _fewest_bins(num_tokens: np.ndarray, cap: int) -> Bins:
 def _spread(bins: Bins, num_tokens: np.ndarray, count: int, cap: int, balance: bool) -> Bins:
     """Spreads the rows over `count` bins, balanced if asked for and possible; a bin is empty only if rows run out."""
     filled = min(count, len(num_tokens))
-    balanced = pack(num_tokens, num_tokens, filled, cap) if balance else None
+    balanced = pack_bins(num_tokens, num_tokens, filled, cap) if balance else None
     bins = split_to(bins, num_tokens, filled) if balanced is None else balanced
     return [sorted(rows) for rows in bins] + [[] for _ in range(count - filled)]
 

@@ -7,51 +7,53 @@ attention reads it, so tensors are loaded unchanged.
 from __future__ import annotations
 
 from scalerl.families.mixture import Mixture
-from scalerl.families.table import Rule, decoder_family, experts, mlp, router
+from scalerl.families.table import ParamPattern, decoder_family, experts, mlp, router
 
 _MEGATRON = "decoder.layers.{i}.self_attention"
 _HF = "model.layers.{i}.self_attn"
 
 ATTENTION = (
-    Rule(
+    ParamPattern(
         f"{_MEGATRON}.linear_q_proj.weight",
         (f"{_HF}.q_proj.weight",),
         "column",
         (("q_latent", "hidden"),),
         absent="q_lora_rank",
     ),
-    Rule(
+    ParamPattern(
         f"{_MEGATRON}.linear_q_down_proj.weight",
         (f"{_HF}.q_a_proj.weight",),
         "replicated",
         (("q_lora", "hidden"),),
         given="q_lora_rank",
     ),
-    Rule(
+    ParamPattern(
         f"{_MEGATRON}.q_layernorm.weight",
         (f"{_HF}.q_a_layernorm.weight",),
         "replicated",
         (("q_lora",),),
         given="q_lora_rank",
     ),
-    Rule(
+    ParamPattern(
         f"{_MEGATRON}.linear_q_up_proj.weight",
         (f"{_HF}.q_b_proj.weight",),
         "column",
         (("q_latent", "q_lora"),),
         given="q_lora_rank",
     ),
-    Rule(
+    ParamPattern(
         f"{_MEGATRON}.linear_kv_down_proj.weight",
         (f"{_HF}.kv_a_proj_with_mqa.weight",),
         "replicated",
         (("kv_lora_rope", "hidden"),),
     ),
-    Rule(f"{_MEGATRON}.kv_layernorm.weight", (f"{_HF}.kv_a_layernorm.weight",), "replicated", (("kv_lora",),)),
-    Rule(f"{_MEGATRON}.linear_kv_up_proj.weight", (f"{_HF}.kv_b_proj.weight",), "column", (("kv_latent", "kv_lora"),)),
-    Rule(f"{_MEGATRON}.linear_proj.weight", (f"{_HF}.o_proj.weight",), "row", (("hidden", "v_latent"),)),
+    ParamPattern(f"{_MEGATRON}.kv_layernorm.weight", (f"{_HF}.kv_a_layernorm.weight",), "replicated", (("kv_lora",),)),
+    ParamPattern(
+        f"{_MEGATRON}.linear_kv_up_proj.weight", (f"{_HF}.kv_b_proj.weight",), "column", (("kv_latent", "kv_lora"),)
+    ),
+    ParamPattern(f"{_MEGATRON}.linear_proj.weight", (f"{_HF}.o_proj.weight",), "row", (("hidden", "v_latent"),)),
 )
-ROUTER_BIAS = Rule(
+ROUTER_BIAS = ParamPattern(
     "decoder.layers.{i}.mlp.router.expert_bias",
     ("model.layers.{i}.mlp.gate.e_score_correction_bias",),
     "replicated",

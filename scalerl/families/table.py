@@ -302,7 +302,7 @@ def _vocab_rows(source: LazyTensor, vocab_size: int, tp_rank: int, tp_size: int)
 
 
 @dataclass(frozen=True)
-class Rule:
+class ParamPattern:
     """A Param without its indices: in name and hf `{i}` stands for the layer and `{e}` for the expert.
 
     where: the layers that have the tensor: every one, those with a dense MLP, or those with a mixture of experts.
@@ -352,10 +352,10 @@ class Family:
     """
 
     model_type: str
-    first: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    last: tuple[Rule, ...]
-    head: Rule
+    first: tuple[ParamPattern, ...]
+    layer: tuple[ParamPattern, ...]
+    last: tuple[ParamPattern, ...]
+    head: ParamPattern
     qk_norm: bool
     qkv_bias: bool
     default_head_dim: int | None = None
@@ -396,15 +396,17 @@ class Family:
 
 # Rules that families choose from.
 
-EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),))
-FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
-HEAD = Rule("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
+EMBEDDING = ParamPattern(
+    "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", (("vocab", "hidden"),)
+)
+FINAL_NORM = ParamPattern("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated", (("hidden",),))
+HEAD = ParamPattern("output_layer.weight", ("lm_head.weight",), "vocab", (("vocab", "hidden"),))
 # Head of critics and reward models: transformers' *ForSequenceClassification with one label.
-VALUE_HEAD = Rule("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
+VALUE_HEAD = ParamPattern("output_layer.weight", ("score.weight",), "replicated", (("value", "hidden"),))
 
 
-def _qkv(suffix: str, tail: tuple[str, ...]) -> Rule:
-    return Rule(
+def _qkv(suffix: str, tail: tuple[str, ...]) -> ParamPattern:
+    return ParamPattern(
         f"decoder.layers.{{i}}.self_attention.linear_qkv.{suffix}",
         tuple(f"model.layers.{{i}}.self_attn.{p}_proj.{suffix}" for p in "qkv"),
         "qkv",
@@ -412,8 +414,10 @@ def _qkv(suffix: str, tail: tuple[str, ...]) -> Rule:
     )
 
 
-def _norm(name: str, hf: str, dim: str) -> Rule:
-    return Rule(f"decoder.layers.{{i}}.{name}.weight", (f"model.layers.{{i}}.{hf}.weight",), "replicated", ((dim,),))
+def _norm(name: str, hf: str, dim: str) -> ParamPattern:
+    return ParamPattern(
+        f"decoder.layers.{{i}}.{name}.weight", (f"model.layers.{{i}}.{hf}.weight",), "replicated", ((dim,),)
+    )
 
 
 INPUT_NORM = _norm("input_layernorm", "input_layernorm", "hidden")
@@ -421,7 +425,7 @@ QKV_WEIGHT = _qkv("weight", ("hidden",))
 QKV_BIAS = _qkv("bias", ())
 Q_NORM = _norm("self_attention.q_layernorm", "self_attn.q_norm", "head_dim")
 K_NORM = _norm("self_attention.k_layernorm", "self_attn.k_norm", "head_dim")
-PROJ = Rule(
+PROJ = ParamPattern(
     "decoder.layers.{i}.self_attention.linear_proj.weight",
     (f"{_HF_LAYER}self_attn.o_proj.weight",),
     "row",
@@ -438,7 +442,7 @@ def mlp(
     where: Where,
     parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     given: str = "",
-) -> tuple[Rule, Rule]:
+) -> tuple[ParamPattern, ParamPattern]:
     """Rules of a SwiGLU MLP: gate and up in one matrix, then down.
 
     name, hf: paths inside the layer.  parts: Hugging Face names of gate, up and down.
@@ -446,17 +450,17 @@ def mlp(
     gate, up, down = (f"{_HF_LAYER}{hf}.{part}.weight" for part in parts)
     path = f"decoder.layers.{{i}}.{name}"
     return (
-        Rule(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
-        Rule(f"{path}.linear_fc2.weight", (down,), "row", (("hidden", width),), where, given),
+        ParamPattern(f"{path}.linear_fc1.weight", (gate, up), "gate_up", ((width, "hidden"),) * 2, where, given),
+        ParamPattern(f"{path}.linear_fc2.weight", (down,), "row", (("hidden", width),), where, given),
     )
 
 
 DENSE_MLP = mlp("mlp", "mlp", "ffn", where="dense")
 
 
-def router(hf: str) -> Rule:
+def router(hf: str) -> ParamPattern:
     """The rule of a router.  hf: its path inside the layer."""
-    return Rule(
+    return ParamPattern(
         "decoder.layers.{i}.mlp.router.weight",
         (f"{_HF_LAYER}{hf}.weight",),
         "replicated",
@@ -465,7 +469,7 @@ def router(hf: str) -> Rule:
     )
 
 
-def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Rule, Rule]:
+def experts(hf: str, parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[ParamPattern, ParamPattern]:
     """The rules of an expert.  hf: its path inside the layer, with `{e}`."""
     return mlp("mlp.experts.local_experts.{e}", hf, "expert_ffn", where="mixture", parts=parts)
 
@@ -479,8 +483,8 @@ def decoder_family(
     refused: Iterable[str] = (),
     window: str = "",
     mixture: Mixture | None = None,
-    mixture_rules: Iterable[Rule] = (),
-    attention: Iterable[Rule] | None = None,
+    mixture_rules: Iterable[ParamPattern] = (),
+    attention: Iterable[ParamPattern] | None = None,
 ) -> Family:
     """A family of pre-norm decoders with SwiGLU and RMSNorm.
 

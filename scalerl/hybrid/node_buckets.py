@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scalerl.parallel.engine import MegatronEngine
 from scalerl.parallel.export import BucketWriter
 from scalerl.parallel.offload import PARAMS
-from scalerl.servers.mapped import MappedBytes, Place
+from scalerl.servers.mapped import BucketPlace, MappedBytes
 from scalerl.servers.weights import Bucket, flat_layout
 
 
@@ -68,7 +68,7 @@ class NodeBuckets:
         offset = number % 2 * self.largest
         named = self.memory.views(self.entries[number], offset)
         self.writer.write(number, dict(named))
-        return Bucket(named, Place(self.memory, offset, self.entries[number]))
+        return Bucket(named, BucketPlace(self.memory, offset, self.entries[number]))
 
 
 def _process_numbers() -> tuple[str, int] | None:

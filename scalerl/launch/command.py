@@ -19,7 +19,7 @@ from scalerl.errors import CommandParser, UserError
 
 if TYPE_CHECKING:
     from scalerl.launch.plan import Plan
-    from scalerl.launch.record import Record
+    from scalerl.launch.record import SubmittedJob
     from scalerl.launch.slurm import Job
 
 USAGE = """\
@@ -82,7 +82,7 @@ def _slurm(arguments: list[str]) -> int:
     return 0
 
 
-def _live_jobs(run_dir: Path) -> list[tuple[Record, Job]]:
+def _live_jobs(run_dir: Path) -> list[tuple[SubmittedJob, Job]]:
     """The jobs of a run that are not over, in the order of their submission."""
     from scalerl.launch.record import read_record
 
@@ -91,14 +91,14 @@ def _live_jobs(run_dir: Path) -> list[tuple[Record, Job]]:
     return [(each, job) for each, job in jobs if job is not None and not job.is_over]
 
 
-def _jobs(record: Record) -> list[tuple[Record, Job | None]]:
+def _jobs(record: SubmittedJob) -> list[tuple[SubmittedJob, Job | None]]:
     """The record's jobs and what Slurm says of each, in the order of their submission."""
     from scalerl.launch import slurm
 
     return [(each, slurm.job(each.job_id)) for each in (*record.earlier, record)]
 
 
-def _refuse_second_job(live: dict[Path, list[tuple[Record, Job]]]) -> None:
+def _refuse_second_job(live: dict[Path, list[tuple[SubmittedJob, Job]]]) -> None:
     """A second job would find the run's directory locked, unless it waits for the first."""
     for run_dir, jobs in live.items():
         for record, job in jobs:
@@ -109,8 +109,8 @@ def _refuse_second_job(live: dict[Path, list[tuple[Record, Job]]]) -> None:
             )
 
 
-def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[tuple[Record, Job]]]) -> None:
-    from scalerl.launch.record import Record
+def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[tuple[SubmittedJob, Job]]]) -> None:
+    from scalerl.launch.record import SubmittedJob
 
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     output = str(plan.script.options["output"]).replace("%j", job_id).replace("%A", job_id)
@@ -118,10 +118,10 @@ def _write_records(plan: Plan, job_id: str, script: Path, live: dict[Path, list[
         own_id = f"{job_id}_{place}" if plan.script.seeds else job_id
         earlier = [replace(record, earlier=[]) for record, _ in live[run_dir]]
         logs = str(run_dir / "logs" / own_id)
-        Record(own_id, now, str(script), output.replace("%a", str(place)), logs, earlier).write(run_dir)
+        SubmittedJob(own_id, now, str(script), output.replace("%a", str(place)), logs, earlier).write(run_dir)
     if plan.script.seeds:
         seeds = list(plan.script.seeds)
-        Record(job_id, now, str(script), output, str(plan.run_dir), seeds=seeds).write(plan.run_dir)
+        SubmittedJob(job_id, now, str(script), output, str(plan.run_dir), seeds=seeds).write(plan.run_dir)
 
 
 def _say_submitted(plan: Plan, job_id: str) -> None:
@@ -159,7 +159,7 @@ def _status(arguments: list[str]) -> int:
     return 0
 
 
-def _print_status(run_dir: Path, record: Record) -> None:
+def _print_status(run_dir: Path, record: SubmittedJob) -> None:
     jobs = _jobs(record)
     for each, job in jobs:
         if job is None:
@@ -216,12 +216,12 @@ def _lines_backwards(path: Path) -> Iterator[str]:
         yield rest.decode("utf-8", errors="replace")
 
 
-def _current(jobs: list[tuple[Record, Job | None]]) -> tuple[Record, Job | None]:
+def _current(jobs: list[tuple[SubmittedJob, Job | None]]) -> tuple[SubmittedJob, Job | None]:
     """The job of a run that is its turn: the first that is not over, else the last."""
     return next(((record, job) for record, job in jobs if job is not None and not job.is_over), jobs[-1])
 
 
-def _one_job(run_dir: Path) -> tuple[Record, Job | None]:
+def _one_job(run_dir: Path) -> tuple[SubmittedJob, Job | None]:
     """The current job of a run. Raises UserError for the directory of an array, of which each run has its own."""
     from scalerl.launch.plan import seed_dir
 
@@ -301,7 +301,7 @@ def _run_dir(command: str, arguments: list[str]) -> Path:
     return Path(_parser(command).parse_args(arguments).run)
 
 
-def _record(run_dir: Path) -> Record:
+def _record(run_dir: Path) -> SubmittedJob:
     from scalerl.launch.record import RECORD, read_record
 
     record = read_record(run_dir)

@@ -18,7 +18,7 @@ from scalerl.cache_directory import CACHE_DIR_ENV
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose, composed, model_roles
 from scalerl.config.schema import SlurmConfig
 from scalerl.errors import UserError
-from scalerl.launch.script import SCRIPTS, SEED, Script
+from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
 
@@ -56,7 +56,7 @@ class Plan:
     """
 
     run_dir: Path
-    script: Script
+    script: SbatchFile
     num_nodes: int
     gpus_per_node: int
     needs: list[str]
@@ -141,7 +141,7 @@ def plan_of(
     command, notes = [*command, *own], [*notes, *risk_notes(slurm, cfg)]
     num_nodes, gpus_per_node = nodes_to_ask_for(slurm, cfg), devices_to_ask_for(slurm, cfg)
     run_dir, needs = run_directory(cfg), needed_paths(cfg)
-    script = Script(
+    script = SbatchFile(
         options=_options(slurm, cfg, run_dir, num_nodes, gpus_per_node),
         variables=_variables(slurm, run_dir, num_nodes, needs),
         command=[*command, *(_seed_overrides(cfg, run_dir) if slurm.seeds else [])],

@@ -96,7 +96,7 @@ def _measure(question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
 
 
-class Channel:
+class ProbeConnection:
     """A connection of two machines that send each other lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -120,7 +120,7 @@ class Channel:
             raise ConnectionError("the node went away")
         return answer
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> ProbeConnection:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -128,13 +128,13 @@ class Channel:
         self.connection.close()
 
 
-def _connected(directory: Path, head: str, timeout_s: float) -> Channel:
+def _connected(directory: Path, head: str, timeout_s: float) -> ProbeConnection:
     port = int(head.rpartition(":")[2])
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             connection = socket.create_connection((head.rpartition(":")[0], port), timeout=timeout_s)
-            return Channel(connection)
+            return ProbeConnection(connection)
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -154,7 +154,7 @@ class Collector:
         self.directory, self.address, self.hosts = directory, address, list(hosts)
         self.timeout_s = timeout_s
         self.nodes: dict[str, Node] = {}
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, ProbeConnection] = {}
         self._reported = threading.Condition()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CANARY).write_text(secrets.token_hex(32), encoding="utf-8")
@@ -202,7 +202,7 @@ class Collector:
     def _greet(self, connection: socket.socket) -> None:
         connection.settimeout(self.timeout_s)
         try:
-            channel = Channel(connection)
+            channel = ProbeConnection(connection)
             report = channel.receive()
             if report is None or report.get("host") not in self.hosts:
                 return
@@ -261,7 +261,7 @@ class Collector:
         self.listener.close()
 
 
-def clock_offset(channel: Channel) -> float:
+def clock_offset(channel: ProbeConnection) -> float:
     """Seconds that the node's clock is ahead of this machine's, as of the middle between question and answer."""
     asked = time.time()
     theirs = channel.ask({"time": True})["time"]

@@ -13,7 +13,7 @@ RECORD = Path("launch/job.json")
 
 
 @dataclass(frozen=True)
-class Record:
+class SubmittedJob:
     """The last job of a run that was submitted.
 
     submitted_at: ISO time, with the zone.  earlier: jobs of the run that were not over when this one was submitted.
@@ -25,7 +25,7 @@ class Record:
     script: str
     output: str
     logs: str
-    earlier: list[Record] = field(default_factory=list)
+    earlier: list[SubmittedJob] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
 
     def write(self, run_dir: Path) -> None:
@@ -36,13 +36,13 @@ class Record:
             file.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
 
 
-def read_record(run_dir: Path) -> Record | None:
+def read_record(run_dir: Path) -> SubmittedJob | None:
     """Reads the record of a run; None where nothing was launched. Raises UserError for a file that is no record."""
     path = run_dir / RECORD
     if not path.exists():
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return Record(**fields | {"earlier": [Record(**each) for each in fields.get("earlier", [])]})
+        return SubmittedJob(**fields | {"earlier": [SubmittedJob(**each) for each in fields.get("earlier", [])]})
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: not a record of a launched job ({error}); remove it") from None

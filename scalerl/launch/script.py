@@ -20,7 +20,7 @@ HEAD = """\
 
 
 @dataclass(frozen=True)
-class Script:
+class SbatchFile:
     """An sbatch file.
 
     options: options of sbatch by name, without dashes; None for an option without a value.

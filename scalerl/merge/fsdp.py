@@ -18,7 +18,7 @@ from scalerl.families import Family, ModelShape, family_of, read_config, value_m
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
-from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, Shard, ShardedTensor
+from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, ShardedTensor, TensorBox
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
@@ -254,7 +254,7 @@ def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tupl
     yield 0, whole.view(-1)
 
 
-def _box(whole: torch.Tensor, shard: Shard) -> torch.Tensor:
+def _box(whole: torch.Tensor, shard: TensorBox) -> torch.Tensor:
     for dim, (start, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole

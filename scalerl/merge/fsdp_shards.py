@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scalerl.merge.torch_file import FileTensor, Record, TorchFile
+from scalerl.merge.torch_file import FileTensor, PickledObject, TorchFile
 
 FILE_NAME = re.compile(r"model_world_size_(?P<world_size>\d+)_rank_(?P<rank>\d+)\.pt")
 # Parts of names that wrappers of modules add.
@@ -25,7 +25,7 @@ _WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorBox:
     """A box of a tensor: what is at `offsets` of the whole, in a rank's file."""
 
     rank: int
@@ -39,7 +39,7 @@ class ShardedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    shards: list[Shard]
+    shards: list[TensorBox]
 
 
 class FsdpCheckpoint:
@@ -66,7 +66,7 @@ class FsdpCheckpoint:
 
     def _tensor(self, name: str, values_by_rank: Sequence[Any]) -> ShardedTensor:
         shape: tuple[int, ...] | None = None
-        places: dict[tuple[int, ...], Shard] = {}
+        places: dict[tuple[int, ...], TensorBox] = {}
         for rank, value in enumerate(values_by_rank):
             try:
                 whole, shards = _shards(self.files[rank], rank, value)
@@ -131,11 +131,11 @@ def _named_values(file: TorchFile) -> dict[str, Any]:
     return {_WRAPPERS.sub("", name): value for name, value in file.content.items()}
 
 
-def _shards(file: TorchFile, rank: int, value: Any) -> tuple[tuple[int, ...], list[Shard]]:
+def _shards(file: TorchFile, rank: int, value: Any) -> tuple[tuple[int, ...], list[TensorBox]]:
     """The shape of the whole tensor, and what this rank has of it."""
     if isinstance(value, FileTensor):
-        return value.shape, [Shard(rank, value, (0,) * len(value.shape))]
-    kind = value.name if isinstance(value, Record) else type(value).__name__
+        return value.shape, [TensorBox(rank, value, (0,) * len(value.shape))]
+    kind = value.name if isinstance(value, PickledObject) else type(value).__name__
     if kind == "DTensor":
         return _of_dtensor(file, rank, value)
     if kind == "ShardedTensor":
@@ -143,9 +143,9 @@ def _shards(file: TorchFile, rank: int, value: Any) -> tuple[tuple[int, ...], li
     raise ValueError(f"is a {kind}, not a tensor")
 
 
-def _of_dtensor(file: TorchFile, rank: int, value: Record) -> tuple[tuple[int, ...], list[Shard]]:
+def _of_dtensor(file: TorchFile, rank: int, value: PickledObject) -> tuple[tuple[int, ...], list[TensorBox]]:
     local, spec, shape = value.get("_local_tensor"), value.get("_spec"), tuple(value.args[0])
-    if not isinstance(local, FileTensor) or not isinstance(spec, Record):
+    if not isinstance(local, FileTensor) or not isinstance(spec, PickledObject):
         raise ValueError("is a DTensor without its local tensor")
     coordinates = _coordinates(file, rank, spec.get("mesh", "device_mesh"))
     starts, sizes = [0] * len(shape), list(shape)
@@ -162,12 +162,12 @@ def _of_dtensor(file: TorchFile, rank: int, value: Record) -> tuple[tuple[int, .
     # An empty part may have any shape.
     if prod(sizes) != prod(local.shape) or (prod(sizes) and tuple(sizes) != local.shape):
         raise ValueError(f"rank {rank} should have {tuple(sizes)} of {shape}, its file has {local.shape}")
-    return shape, [Shard(rank, local, tuple(starts))]
+    return shape, [TensorBox(rank, local, tuple(starts))]
 
 
 def _coordinates(file: TorchFile, rank: int, mesh: Any) -> list[tuple[int, int]]:
     """(coordinate, size) of the rank in each dimension of the mesh."""
-    if not isinstance(mesh, Record):
+    if not isinstance(mesh, PickledObject):
         raise ValueError("is a DTensor without a mesh")
     sizes, strides, ranks = _mesh(file, mesh)
     if prod(sizes) != len(ranks) or rank not in ranks:
@@ -176,10 +176,10 @@ def _coordinates(file: TorchFile, rank: int, mesh: Any) -> list[tuple[int, int]]
     return [(position // stride % size, size) for size, stride in zip(sizes, strides, strict=True)]
 
 
-def _mesh(file: TorchFile, mesh: Record) -> tuple[list[int], list[int], list[int]]:
+def _mesh(file: TorchFile, mesh: PickledObject) -> tuple[list[int], list[int], list[int]]:
     """Sizes and strides of its dimensions, and the ranks in the order of its memory: versions of torch store either."""
     layout, whole = mesh.get("_layout"), mesh.get("mesh", "_mesh")
-    if isinstance(layout, Record):
+    if isinstance(layout, PickledObject):
         axes = layout.get("axes") or [layout]
         sizes, strides = ([n for axis in axes for n in _numbers(axis.get(key))] for key in ("shape", "stride"))
         return sizes, strides, file.read(mesh.get("_rank_map")).tolist()
@@ -192,8 +192,8 @@ def _numbers(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _of_sharded_tensor(rank: int, value: Record) -> tuple[tuple[int, ...], list[Shard]]:
-    if not isinstance(value.state, tuple) or len(value.state) < 2 or not isinstance(value.state[1], Record):
+def _of_sharded_tensor(rank: int, value: PickledObject) -> tuple[tuple[int, ...], list[TensorBox]]:
+    if not isinstance(value.state, tuple) or len(value.state) < 2 or not isinstance(value.state[1], PickledObject):
         raise ValueError("is a ShardedTensor without its metadata")
     local, metadata = value.state[:2]
     shards = []
@@ -201,5 +201,5 @@ def _of_sharded_tensor(rank: int, value: Record) -> tuple[tuple[int, ...], list[
         tensor, shard_metadata = shard.get("tensor"), shard.get("metadata")
         if not isinstance(tensor, FileTensor) or list(tensor.shape) != list(shard_metadata.get("shard_sizes")):
             raise ValueError(f"rank {rank} has a shard that is not of the shape that its metadata says")
-        shards.append(Shard(rank, tensor, tuple(shard_metadata.get("shard_offsets"))))
+        shards.append(TensorBox(rank, tensor, tuple(shard_metadata.get("shard_offsets"))))
     return tuple(metadata.get("size")), shards

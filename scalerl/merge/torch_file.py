@@ -26,7 +26,7 @@ from scalerl.checkpoint.torch_dist import DamagedCheckpointError, as_bytes
 
 # Bytes of a tensor that are read at a time.
 MAX_READ_BYTES = 16 * 2**20
-# Names of torch.distributed that describe how a tensor is spread, in all of its versions; each becomes a Record.
+# Names of torch.distributed that describe how a tensor is spread, in all of its versions; each becomes a PickledObject.
 _DESCRIPTIONS = frozenset(
     {
         "ChunkShardingSpec",
@@ -55,14 +55,14 @@ _DESCRIPTIONS = frozenset(
 _LOCAL_HEADER_BYTES, _NAME_LENGTH_AT = 30, 26
 
 
-class Record:
+class PickledObject:
     """An object of a pickle that is described, not made. args: of its constructor.  state: as set afterwards."""
 
     name = ""
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+    def __new__(cls, *args: Any, **kwargs: Any) -> PickledObject:
         record = super().__new__(cls)
         record.args, record.state = args, dict(kwargs)
         return record
@@ -111,7 +111,7 @@ class FileTensor:
 
 
 class TorchFile:
-    """A file of `torch.save`. content: what it holds, with a FileTensor or a Record where a tensor was.
+    """A file of `torch.save`. content: what it holds, with a FileTensor or a PickledObject where a tensor was.
 
     Raises DamagedCheckpointError naming the file when it is not one, or wants something that is on no list. Several
     threads may read. Use as a context manager, or call close().
@@ -241,11 +241,11 @@ def _joined(*parts: Any) -> str:
     return "/".join(str(part) for part in parts)
 
 
-def _member(*_: Any) -> type[Record]:
-    return Record
+def _member(*_: Any) -> type[PickledObject]:
+    return PickledObject
 
 
-def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> Record:
+def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> PickledObject:
     record = kind()
     record.args = (tuple(shape), dtype)
     return record
@@ -253,7 +253,7 @@ def _wrapper(kind: Any, dtype: Any, shape: Any, *_: Any) -> Record:
 
 def _with_state(function: Any, kind: Any, args: Any, state: Any) -> Any:
     value = function(*args)
-    if isinstance(value, Record):
+    if isinstance(value, PickledObject):
         value.__setstate__(state)
     return value
 
@@ -294,7 +294,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("torch", "torch.cuda") and name in _STORAGES:
             return _STORAGES[name]
         if module.startswith("torch.distributed.") and name in _DESCRIPTIONS:
-            return type(name, (Record,), {"name": name})
+            return type(name, (PickledObject,), {"name": name})
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a file of tensors")
 
     def persistent_load(self, pid: Any) -> _Storage:

@@ -64,7 +64,7 @@ def mixture_config(shape: ModelShape, config: MegatronConfig) -> dict[str, Any]:
 def mixture_layer_spec(dense_layer: ModuleSpec) -> ModuleSpec:
     """The spec of a dense layer, with experts in the place of its MLP."""
     _repair_megatron()
-    submodules = replace(cast("TransformerLayerSubmodules", dense_layer.submodules), mlp=Mixture)
+    submodules = replace(cast("TransformerLayerSubmodules", dense_layer.submodules), mlp=ExpertsLayer)
     return ModuleSpec(module=MixtureLayer, submodules=submodules, params=dense_layer.params)
 
 
@@ -86,11 +86,11 @@ class MixtureLayer(TransformerLayer):
     """A layer that tells its router which micro-batch it sees, also when it is recomputed for the backward pass."""
 
     def forward(self, *args: Any, packed_seq_params: Packing, **kwargs: Any) -> Any:
-        cast("Mixture", self.mlp).router.micro_batch = packed_seq_params.routing
+        cast("ExpertsLayer", self.mlp).router.micro_batch = packed_seq_params.routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-class Mixture(MoELayer):
+class ExpertsLayer(MoELayer):
     """megatron's layer of experts; recomputed for the backward pass, its router sees the micro-batch of that pass."""
 
     router: Router

@@ -81,7 +81,7 @@ class MicroBatch:
         return results_P[self.token_indices]
 
 
-def pack(
+def pack_rows(
     batch: DataProto,
     rows: Sequence[int],
     *,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from scalerl.rollout.server_choice import Router
+from scalerl.rollout.server_choice import ServerChooser
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.requests import (
     ABORTED,
@@ -98,7 +98,7 @@ class Dispatcher:
         self.recovering: dict[asyncio.Task[RolloutClient], int] = {}
         self.cut_connections: Counter[int | str] = Counter()
         self.health_checks = {client: asyncio.Lock() for client in clients}
-        self.router = Router([client.max_concurrency for client in clients])
+        self.chooser = ServerChooser([client.max_concurrency for client in clients])
         # Tasks of running and recovering, in the order in which they ended.
         self.ended: deque[asyncio.Task[Any]] = deque()
         # An output came, a task ended, a request was added: a place is free, or `stop_when` may have another answer.
@@ -175,7 +175,7 @@ class Dispatcher:
         while self.pending:
             request = self.pending[0]
             owed = _tokens_to_come(request)
-            server = self.router.assign(request.home or tuple(request.input_ids), request.n, sum(owed.values()))
+            server = self.chooser.assign(request.home or tuple(request.input_ids), request.n, sum(owed.values()))
             if server is None:
                 break
             self.pending.popleft()
@@ -202,10 +202,10 @@ class Dispatcher:
     def _give_back(self, job: _Job, output: GenerateOutput) -> None:
         # An output that was not asked for is an error, which _collect raises.
         if output.key in job.owed:
-            self.router.give_back(job.server, 1, job.owed.pop(output.key))
+            self.chooser.give_back(job.server, 1, job.owed.pop(output.key))
 
     def _take_leave(self, job: _Job, task: asyncio.Task[None]) -> None:
-        self.router.give_back(job.server, len(job.owed), sum(job.owed.values()))
+        self.chooser.give_back(job.server, len(job.owed), sum(job.owed.values()))
         if task.cancelled():  # by _lose; it may not even have begun
             self._resubmit(job)
             self._continue(job)
@@ -237,7 +237,7 @@ class Dispatcher:
             return
         assert self.recovery is not None
         self.lost.add(job.client)
-        self.router.lose(job.server)
+        self.chooser.lose(job.server)
         for task, other in self.running.items():
             if other.client is job.client and task is not asyncio.current_task():
                 task.cancel()
@@ -248,7 +248,7 @@ class Dispatcher:
         await connections.enter_async_context(client.connected())
         self.clients[server] = client
         self.health_checks[client] = asyncio.Lock()
-        self.router.find(server)
+        self.chooser.find(server)
 
     def _resubmit(self, job: _Job) -> None:
         assert self.recovery is not None

@@ -1,4 +1,4 @@
-"""`Router`: chooses the server of a request, the least loaded one or the one that has the prompt already."""
+"""`ServerChooser`: chooses the server of a request, the least loaded one or the one that has the prompt already."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Server:
 
 
 @dataclass
-class Router:
+class ServerChooser:
     """Chooses servers by load: tokens still owed, then samples; where both tie, the server with the lowest index.
 
     max_samples: per server, samples in flight at a time.

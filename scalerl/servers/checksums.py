@@ -34,7 +34,7 @@ def _hash_into(digest: Any, tensor: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a Hugging Face tensor: part `position` of the `count` parts of the server's parameter `name`."""
 
     name: str
@@ -89,7 +89,7 @@ class Placement(Protocol):
 
     num_ranks: int
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         """Yields (rank, place, part of the tensor) for every rank that stores a part of it."""
         ...
 
@@ -99,8 +99,8 @@ class AsSent:
 
     num_ranks = 1
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
-        yield 0, Place(name), tensor
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        yield 0, TensorPlace(name), tensor
 
 
 class ExpectedChecksums:

@@ -25,7 +25,7 @@ from torch import Tensor
 _attached: dict[str, MappedBytes] = {}
 
 
-class Entry(Protocol):
+class TensorEntry(Protocol):
     """One tensor of a bucket.  start_idx, end_idx: offsets in bytes."""
 
     name: str
@@ -68,7 +68,7 @@ class MappedBytes:
         finally:
             os.close(descriptor)
 
-    def views(self, entries: Sequence[Entry], offset: int = 0) -> list[tuple[str, Tensor]]:
+    def views(self, entries: Sequence[TensorEntry], offset: int = 0) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket that begins at byte `offset`."""
         return [
             (
@@ -80,12 +80,12 @@ class MappedBytes:
 
 
 @dataclass(frozen=True)
-class Place:
+class BucketPlace:
     """The place of a bucket: `entries`, from byte `offset` of the memory on."""
 
     memory: MappedBytes
     offset: int
-    entries: Sequence[Entry]
+    entries: Sequence[TensorEntry]
 
     def serialize(self) -> str:
         """The place as base64 text, without values, for `RolloutClient.update_weights` with MAPPED_LOADER.
@@ -113,7 +113,7 @@ class _Empty:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Loads a bucket, given by `Place.serialize`, into SGLang's model; SGLang calls this as its loader."""
+    """Loads a bucket, given by `BucketPlace.serialize`, into SGLang's model; SGLang calls this as its loader."""
     for handle, _ in named_tensors:
         model.load_weights(read(json.loads(handle)))
 

@@ -95,16 +95,16 @@ def in_sending_order(named: NamedTensors) -> NamedTensors:
     return sorted(named, key=lambda item: -item[1].dtype.itemsize)
 
 
-def pack(named: NamedTensors) -> Tensor:
+def pack_bytes(named: NamedTensors) -> Tensor:
     """Copies tensors end to end into uint8 [bytes] on their device."""
     flat = torch.empty(sum(tensor.nbytes for _, tensor in named), dtype=torch.uint8, device=named[0][1].device)
     layout = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
-    for (_, view), (_, tensor) in zip(unpack(flat, layout), named, strict=True):
+    for (_, view), (_, tensor) in zip(unpack_bytes(flat, layout), named, strict=True):
         view.copy_(tensor.detach())
     return flat
 
 
-def unpack(flat: Tensor, layout: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> list[tuple[str, Tensor]]:
+def unpack_bytes(flat: Tensor, layout: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> list[tuple[str, Tensor]]:
     """Views of the tensors in `flat`.  layout: (name, dtype, shape) in the order of the bytes."""
     named, start = [], 0
     for name, dtype, shape in layout:

@@ -24,7 +24,7 @@ from torch import Tensor
 from scalerl.errors import UserError
 from scalerl.servers.checksums import ExpectedChecksums, checksum_differences, tensor_checksum
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.mapped import Place
+from scalerl.servers.mapped import BucketPlace
 
 __all__ = [
     "Bucket",
@@ -131,7 +131,7 @@ class Bucket:
     """
 
     named: NamedTensors
-    shared: Place | None = None
+    shared: BucketPlace | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scalerl.errors import CommandParser, UserError
 from scalerl.translate.report import command_of, report_on
-from scalerl.translate.script import Command, Script, read_script
+from scalerl.translate.script import Command, LaunchScript, read_script
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def translated(text: str) -> str:
     return "\n\n".join(blocks)
 
 
-def _arguments_by_line(text: str, notes: Sequence[str]) -> Script:
+def _arguments_by_line(text: str, notes: Sequence[str]) -> LaunchScript:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines or not all("=" in line.split(" ")[0] for line in lines):
         raise UserError(
@@ -51,4 +51,4 @@ def _arguments_by_line(text: str, notes: Sequence[str]) -> Script:
                 ]
             )
         )
-    return Script([Command("verl.trainer.main_ppo", lines, 1)])
+    return LaunchScript([Command("verl.trainer.main_ppo", lines, 1)])

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scalerl.translate.words import Part, Statement, statements
+from scalerl.translate.words import QuotedText, Statement, statements
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _EXPANSION = re.compile(
@@ -51,7 +51,7 @@ class Command:
 
 
 @dataclass
-class Script:
+class LaunchScript:
     """What a launch script runs.
 
     commands: those of verl's programs.  notes: what was left out or could not be known, by line.
@@ -79,19 +79,19 @@ class _Block:
     patterns: str = ""
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str) -> LaunchScript:
     """Reads the commands of verl in a bash script, without running it."""
     return _Interpreter().read(text)
 
 
 class _Interpreter:
     def __init__(self) -> None:
-        self.script = Script()
+        self.script = LaunchScript()
         self.variables: dict[str, str | list[str]] = {}
         self.blocks: list[_Block] = []
         self.line = 0
 
-    def read(self, text: str) -> Script:
+    def read(self, text: str) -> LaunchScript:
         for statement in statements(text):
             self.line = statement.line
             self._statement(statement)
@@ -268,18 +268,18 @@ class _Interpreter:
             before = self.variables.get(name, []) if more else []
             self.variables[name] = [*([before] if isinstance(before, str) else before), *items]
             return True
-        text = self._text([Part(match[3], ""), *word[1:]])
+        text = self._text([QuotedText(match[3], ""), *word[1:]])
         before = self.variables.get(name, "") if more else ""
         self.variables[name] = (before if isinstance(before, str) else " ".join(before)) + (text or "")
         return True
 
     # Expansions
 
-    def _text(self, word: list[Part]) -> str | None:
+    def _text(self, word: list[QuotedText]) -> str | None:
         """A word expanded to one text."""
         return "".join(part.text if part.quote == "'" else self._expanded(part.text) for part in word)
 
-    def _fields(self, word: list[Part]) -> list[str]:
+    def _fields(self, word: list[QuotedText]) -> list[str]:
         """A word expanded to arguments: an array becomes its items, and text without quotes is split at blanks."""
         if len(word) == 1 and (array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}|\$[@*]|\$\{[@*]\}", word[0].text)):
             if array[1] is None:

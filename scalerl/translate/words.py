@@ -14,7 +14,7 @@ _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 
 
 @dataclass(frozen=True)
-class Part:
+class QuotedText:
     """A piece of a word whose text has one kind of quotes.  quote: "" for text without quotes."""
 
     text: str
@@ -29,9 +29,9 @@ class Statement:
     """
 
     line: int
-    words: list[list[Part]] = field(default_factory=list)
+    words: list[list[QuotedText]] = field(default_factory=list)
     # Number of a word `NAME=(...)` -> the words between the parentheses.
-    items: dict[int, list[list[Part]]] = field(default_factory=dict)
+    items: dict[int, list[list[QuotedText]]] = field(default_factory=dict)
     ends: str = "\n"
 
     def raw(self, number: int) -> str:
@@ -115,7 +115,7 @@ class _Reader:
         around = self.text[max(self.position - 1, 0) : self.position + 2]
         return operator == "&" and (around.startswith(">&") or around[1:] == "&>")
 
-    def _array(self) -> list[list[Part]]:
+    def _array(self) -> list[list[QuotedText]]:
         self._take()
         items = []
         while True:
@@ -125,8 +125,8 @@ class _Reader:
                 return items
             items.append(self._word(")"))
 
-    def _word(self, stop: str = "") -> list[Part]:
-        parts: list[Part] = []
+    def _word(self, stop: str = "") -> list[QuotedText]:
+        parts: list[QuotedText] = []
         bare = ""
         while not self.done:
             rest, char = self.text[self.position :], self.text[self.position]
@@ -137,10 +137,10 @@ class _Reader:
             elif char in "'\"":
                 quote: Quote = "'" if char == "'" else '"'
                 parts, bare = self._flushed(parts, bare), ""
-                parts.append(Part(self._quoted(quote), quote))
+                parts.append(QuotedText(self._quoted(quote), quote))
             elif char == "\\":
                 parts, bare = self._flushed(parts, bare), ""
-                parts.append(Part(self._take(2)[1:], "'"))
+                parts.append(QuotedText(self._take(2)[1:], "'"))
             elif rest.startswith(("$(", "${", "`")):
                 bare += self._nested()
             else:
@@ -155,8 +155,8 @@ class _Reader:
         return char in " \t\r\n" + stop or (char in ";|" and not stop)
 
     @staticmethod
-    def _flushed(parts: list[Part], bare: str) -> list[Part]:
-        return [*parts, Part(bare, "")] if bare else parts
+    def _flushed(parts: list[QuotedText], bare: str) -> list[QuotedText]:
+        return [*parts, QuotedText(bare, "")] if bare else parts
 
     def _quoted(self, quote: Quote) -> str:
         self._take()

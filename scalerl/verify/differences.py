@@ -24,7 +24,7 @@ _OPTIMIZER = "optimizer."
 
 
 @dataclass(frozen=True)
-class Finding:
+class ComparedPart:
     """The result of one comparison.
 
     what: that was compared.  compared: so much of it.  difference: the first one; None where all is the same.
@@ -43,11 +43,11 @@ class Finding:
         return "same" if self.difference is None else "DIFFERENT"
 
 
-def finding(what: str, compared: str, differences: Iterator[str]) -> Finding:
-    return Finding(what, compared, next(differences, None))
+def compared_part(what: str, compared: str, differences: Iterator[str]) -> ComparedPart:
+    return ComparedPart(what, compared, next(differences, None))
 
 
-def table(findings: Collection[Finding]) -> str:
+def table(findings: Collection[ComparedPart]) -> str:
     """A line for each, and below the first difference of each that differs."""
     rows = [(f.what, f.compared, f.result) for f in findings]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -59,14 +59,14 @@ def table(findings: Collection[Finding]) -> str:
 # --- checkpoints ---
 
 
-def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Finding]:
+def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[ComparedPart]:
     """Weights and optimizers of all models of two checkpoints, and their states beside tensors.
 
     tolerance: of the largest number of a tensor; 0: bit for bit.
     """
     roles = [{path.parent.name for path in at.glob("*/dist_ckpt")} for at in (one, other)]
     if roles[0] != roles[1]:
-        return [Finding("models", ", ".join(sorted(roles[0])), f"{sorted(roles[0])}, {sorted(roles[1])}")]
+        return [ComparedPart("models", ", ".join(sorted(roles[0])), f"{sorted(roles[0])}, {sorted(roles[1])}")]
     findings = []
     for role in sorted(roles[0]):
         with DistCheckpoint(one / role / "dist_ckpt") as ours, DistCheckpoint(other / role / "dist_ckpt") as theirs:
@@ -76,17 +76,17 @@ def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Fi
             ):
                 keys = [sorted(filter(wanted, stored.tensors)) for stored in (ours, theirs)]
                 differences = _tensors(ours, theirs, keys, tolerance)
-                findings.append(finding(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
+                findings.append(compared_part(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
         updates = [torch.load(at / role / "dist_ckpt" / "common.pt", weights_only=True) for at in (one, other)]
         names = ("num_updates", "grad_scaler")
         states = [{name: common[name] for name in names if name in common} for common in updates]
         findings.append(
-            finding(f"{role}: number of updates", str(states[0]["num_updates"]), _values(states[0], states[1]))
+            compared_part(f"{role}: number of updates", str(states[0]["num_updates"]), _values(states[0], states[1]))
         )
     return findings
 
 
-def compare_random_states(one: Path, other: Path) -> Finding:
+def compare_random_states(one: Path, other: Path) -> ComparedPart:
     """Compares the random number generators of every rank."""
     from safetensors.torch import load_file
 
@@ -100,14 +100,14 @@ def compare_random_states(one: Path, other: Path) -> Finding:
                 if key not in ours or key not in theirs or not torch.equal(ours[key], theirs[key]):
                     yield f"{name}: {key}"
 
-    return finding("random states", f"{len(names[0])} ranks", differences())
+    return compared_part("random states", f"{len(names[0])} ranks", differences())
 
 
-def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id", "code")) -> Finding:
+def compare_states(one: Path, other: Path, leave_out: Collection[str] = ("mlflow_run_id", "code")) -> ComparedPart:
     """Compares the states of the driver, trainer_state.json: cursor, ledger, weight of the KL."""
     states = [json.loads((at / TRAINER_STATE_NAME).read_text(encoding="utf-8")) for at in (one, other)]
     states = [{key: value for key, value in state.items() if key not in leave_out} for state in states]
-    return finding("state of the run", ", ".join(sorted(states[0])), _values(states[0], states[1]))
+    return compared_part("state of the run", ", ".join(sorted(states[0])), _values(states[0], states[1]))
 
 
 def _tensors(ours: DistCheckpoint, theirs: DistCheckpoint, keys: list[list[str]], tolerance: float) -> Iterator[str]:
@@ -190,7 +190,9 @@ def _near(one: Any, other: Any, tolerance: float, is_loss: bool) -> bool:
 # --- samples ---
 
 
-def compare_samples(one: Path, other: Path, steps: Collection[int], columns: Collection[str] | None = None) -> Finding:
+def compare_samples(
+    one: Path, other: Path, steps: Collection[int], columns: Collection[str] | None = None
+) -> ComparedPart:
     """Dumps of steps, row by row. columns: None: all."""
     import pyarrow.parquet as pq
 
@@ -212,4 +214,4 @@ def compare_samples(one: Path, other: Path, steps: Collection[int], columns: Col
 
     difference = next(differences(), None)
     what = "sampled tokens" if columns is None else "prompts"
-    return Finding(what, f"{num_rows} samples of {len(steps)} steps", difference)
+    return ComparedPart(what, f"{num_rows} samples of {len(steps)} steps", difference)

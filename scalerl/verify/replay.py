@@ -18,9 +18,9 @@ from scalerl.config.schema import MegatronConfig
 from scalerl.errors import CommandParser, UserError
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
-    Finding,
+    ComparedPart,
     compare_models,
-    finding,
+    compared_part,
     metric_differences,
     read_metrics,
     reproducible,
@@ -67,7 +67,7 @@ _MADE = ("prompt", "response", "rewards", "num_loss_tokens", "mini_batch", "dp_r
 
 
 @dataclass(frozen=True)
-class Source:
+class ReplayedStep:
     """What a step is computed again from. before: None: the model that the run began with."""
 
     run_dir: Path
@@ -131,7 +131,7 @@ def _others(cfg: PPOConfig) -> tuple[RefConfig, CriticConfig, RewardModelConfig]
     return cfg.actor_rollout_ref.ref, cfg.critic, cfg.reward_model
 
 
-def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> Source:
+def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> ReplayedStep:
     """Raises UserError naming what is not there."""
     if step < 1:
         raise UserError(f"step {step}: the first step of a run is 1")
@@ -157,7 +157,7 @@ def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> Source:
             f"nothing of step {step} is there to compare with: no {after.name} (trainer.save_freq), and in {run_dir} "
             "no metrics.jsonl that has it (trainer.logger with file)"
         )
-    return Source(run_dir, step, dump, before, after if after.is_dir() else None)
+    return ReplayedStep(run_dir, step, dump, before, after if after.is_dir() else None)
 
 
 def _logged(run_dir: Path, step: int) -> dict[str, float]:
@@ -250,7 +250,7 @@ class DumpedSamples:
 # --- the step ---
 
 
-def compute(source: Source, cfg: PPOConfig, work: Path, processes: Processes | None) -> dict[str, float]:
+def compute(source: ReplayedStep, cfg: PPOConfig, work: Path, processes: Processes | None) -> dict[str, float]:
     """Metrics of the step; the models after it are in `work`, one directory for each."""
     from scalerl.trainer.ppo import train_step
     from scalerl.trainer.preflight import check_ppo
@@ -270,7 +270,7 @@ def compute(source: Source, cfg: PPOConfig, work: Path, processes: Processes | N
 
 
 @contextmanager
-def trainer_run(source: Source, cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None) -> Iterator[Run]:
+def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None) -> Iterator[Run]:
     """The run's models, where the checkpoint left them, with the dump in the place of servers."""
     from scalerl.algorithms import KLController
     from scalerl.cluster.processes import leased
@@ -329,7 +329,7 @@ def trainer_run(source: Source, cfg: PPOConfig, inputs: PPOInputs, processes: Pr
 # --- the comparison ---
 
 
-def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: Path) -> list[Finding]:
+def compare(source: ReplayedStep, cfg: PPOConfig, metrics: Mapping[str, float], work: Path) -> list[ComparedPart]:
     tolerance = 0.0 if is_same_layout(source, cfg) else TOLERANCE
     logged = _logged(source.run_dir, source.step)
     both = sorted(logged.keys() & reproducible(metrics).keys() - {"training/epoch"})
@@ -346,19 +346,19 @@ def compare(source: Source, cfg: PPOConfig, metrics: Mapping[str, float], work: 
             differences = metric_differences(
                 {source.step: logged}, {source.step: metrics}, wanted=set(wanted).__contains__, tolerance=tolerance
             )
-            findings.append(finding(what, f"{len(wanted)} numbers {how}", differences))
+            findings.append(compared_part(what, f"{len(wanted)} numbers {how}", differences))
     if not findings:
         findings.append(
-            Finding("loss", "the run has no metrics of it (trainer.logger without file)", is_compared=False)
+            ComparedPart("loss", "the run has no metrics of it (trainer.logger without file)", is_compared=False)
         )
     if source.after is None:
-        findings.append(Finding("weights", f"there is no global_step_{source.step}", is_compared=False))
+        findings.append(ComparedPart("weights", f"there is no global_step_{source.step}", is_compared=False))
     else:
         findings += compare_models(source.after, work, tolerance=tolerance)
     return findings
 
 
-def is_same_layout(source: Source, cfg: PPOConfig) -> bool:
+def is_same_layout(source: ReplayedStep, cfg: PPOConfig) -> bool:
     """Whether the step was computed on the layout of `cfg`; where no checkpoint says it, that of the configuration."""
     import torch
 

@@ -18,12 +18,12 @@ from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.tracking.chart_sections import SECTIONS
 from scalerl.user_code import forget_files
 from scalerl.verify.differences import (
-    Finding,
+    ComparedPart,
     compare_models,
     compare_random_states,
     compare_samples,
     compare_states,
-    finding,
+    compared_part,
     metric_differences,
     read_metrics,
     table,
@@ -164,23 +164,25 @@ def train_in_new_process(keys: Sequence[str]) -> None:
         raise RunError(f"verify-resume: the resumed run ended with exit code {code}; its output says why")
 
 
-def compare(pair: Pair, *, is_exact: bool) -> list[Finding]:
+def compare(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
     """Compares the straight run with the resumed one.  is_exact: the sampler draws the same again."""
     steps = range(1, pair.num_steps + 1)
     metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
     dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]
     lr = {"actor/lr", "critic/lr"}
     findings = [
-        Finding("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
+        ComparedPart("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
         compare_samples(dumps[0], dumps[1], steps, None if is_exact else _ASKED),
         compare_states(*pair.checkpoints),
-        finding("learning rates", f"{pair.num_steps} steps", metric_differences(*metrics, wanted=lr.__contains__)),
+        compared_part(
+            "learning rates", f"{pair.num_steps} steps", metric_differences(*metrics, wanted=lr.__contains__)
+        ),
     ]
     if is_exact:
         findings += compare_models(*pair.checkpoints)
         findings.append(compare_random_states(*pair.checkpoints))
         num_metrics = sum(map(len, metrics[0].values()))
-        findings.append(finding("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
+        findings.append(compared_part("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
     return [*findings, _histories(pair, is_exact)]
 
 
@@ -188,7 +190,7 @@ def _steps(metrics: dict[int, dict[str, float]], num_steps: int) -> str | None:
     return None if sorted(metrics) == list(range(1, num_steps + 1)) else f"logged steps are {sorted(metrics)}"
 
 
-def _histories(pair: Pair, is_exact: bool) -> Finding:
+def _histories(pair: Pair, is_exact: bool) -> ComparedPart:
     from scalerl.tracking.mlflow_history import read_histories
 
     histories = [read_histories(_mlflow_uri(at)) for at in (pair.straight, pair.resumed)]
@@ -201,7 +203,7 @@ def _histories(pair: Pair, is_exact: bool) -> Finding:
         ours, theirs = (next(iter(runs.values())) for runs in histories)
         yield from metric_differences(ours, theirs, wanted=is_of_history if is_exact else "training/global_step".__eq__)
 
-    return finding(MLFLOW, f"{numbers} numbers of one run", differences())
+    return compared_part(MLFLOW, f"{numbers} numbers of one run", differences())
 
 
 def is_of_history(key: str) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scalerl.tracking.mlflow_history import read_histories
-from scalerl.verify.differences import Finding, finding, metric_differences, read_metrics, reproducible
+from scalerl.verify.differences import ComparedPart, compared_part, metric_differences, read_metrics, reproducible
 from scalerl.verify.resume import MLFLOW, Pair, compare, is_of_history
 from tests.e2e.jobs import RUN_TIMEOUT_S, Job, Process, Record
 from tests.e2e.watched_loop import PIPE
@@ -171,20 +171,20 @@ def _make_pipe(run_dir: Path) -> None:
         os.mkfifo(run_dir / PIPE)
 
 
-def problems(pair: Pair, *, is_exact: bool) -> list[Finding]:
+def problems(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
     """What of the killed run is not as in the undisturbed one, and how much was compared."""
     found = [one for one in compare(pair, is_exact=is_exact) if one.what != MLFLOW]
-    found += [_in_mlflow(pair, is_exact), finding("order of the logged steps", "", _order(pair.resumed))]
+    found += [_in_mlflow(pair, is_exact), compared_part("order of the logged steps", "", _order(pair.resumed))]
     wanted = read_metrics(pair.straight)
     if is_exact:
         lines = Record.read(pair.resumed).lines
-        found.append(finding("lines of all processes", f"{len(lines)} lines", _other_lines(lines, wanted)))
+        found.append(compared_part("lines of all processes", f"{len(lines)} lines", _other_lines(lines, wanted)))
         validation = metric_differences(wanted, read_metrics(pair.resumed), wanted=lambda key: key.startswith("val-"))
-        found.append(finding("validations", "", validation))
+        found.append(compared_part("validations", "", validation))
     return found
 
 
-def _in_mlflow(pair: Pair, is_exact: bool) -> Finding:
+def _in_mlflow(pair: Pair, is_exact: bool) -> ComparedPart:
     """The run of the last checkpoint has every step, and no step with two values.
 
     A process that was killed before there was a checkpoint has left a run of its own, which ends before the first one.
@@ -212,7 +212,7 @@ def _in_mlflow(pair: Pair, is_exact: bool) -> Finding:
                 yield f"run {other}, which is not the checkpoint's, goes on to step {max(steps)}"
 
     numbers = sum(len(data) for data in wanted.values())
-    return finding(MLFLOW, f"{numbers} numbers; runs before the first checkpoint: {len(others)}", differences())
+    return compared_part(MLFLOW, f"{numbers} numbers; runs before the first checkpoint: {len(others)}", differences())
 
 
 def _other_lines(

@@ -56,7 +56,7 @@ def attend(
     from scalerl.families import ModelShape
     from scalerl.parallel import platform
     from scalerl.parallel.layout import Layout, initialize
-    from scalerl.parallel.micro_batch import pack
+    from scalerl.parallel.micro_batch import pack_rows
     from scalerl.parallel.model import core_attention, transformer_config
     from scalerl.parallel.rotary import Rotary
     from scalerl.protocol import DataProto, Jagged
@@ -86,7 +86,7 @@ def attend(
     )
     ids = Jagged.from_list([torch.ones(length) for length in LENGTHS], torch.int64)
     alignment = Alignment.of_layout(tp_size=1, cp_size=cp_size, sequence_parallel=False)
-    batch = pack(
+    batch = pack_rows(
         DataProto({"input_ids": ids}),
         range(len(LENGTHS)),
         device=device,

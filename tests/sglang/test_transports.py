@@ -21,7 +21,7 @@ from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer, start_on_free_port
 from scalerl.servers.replica import Replica
 from scalerl.servers.supervise import descendants
-from scalerl.servers.update_group import address_towards, in_sending_order, pack
+from scalerl.servers.update_group import address_towards, in_sending_order, pack_bytes
 from scalerl.servers.weights import checksum_differences, expected_checksums
 from tests.lanes import full
 from tests.sglang.conftest import MAX_MODEL_LEN, PROMPTS, START_TIMEOUT_S, Engine, Model, rollout_config
@@ -185,7 +185,7 @@ def test_the_bytes_are_in_the_order_that_sglang_reads() -> None:
         ("matrix", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
     ])  # fmt: skip
     bucket = FlattenedTensorBucket(named_tensors=named)
-    assert torch.equal(bucket.get_flattened_tensor(), pack(named))
+    assert torch.equal(bucket.get_flattened_tensor(), pack_bytes(named))
     for (name, found), (wanted_name, wanted) in zip(bucket.reconstruct_tensors(), named, strict=True):
         assert name == wanted_name and torch.equal(found, wanted)
 

@@ -30,7 +30,7 @@ from scalerl.controller.sampling.rollout_workers import (
     merged,
     share_servers,
 )
-from scalerl.controller.sampling.worker import Generated, RolloutWorker
+from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.metrics import Metric
 from scalerl.servers.client import SamplingParams
 from scalerl.servers.server_set import plan_replicas
@@ -50,7 +50,7 @@ class Generation:
 
     groups: list[SampleGroup]
     calls: dict[int, ray.ObjectRef]
-    result: tuple[Generated, HeldRows] | None = None
+    result: tuple[GeneratedBatch, HeldRows] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class HybridRollout:
         }
         return Finished(BatchRef(held, generated.samples), metrics, generated.unfinished)
 
-    def _result(self, generation: Generation) -> tuple[Generated, HeldRows]:
+    def _result(self, generation: Generation) -> tuple[GeneratedBatch, HeldRows]:
         """Waits for a generation. Servers that are lost meanwhile are replaced."""
         if generation.result is None:
             generation.result = merged(generation.groups, self._attend(generation.calls))
@@ -201,12 +201,12 @@ class HybridRollout:
         """Drops the unfinished samples of interrupted groups that will not be asked for again."""
         self.workers.forget(groups)
 
-    def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, Generated]:
+    def _attend(self, calls: Mapping[int, ray.ObjectRef]) -> dict[int, GeneratedBatch]:
         """Waits for the result of each worker; servers that they lose are replaced while the others generate."""
         limit_s = self.rollout.generation_timeout_s
         deadline = time.monotonic() + limit_s
         worker_of = {call: worker for worker, call in calls.items()}
-        results: dict[int, Generated] = {}
+        results: dict[int, GeneratedBatch] = {}
         while len(results) < len(calls):
             judge_news = [] if self.judge is None else list(self.judge.news)
             waited_for = [

@@ -20,7 +20,7 @@ from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
 if TYPE_CHECKING:
     from scalerl.balance import StepPlan
     from scalerl.controller.sampling.groups import SampleGroup
-    from scalerl.controller.sampling.worker import Generated
+    from scalerl.controller.sampling.worker import GeneratedBatch
     from scalerl.servers.recovery import LostServer
     from scalerl.servers.replica import ClientSettings, Replica
 
@@ -319,7 +319,7 @@ def _split(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def merged(groups: Sequence[SampleGroup], made: Mapping[int, Generated]) -> tuple[Generated, HeldRows]:
+def merged(groups: Sequence[SampleGroup], made: Mapping[int, GeneratedBatch]) -> tuple[GeneratedBatch, HeldRows]:
     """Merges the workers' parts of a generation, with rows in the order of the groups. made: worker -> its part."""
     workers, position_of = list(made), {group.uid: position for position, group in enumerate(groups)}
     # A part without a finished group has columns of no type.

@@ -38,7 +38,7 @@ TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedBatch:
     """What the controller learns of a batch. samples: column -> [S], of finished groups; gen_s, reward_wait_s: seconds.
 
     num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
@@ -212,7 +212,7 @@ class RolloutWorker(Reusable):
         enough: Enough | None = None,
         carry: bool = False,
         generation: int = 0,
-    ) -> Generated:
+    ) -> GeneratedBatch:
         """Makes n samples for each group, scored as they finish; an interrupted group continues where it was.
 
         keep: hold the tokens for `cut` until `drop`.
@@ -277,7 +277,7 @@ class RolloutWorker(Reusable):
             for (uid, index), turns in left_over.items():
                 asks.setdefault(uid, {})[index] = turns
             self.interrupted |= {uid: Interrupted(begun, scores.finished(uid)) for uid, begun in asks.items()}
-        return Generated(
+        return GeneratedBatch(
             batch_id=batch_id,
             samples=batch.samples,
             gen_s=gen_s,

@@ -15,7 +15,7 @@ from scalerl.data.files import SUFFIXES, DataFile, read_chunks, resolve_files
 from scalerl.data.local_copy import is_remote
 from scalerl.data.prepare import own_rows, reasoning_gym_rows
 from scalerl.data.prepare.own_rows import OwnColumns, as_conversations, read_own
-from scalerl.data.prepare.rows import SOURCES, Source
+from scalerl.data.prepare.rows import SOURCES, DataSource
 from scalerl.data.prepare.splits import TRAIN, VAL, Rows, Split, split_of, split_rows
 from scalerl.data.prepare.writing import schema_of, write_all
 from scalerl.data.problems import DataError, FileProblems
@@ -188,7 +188,7 @@ def _files(
     ]
 
 
-def _read(file: DataFile, source: Source, instruction: str) -> Rows:
+def _read(file: DataFile, source: DataSource, instruction: str) -> Rows:
     problems = FileProblems(file.name)
     rows = []
     for chunk in read_chunks(file.path, source.columns, problems, optional=source.optional):

@@ -27,7 +27,7 @@ _PROGRAM = ("-P", str(Path(__file__).with_name("reasoning_gym_process.py")))
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedRows:
     """Generated rows by split.  dropped: number of dropped rows by reason."""
 
     rows: dict[str, Rows]
@@ -52,7 +52,7 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 def generate(
     task: str, sizes: dict[str, int], seed: int, options: dict[str, Any], instruction: str = INSTRUCTION
-) -> Generated:
+) -> GeneratedRows:
     """Generates the rows of a task, without repeating a problem within a split or across splits.
 
     sizes: rows by split; a task that has fewer different problems gives fewer rows.
@@ -78,7 +78,7 @@ def generate(
             raise DataError(
                 [f"task {task} has no rows left for {name}; ask for fewer (--val-size), or for more variety (--option)"]
             )
-    return Generated(rows, reply["dropped"])
+    return GeneratedRows(rows, reply["dropped"])
 
 
 def _derive(task: str, seed: int, split: str, number: int) -> int:

@@ -14,7 +14,7 @@ Convert = Callable[[int, dict[str, Any], str, FileProblems], dict[str, Any] | No
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A known data set.  columns, optional: the columns that its files have, or may have.
 
     instruction: text to add after each problem; "": none.
@@ -128,14 +128,14 @@ def _dapo(row: int, record: dict[str, Any], instruction: str, problems: FileProb
 SOURCES = {
     source.name: source
     for source in (
-        Source(
+        DataSource(
             "gsm8k",
             "grade-school word problems: train and test, question and answer ('... #### 72'), jsonl or parquet",
             ("question", "answer"),
             _gsm8k,
             instruction="Think step by step, then write the final number on a last line of its own, after ####.",
         ),
-        Source(
+        DataSource(
             "math",
             "competition problems: problem, level, type, solution (with \\boxed{}), json, jsonl or parquet",
             ("problem", "solution"),
@@ -143,7 +143,7 @@ SOURCES = {
             optional=("answer", "level", "type", "subject"),
             instruction="Think step by step, then write the final answer in \\boxed{}.",
         ),
-        Source(
+        DataSource(
             "dapo",
             "DAPO-Math-17k and sets of its format (AIME 2024): five columns, each problem many times, parquet",
             tuple(PromptColumns().names),

@@ -19,7 +19,7 @@ from scalerl.servers.update_group import (
     join_group,
     leave_group,
     open_store,
-    pack,
+    pack_bytes,
 )
 from scalerl.servers.weights import NamedTensors
 
@@ -59,7 +59,7 @@ class BroadcastTransport:
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(tensor.nbytes for _, tensor in named), num_buckets + 1
                 if delivery.led:
-                    flat = pack(named)
+                    flat = pack_bytes(named)
                     sending = [threads.submit(self._send, delivery, feed, named, flat) for feed in delivery.led]
                     delivery.hash(named)
                     wait_all(sending)

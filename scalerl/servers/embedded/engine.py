@@ -64,7 +64,7 @@ class _Request:
         self.error: Exception | None = None
 
 
-class EmbeddedEngine:
+class DecodingEngine:
     """One model, and one thread that computes while callers wait.
 
     Up to `max_batch_size` sequences run at a time; each begins when a slot is free. The tokens of a sequence depend,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from scalerl.servers.access import OPEN_PATH, is_authorized, take_key
-from scalerl.servers.embedded.engine import EmbeddedEngine, RefusedError
+from scalerl.servers.embedded.engine import DecodingEngine, RefusedError
 from scalerl.servers.engines.protocol import FLATTENED
 from scalerl.servers.process import address_family
-from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack
+from scalerl.servers.update_group import broadcast, join_group, leave_group, num_bytes, reach_store, unpack_bytes
 from scalerl.servers.wire import EVENT_END, LAST_EVENT
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
@@ -43,7 +43,7 @@ class Endpoints:
     They raise RefusedError for status 400; one that returns an iterator sends a stream of events.
     """
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: DecodingEngine) -> None:
         self._engine = engine
         self._groups: dict[str, Any] = {}
         self.get: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -133,7 +133,7 @@ class Endpoints:
         ]
         flat = torch.empty(num_bytes(layout), dtype=torch.uint8, device=self._engine.device)
         broadcast(flat, self._known_group(body))
-        self._engine.load(dict(unpack(flat, layout)), body.get("weight_version"))
+        self._engine.load(dict(unpack_bytes(flat, layout)), body.get("weight_version"))
         return SUCCESS
 
     def _update_from_disk(self, body: dict[str, Any]) -> Any:
@@ -252,7 +252,7 @@ def main() -> None:
     Server.address_family = address_family(args.host)
     # The port is taken before the model is loaded; requests wait until serve_forever.
     with Server((args.host, args.port), Handler) as server:
-        engine = EmbeddedEngine(
+        engine = DecodingEngine(
             args.model_path,
             dtype=getattr(torch, args.dtype),
             device=args.device,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scalerl.families import FAMILIES
-from scalerl.servers.checksums import Place
+from scalerl.servers.checksums import TensorPlace
 from scalerl.servers.engines.sglang import MIXTURES
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
@@ -50,19 +50,19 @@ class SGLangPlacement:
         # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, Place, Tensor]]:
+    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
             return
         place, cut = self._place(name)
         for rank in range(self.num_ranks):
             yield rank, place, self._shard(cut, tensor, rank)
 
-    def _place(self, name: str) -> tuple[Place, str]:
+    def _place(self, name: str) -> tuple[TensorPlace, str]:
         """The place of a tensor, and how it is divided over the ranks (see `_shard`)."""
         expert = _EXPERT_NAME.match(name)
         if expert is not None and expert["part"] in self._expert_parts:
             tensor, position, per_expert = self._expert_parts[expert["part"]]
-            place = Place(
+            place = TensorPlace(
                 expert["prefix"] + tensor,
                 int(expert["expert"]) * per_expert + position,
                 self._num_experts * per_expert,
@@ -76,12 +76,12 @@ class SGLangPlacement:
         module, leaf = match["module"], match["leaf"]
         if module in FUSED:
             fused, position = FUSED[module]
-            place = Place(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
+            place = TensorPlace(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
             return place, {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}.get(module, "width_rows")
         cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
         if leaf == "weight":
             cuts |= {"o_proj": "columns", "down_proj": "width_columns"}
-        return Place(name), cuts.get(module, "whole")
+        return TensorPlace(name), cuts.get(module, "whole")
 
     @property
     def _num_experts(self) -> int:

@@ -14,7 +14,7 @@ from scalerl.balance.bin_packing import (
     group_evenly,
     least_loaded,
     lower_bound,
-    pack,
+    pack_bins,
     split_to,
 )
 
@@ -156,7 +156,7 @@ def test_split_fills_every_bin(sizes, data):
 def test_pack_gives_exactly_the_bins_asked_for(sizes, data):
     sizes = np.array(sizes)
     count = data.draw(st.integers(1, len(sizes)))
-    bins = pack(sizes, sizes.astype(float), count, CAP)
+    bins = pack_bins(sizes, sizes.astype(float), count, CAP)
     if bins is None:
         assert count < first_fit_by_hand(sizes.tolist(), CAP)
         return

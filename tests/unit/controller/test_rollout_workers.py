@@ -32,7 +32,7 @@ from scalerl.controller.sampling.rollout_workers import (
     share_servers,
 )
 from scalerl.controller.sampling.scoring import GroupScores
-from scalerl.controller.sampling.worker import TRAINED_COLUMNS, Generated, RolloutWorker
+from scalerl.controller.sampling.worker import TRAINED_COLUMNS, GeneratedBatch, RolloutWorker
 from scalerl.protocol import DataProto, Jagged
 
 N = 2
@@ -98,7 +98,7 @@ class Here(RolloutWorkers):
         self.waits.append((what, len(calls)))
         return calls
 
-    def generate(self, groups: list[SampleGroup], finished: set[int], batch_id: int) -> tuple[Generated, HeldRows]:
+    def generate(self, groups: list[SampleGroup], finished: set[int], batch_id: int) -> tuple[GeneratedBatch, HeldRows]:
         made = {}
         for worker, mine in self.dealt(groups).items():
             whole = [group for group in mine if group.uid in finished]
@@ -108,7 +108,7 @@ class Here(RolloutWorkers):
             self.handles[worker].batches[batch_id] = list(names)
             left = [group for group in mine if group.uid not in finished]
             samples = {"uid": uids, "name": names}
-            made[worker] = Generated(batch_id, samples, 0.0, float(worker), 1, [], left)
+            made[worker] = GeneratedBatch(batch_id, samples, 0.0, float(worker), 1, [], left)
         return merged(groups, made)
 
 

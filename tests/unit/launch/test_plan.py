@@ -30,7 +30,7 @@ from scalerl.launch.plan import (
     secret_violations,
     size_violations,
 )
-from scalerl.launch.record import RECORD, Record, read_record
+from scalerl.launch.record import RECORD, SubmittedJob, read_record
 from scalerl.launch.script import SCRIPTS, SEED
 from scalerl.launch.slurm import Partition, seconds_of
 
@@ -334,7 +334,7 @@ def test_paths_that_every_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_record_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     (tmp_path / "launch").mkdir()
-    record = Record("12", "2026-01-01T00:00:00+00:00", "job.sbatch", "out", "logs/12")
+    record = SubmittedJob("12", "2026-01-01T00:00:00+00:00", "job.sbatch", "out", "logs/12")
     record.write(tmp_path)
     assert read_record(tmp_path) == record
     (tmp_path / RECORD).write_text("{}")

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from scalerl.launch.preflight import (
-    Channel,
     Collector,
     Node,
+    ProbeConnection,
     bandwidth_probes,
     clock_probe,
     main,
@@ -129,7 +129,7 @@ def test_a_pair_is_measured_by_the_backend_of_its_ranks(tmp_path: Path, monkeypa
     """NCCL where both nodes have GPUs that torch sees; what they are asked is looked at, there are none here."""
     asked: list[str] = []
 
-    class Asked(Channel):
+    class Asked(ProbeConnection):
         def __init__(self) -> None:
             self.connection: Any = self
 

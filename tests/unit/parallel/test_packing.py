@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalerl.balance import Alignment
-from scalerl.parallel.micro_batch import MicroBatch, pack, unpack
+from scalerl.parallel.micro_batch import MicroBatch, pack_rows, unpack
 from scalerl.protocol import DataProto, Jagged
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -45,7 +45,8 @@ Case = tuple[list[int], list[list[int]], int, int]
 def packed_on_every_rank(batch: DataProto, rows: list[int], tp_size: int, cp_size: int) -> list[MicroBatch]:
     alignment = Alignment.of_layout(tp_size=tp_size, cp_size=cp_size, sequence_parallel=True)
     return [
-        pack(batch, rows, device="cpu", alignment=alignment, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)
+        pack_rows(batch, rows, device="cpu", alignment=alignment, cp_size=cp_size, cp_rank=rank)
+        for rank in range(cp_size)
     ]
 
 
@@ -103,7 +104,7 @@ def test_padding_is_what_the_layout_forces(lengths: list[int], tp_size: int, cp_
 
 def test_a_row_in_no_micro_batch() -> None:
     batch = batch_of([2, 3])
-    packed = [pack(batch, [1], device="cpu")]
+    packed = [pack_rows(batch, [1], device="cpu")]
     with pytest.raises(AssertionError, match=r"rows \[0\] are in no micro-batch"):
         unpack(2, packed, [packed[0].columns["advantages"]])
 
@@ -126,7 +127,7 @@ def test_results_find_their_token(case: Case) -> None:
 
 def test_results_about_tokens_pass_the_gradient() -> None:
     """Each result gets its token's weight; the last of a sequence is about no token and gets none."""
-    packed = pack(batch_of([2, 3]), [0, 1], device="cpu")
+    packed = pack_rows(batch_of([2, 3]), [0, 1], device="cpu")
     values = torch.arange(5.0, requires_grad=True)
     (packed.about_token(values) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
     assert values.grad.tolist() == [2.0, 0.0, 4.0, 5.0, 0.0]

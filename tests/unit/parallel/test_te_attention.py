@@ -12,7 +12,7 @@ from scalerl.balance import Alignment
 from scalerl.config.transformer_engine import transformer_engine_version
 from scalerl.parallel import platform
 from scalerl.parallel.attention import PackedAttention
-from scalerl.parallel.micro_batch import Packing, pack
+from scalerl.parallel.micro_batch import Packing, pack_rows
 from scalerl.parallel.model import core_attention
 from scalerl.parallel.te_attention import require_transformer_engine, transformer_engine_packing
 from scalerl.parallel.ulysses import zigzag_order
@@ -23,7 +23,7 @@ def packing_of(lengths: list[int], cp_size: int, tp_size: int) -> Packing:
     ids = Jagged.from_list([torch.ones(length) for length in lengths], torch.int64)
     alignment = Alignment.of_layout(tp_size=tp_size, cp_size=cp_size, sequence_parallel=True)
     place = {"cp_size": cp_size, "cp_rank": cp_size - 1}
-    batch = pack(DataProto({"input_ids": ids}), range(len(lengths)), device="cpu", alignment=alignment, **place)
+    batch = pack_rows(DataProto({"input_ids": ids}), range(len(lengths)), device="cpu", alignment=alignment, **place)
     return batch.packing
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load as load_safetensors
 from scalerl.servers import mapped
 from scalerl.servers.engines import ENGINES
 from scalerl.servers.engines.sglang import MAPPED_LOADER
-from scalerl.servers.mapped import MappedBytes, Place
+from scalerl.servers.mapped import BucketPlace, MappedBytes
 from scalerl.servers.weights import Bucket, flat_layout
 
 NAMED = [
@@ -27,9 +27,9 @@ NAMED = [
 ]
 
 
-def place_of(named: list[tuple[str, torch.Tensor]], offset: int = 0) -> Place:
+def place_of(named: list[tuple[str, torch.Tensor]], offset: int = 0) -> BucketPlace:
     entries, num_bytes = flat_layout([(name, tensor.shape, tensor.dtype) for name, tensor in named])
-    place = Place(MappedBytes.allocate(offset + num_bytes), offset, entries)
+    place = BucketPlace(MappedBytes.allocate(offset + num_bytes), offset, entries)
     for (_, view), (_, tensor) in zip(place.memory.views(entries, offset), named, strict=True):
         view.copy_(tensor)
     return place
@@ -42,7 +42,7 @@ class Model(torch.nn.Module):
         self.loaded = list(weights)
 
 
-def loaded(place: Place) -> dict[str, torch.Tensor]:
+def loaded(place: BucketPlace) -> dict[str, torch.Tensor]:
     model = Model()
     mapped.load(model, pickle.loads(base64.b64decode(place.serialize())))
     return dict(model.loaded)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.servers.update_group import address_towards, in_sending_order, num_bytes, pack, unpack
+from scalerl.servers.update_group import address_towards, in_sending_order, num_bytes, pack_bytes, unpack_bytes
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
@@ -24,9 +24,9 @@ def test_a_bucket_of_any_dtypes_and_shapes_is_packed_without_gaps(content: list[
     ordered = in_sending_order(named)
     assert sorted(name for name, _ in ordered) == sorted(name for name, _ in named)
     layout = [(name, x.dtype, x.shape) for name, x in ordered]
-    flat = pack(ordered)
+    flat = pack_bytes(ordered)
     assert flat.dtype == torch.uint8 and flat.numel() == num_bytes(layout) == sum(x.nbytes for _, x in named)
-    for (name, found), (_, tensor) in zip(unpack(flat, layout), ordered, strict=True):
+    for (name, found), (_, tensor) in zip(unpack_bytes(flat, layout), ordered, strict=True):
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
 
 
@@ -34,7 +34,7 @@ def test_tensors_of_other_strides_are_packed_by_value() -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     named = [("columns", whole[:, 1:3]), ("transposed", whole.t()), ("reversed rows", whole[[3, 0]])]
     layout = [(name, x.dtype, x.shape) for name, x in named]
-    for (_, found), (_, tensor) in zip(unpack(pack(named), layout), named, strict=True):
+    for (_, found), (_, tensor) in zip(unpack_bytes(pack_bytes(named), layout), named, strict=True):
         assert torch.equal(found, tensor)
 
 

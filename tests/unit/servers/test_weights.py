@@ -14,7 +14,7 @@ from safetensors.torch import load
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scalerl.errors import UserError
-from scalerl.servers.checksums import Place
+from scalerl.servers.checksums import TensorPlace
 from scalerl.servers.engines import ENGINES
 from scalerl.servers.sglang.placement import SGLangPlacement
 from scalerl.servers.weights import (
@@ -151,10 +151,10 @@ def test_a_gpu_has_experts_without_padding(family: str) -> None:
             rows = list(placement.parts(f"{prefix}experts.2.{gate}.weight", matrix))
             columns = list(placement.parts(f"{prefix}experts.2.{down}.weight", matrix.t()))
             assert [(rank, place, tuple(part.shape)) for rank, place, part in rows] == [
-                (rank, Place(prefix + "experts.w13_weight", 4, 6), (width, 8)) for rank in range(2)
+                (rank, TensorPlace(prefix + "experts.w13_weight", 4, 6), (width, 8)) for rank in range(2)
             ]
             assert [(rank, place, tuple(part.shape)) for rank, place, part in columns] == [
-                (rank, Place(prefix + "experts.w2_weight", 2, 3), (8, width)) for rank in range(2)
+                (rank, TensorPlace(prefix + "experts.w2_weight", 2, 3), (8, width)) for rank in range(2)
             ]
 
 
