@@ -16,10 +16,9 @@ def small_caches(clients: Mapping[int, RolloutClient], tokens: int | None, purpo
     if tokens is None:
         return
     for index, client in clients.items():
-        info = client.server_info()
-        found, page = info.get("max_total_num_tokens"), info.get("page_size") or 1
-        # SGLang rounds what it was told down to whole pages; the embedded engine has no such number.
-        if found is not None and found < tokens // page * page:
+        size = client.cache_size()
+        if size is not None and size.is_below(tokens):
+            found = size.num_tokens
             yield (
                 f"{purpose.who} {index} ({client.url}) has a KV cache of {found} tokens, not the {tokens} of the "
                 f"memory plan or of {purpose.key('kv_cache_tokens')}: its device has less free memory than planned. "

@@ -17,7 +17,7 @@ import orjson
 
 from scalerl.servers.access import authorization
 from scalerl.servers.engines import ENGINES
-from scalerl.servers.engines.protocol import Call
+from scalerl.servers.engines.protocol import CacheSize, Call
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.requests import (
     GenerateOutput,
@@ -363,11 +363,10 @@ class RolloutClient:
             return False
         return True
 
-    def server_info(self) -> dict[str, Any]:
-        """The server's description of itself: version, tp_size, model_path and its resolved arguments."""
-        info = self._ask(self.engine.server_info())
-        assert info is not None
-        return info
+    def cache_size(self) -> CacheSize | None:
+        """The size of the server's KV cache; None for an engine, or a server, that has no such number."""
+        call = self.engine.cache_size()
+        return None if call is None else self.engine.read_cache_size(self._ask(call))
 
     def _ask(self, call: Call) -> Any:
         """The answer's JSON ({} when it has none); None for an optional call that the server does not have.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from scalerl.config import compose
 from scalerl.config.schema import RolloutConfig
-from scalerl.servers.access import new_key
+from scalerl.servers.access import authorization, new_key
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.process import RolloutServer, start_on_free_port
@@ -54,6 +57,13 @@ def make_server(
     # One in 64 keys begins with a dash, which a parser of arguments takes for the next option.
     key = f"-{new_key()}"
     return RolloutServer(command, env, f"http://127.0.0.1:{port}", log_path, START_TIMEOUT_S, key=key)
+
+
+def server_info(client: RolloutClient) -> dict[str, Any]:
+    """What a server of SGLang's protocol says of itself; its fields differ between engines."""
+    request = urllib.request.Request(f"{client.url}/server_info", headers=authorization(client.key))
+    with urllib.request.urlopen(request, timeout=60.0) as response:
+        return json.loads(response.read())
 
 
 def make_model(path: Path, family: str, seed: int, **arguments: object) -> Path:

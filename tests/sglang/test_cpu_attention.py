@@ -17,7 +17,7 @@ from scalerl.servers.access import authorization
 from scalerl.servers.client import GenerateRequest, SamplingParams
 from scalerl.servers.sglang.cpu_shim import shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND
-from tests.sglang.conftest import MAX_PREFILL_TOKENS, Engine, Model
+from tests.sglang.conftest import MAX_PREFILL_TOKENS, Engine, Model, server_info
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
@@ -80,12 +80,12 @@ def batch_call(engine: Engine, prompts: list[list[int]]) -> list[dict[str, Any]]
 
 @on_sglang
 def test_the_server_runs_our_backend(engine: Engine) -> None:
-    assert engine.client.server_info()["attention_backend"] == ATTENTION_BACKEND
+    assert server_info(engine.client)["attention_backend"] == ATTENTION_BACKEND
 
 
 @on_sglang
 def test_the_server_has_the_tokens_of_a_prefill_that_a_command_of_verl_asks_for(engine: Engine) -> None:
-    assert engine.client.server_info()["max_prefill_tokens"] == MAX_PREFILL_TOKENS
+    assert server_info(engine.client)["max_prefill_tokens"] == MAX_PREFILL_TOKENS
 
 
 @on_sglang

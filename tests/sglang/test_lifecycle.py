@@ -30,7 +30,7 @@ from scalerl.servers.process import (
 )
 from scalerl.servers.supervise import descendants
 from tests.lanes import full
-from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server
+from tests.sglang.conftest import MAX_MODEL_LEN, Model, make_server, server_info
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -163,8 +163,8 @@ def test_ports_that_are_taken_between_reservation_and_bind_are_left_to_who_took_
         with start_on_free_port(make) as server:
             assert len(set(ports)) == 3
             assert server.url == f"http://127.0.0.1:{ports[-1]}"
-            info = RolloutClient(server.url, "embedded", key=server.key, max_model_len=MAX_MODEL_LEN).server_info()
-            assert info["version"] == "embedded"
+            client = RolloutClient(server.url, "embedded", key=server.key, max_model_len=MAX_MODEL_LEN)
+            assert server_info(client)["version"] == "embedded"
     for port in ports[:2]:
         assert "Address already in use" in (tmp_path / f"{port}.log").read_text()
 

@@ -16,6 +16,7 @@ from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import feeds_of
 from scalerl.hybrid.transports.shared import load
 from scalerl.rollout.generation import generate_samples
+from scalerl.servers.cache_size import small_caches
 from scalerl.servers.checksums import checksum_differences
 from scalerl.servers.client import GenerateOutput, GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.servers.control import ServerControl
@@ -133,6 +134,16 @@ def test_it_gives_its_device_back(client: RolloutClient, replica: Replica) -> No
         ask(client)
     assert control.resume("weights") == {} == control.resume("kv_cache")
     assert len(ask(client)) == 3
+
+
+def test_its_cache_is_measured_in_its_blocks(client: RolloutClient) -> None:
+    # It has 48 tokens: three blocks of 16.
+    assert list(small_caches({0: client}, 63, POLICY)) == []
+    (said,) = small_caches({0: client}, 64, POLICY)
+    assert said.startswith(
+        f"rollout server 0 ({client.url}) has a KV cache of 48 tokens, not the 64 of the memory plan"
+    )
+    assert list(small_caches({0: client}, None, POLICY)) == []
 
 
 def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Replica) -> None:

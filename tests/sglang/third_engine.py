@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scalerl.servers.access import is_authorized, take_key
 from scalerl.servers.engines import Command, Engine, Launch
-from scalerl.servers.engines.protocol import Call
+from scalerl.servers.engines.protocol import CacheSize, Call
 from scalerl.servers.requests import GenerateOutput, GenerateRequest, RolloutError, ServerLostError
 from scalerl.servers.slots import Slot
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 VOCAB = 50
 READY = "/v3/ready"
 TOKEN_S = 0.01
+NUM_BLOCKS, BLOCK_TOKENS = 3, 16
 REASONS = {"full": "length", "cut": "abort"}
 
 
@@ -111,6 +112,12 @@ class ThirdEngine(Engine):
     def health(self) -> Call:
         return Call("/v3/state", method="GET")
 
+    def cache_size(self) -> Call:
+        return Call("/v3/room", method="GET")
+
+    def read_cache_size(self, answer: Any) -> CacheSize:
+        return CacheSize(answer["blocks"] * BLOCK_TOKENS, BLOCK_TOKENS)
+
     def read_failure(self, answer: Any) -> str | None:
         return answer.get("because")
 
@@ -188,7 +195,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         counter = self.counter
         sums = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in counter.tensors.items()}
-        self._answer({READY: {}, "/v3/state": {"weights": counter.version}, "/v3/sums": sums}.get(self.path))
+        state, room = {"weights": counter.version}, {"blocks": NUM_BLOCKS}
+        self._answer({READY: {}, "/v3/state": state, "/v3/sums": sums, "/v3/room": room}.get(self.path))
 
     def do_POST(self) -> None:
         body, counter = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.counter

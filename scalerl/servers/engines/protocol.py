@@ -34,6 +34,18 @@ class Call:
     is_optional: bool = False
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of a server's KV cache.  page_tokens: an engine rounds the number it is told down to whole pages."""
+
+    num_tokens: int
+    page_tokens: int = 1
+
+    def is_below(self, told_tokens: int) -> bool:
+        """Whether the server has fewer tokens than it makes of the number that it was told."""
+        return self.num_tokens < told_tokens // self.page_tokens * self.page_tokens
+
+
 class SharedProtocol:
     """The calls by which a client asks a server, and the readers of their answers."""
 
@@ -185,9 +197,13 @@ class SharedProtocol:
         """Answers 200 if the process that makes tokens does its work, also while it is paused or released."""
         return Call("/server_info", method="GET")
 
-    def server_info(self) -> Call:
-        """Asks for the server's description of itself."""
-        return Call("/server_info", method="GET")
+    def cache_size(self) -> Call | None:
+        """Asks for the size of the KV cache; None for an engine whose cache has no fixed size."""
+        return None
+
+    def read_cache_size(self, answer: Any) -> CacheSize | None:
+        """The size in an answer to `cache_size`; None for an answer that has none."""
+        raise NotImplementedError(f"{type(self).__name__} asks for the size of its cache and does not read the answer")
 
     # --- refusals ---
 

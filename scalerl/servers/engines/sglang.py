@@ -18,7 +18,7 @@ from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
 from scalerl.servers.engines.base import Command, Engine, Launch
-from scalerl.servers.engines.protocol import FLATTENED, Call
+from scalerl.servers.engines.protocol import FLATTENED, CacheSize, Call
 from scalerl.servers.requests import GenerateRequest
 from scalerl.servers.sglang.cpu_shim import shim_environment
 from scalerl.servers.sglang.plugin import ATTENTION_BACKEND, PLUGIN
@@ -147,6 +147,13 @@ class SGLangEngine(Engine):
             blobs, flush_cache=flush_cache, policy_version=policy_version, is_mapped=is_mapped
         )
         return replace(call, body={**(call.body or {}), "load_format": MAPPED_LOADER if is_mapped else FLATTENED})
+
+    def cache_size(self) -> Call:
+        return Call("/server_info", method="GET")
+
+    def read_cache_size(self, answer: Any) -> CacheSize | None:
+        num_tokens = answer.get("max_total_num_tokens")
+        return None if num_tokens is None else CacheSize(num_tokens, answer.get("page_size") or 1)
 
     def expected_checksums(
         self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None

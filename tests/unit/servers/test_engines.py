@@ -51,6 +51,19 @@ def test_ranks_of_a_server() -> None:
     }
 
 
+def test_sglang_rounds_its_cache_down_to_whole_pages() -> None:
+    size = ENGINES["sglang"].read_cache_size({"max_total_num_tokens": 48, "page_size": 16})
+    assert size is not None and (size.num_tokens, size.is_below(63), size.is_below(64)) == (48, False, True)
+    # Without pages every token counts.
+    size = ENGINES["sglang"].read_cache_size({"max_total_num_tokens": 48, "page_size": None})
+    assert size is not None and not size.is_below(48) and size.is_below(49)
+    assert ENGINES["sglang"].read_cache_size({}) is None
+
+
+def test_an_engine_whose_cache_has_no_fixed_size_is_not_asked_for_it() -> None:
+    assert ENGINES["embedded"].cache_size() is None
+
+
 def test_each_process_has_a_log_of_each_start() -> None:
     first = ServerSettings(Launch("/m", RolloutConfig(), "cpu", 64, nnodes=2), POLICY, False)
     second = replace(first, launch=replace(first.launch, node_rank=1))
