@@ -6,7 +6,7 @@ import socket
 import time
 from datetime import timedelta
 
-from scalerl.parallel import rendezvous
+from scalerl.runtime import rendezvous
 
 NUM_BYTES = 64 << 20
 ROUNDS = 3

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
+from scalerl.runtime import rendezvous
 from scalerl.servers.weights import NamedTensors
 
 # Rank of the trainer in each of these groups.
 SENDER = 0
-ANY_PORT = 0
 
 
 def address_towards(url: str) -> str:
@@ -37,22 +37,14 @@ def address_towards(url: str) -> str:
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:
     """Opens the store at which the members of a group meet, on a free port (`.port`)."""
-    # Without this listener torch would listen on every address of the machine.
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, ANY_PORT))
-    listener.listen()
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    listener = rendezvous.listen(address)
+    port = listener.getsockname()[1]
+    return rendezvous.store((address, port), world_size=None, timeout_s=timeout_s, listener=listener)
 
 
 def reach_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    """The store that another member opened."""
+    return rendezvous.store((address, port), world_size=None, timeout_s=timeout_s, listener=None)
 
 
 def join_group(

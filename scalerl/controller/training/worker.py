@@ -21,8 +21,8 @@ import numpy as np
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, register
 from scalerl.cluster.rank import Worker
 from scalerl.metrics import GPUMemoryLogger, Metric, memory_phase
-from scalerl.parallel import rendezvous
 from scalerl.parallel.layout import Layout
+from scalerl.runtime import rendezvous
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:

@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.servers.update_group import address_towards, in_sending_order, num_bytes, pack_bytes, unpack_bytes
+from scalerl.servers.update_group import (
+    address_towards,
+    in_sending_order,
+    num_bytes,
+    open_store,
+    pack_bytes,
+    reach_store,
+    unpack_bytes,
+)
 
 DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64])
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
@@ -48,3 +56,18 @@ def test_the_address_that_a_server_reaches_us_at(url: str, family: int) -> None:
     except OSError:
         pytest.skip("this machine has no route there")
     assert socket.inet_pton(family, address) == socket.inet_pton(family, "::1" if "::" in url else "127.0.0.1")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_trainer_and_a_server_meet_at_the_address_that_the_trainer_gives(address: str) -> None:
+    try:
+        opened = open_store(address, timeout_s=20)
+    except OSError:
+        pytest.skip("this machine has no such address")
+    reached = reach_store(address, opened.port, timeout_s=20)
+    reached.set("key", "value")
+    assert opened.get("key") == b"value"
+    if address == "127.0.0.1":
+        # Nobody else's address of this machine answers.
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", opened.port), timeout=5)

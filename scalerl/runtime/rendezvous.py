@@ -1,4 +1,4 @@
-"""The address at which the ranks of torch.distributed meet: a port that rank 0 holds before it tells others of it."""
+"""The address at which processes of torch.distributed meet: a port that one of them holds before the others know it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ BACKLOG = 2048
 
 
 def listen(host: str) -> socket.socket:
-    """A socket that listens on a free port of this address. Ranks that come before `store` is called wait in it."""
+    """A socket that listens on a free port of this address; torch by itself would listen on all of the machine's.
+
+    Ranks that come before `store` is called wait in it.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((host, 0))
     listener.listen(BACKLOG)
@@ -21,9 +24,12 @@ def listen(host: str) -> socket.socket:
 
 
 def store(
-    address: tuple[str, int], *, world_size: int, timeout_s: float, listener: socket.socket | None
+    address: tuple[str, int], *, world_size: int | None, timeout_s: float, listener: socket.socket | None
 ) -> dist.TCPStore:
-    """The store at which the ranks meet.  listener: of `listen`, on rank 0, which serves it; None on the others."""
+    """The store at which the ranks meet.  world_size: None: any number of them.
+
+    listener: of `listen`, on the rank that serves the store; None on the others.
+    """
     import torch.distributed as dist
 
     host, port = address

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from scalerl.parallel import rendezvous
+import scalerl
+from scalerl.runtime import rendezvous
 
 
 def test_the_port_is_held_from_the_moment_it_is_known() -> None:
@@ -38,3 +40,9 @@ def test_only_this_address_answers() -> None:
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", port), timeout=5)
     assert isinstance(store, dist.Store)
+
+
+def test_every_store_is_opened_here() -> None:
+    """A store that torch opens by itself listens on every address of the machine."""
+    files = [path for path in Path(scalerl.__file__).parent.rglob("*.py") if "TCPStore(" in path.read_text("utf-8")]
+    assert files == [Path(rendezvous.__file__)]
