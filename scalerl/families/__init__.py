@@ -6,7 +6,7 @@ from scalerl.families.block_scales import weight_block, without_quantization
 from scalerl.families.registry import FAMILIES, family_of
 from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
 from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, RowRange, padded_vocab_size
-from scalerl.families.weights import HFWeights, copy_beside_weights, files_beside_weights
+from scalerl.families.weights import HFWeights, copy_beside_weights
 
 __all__ = [
     "CHECKPOINT_MODEL_PREFIX",
@@ -19,7 +19,6 @@ __all__ = [
     "RowRange",
     "copy_beside_weights",
     "family_of",
-    "files_beside_weights",
     "padded_vocab_size",
     "read_config",
     "value_model_config",

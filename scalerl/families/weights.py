@@ -24,7 +24,7 @@ from scalerl.families.block_scales import (
 )
 from scalerl.families.shape import ModelShape, read_config
 from scalerl.families.table import Family, LazyTensor
-from scalerl.model_files import is_beside_weights
+from scalerl.model_files import files_beside_weights
 
 # Buffers that old checkpoints contain and no model needs.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias|\.attention\.rotary_emb\..*)$")
@@ -33,17 +33,14 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 
 
-def files_beside_weights(model_dir: str | Path) -> list[Path]:
-    """The files that a copy of the model with other weights needs unchanged: all but the weights and their index."""
-    return [file for file in sorted(Path(model_dir).iterdir()) if is_beside_weights(file.name)]
-
-
 def copy_beside_weights(model_dir: str | Path, target_dir: str | Path) -> None:
     """Copies `files_beside_weights`; the config.json of the copy asks for weights that are not quantized."""
-    for file in files_beside_weights(model_dir):
-        copy = shutil.copy2(file, Path(target_dir) / file.name)
-        if file.name == CONFIG_NAME and weight_block(config := read_config(model_dir)) is not None:
-            Path(copy).write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
+    for name in files_beside_weights(model_dir):
+        copy = Path(target_dir) / name
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(Path(model_dir) / name, copy)
+        if name == Path(CONFIG_NAME) and weight_block(config := read_config(model_dir)) is not None:
+            copy.write_text(json.dumps(without_quantization(config), indent=2) + "\n", encoding="utf-8")
 
 
 class HFWeights:

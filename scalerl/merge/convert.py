@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,11 +14,19 @@ import torch
 
 from scalerl.checkpoint.store import integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint
-from scalerl.families import CHECKPOINT_MODEL_PREFIX, Family, HFWeights, ModelShape, Param, family_of, read_config
+from scalerl.families import (
+    CHECKPOINT_MODEL_PREFIX,
+    Family,
+    HFWeights,
+    ModelShape,
+    Param,
+    copy_beside_weights,
+    family_of,
+    read_config,
+)
 from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
-from scalerl.model_files import is_beside_weights
 
 MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -201,12 +208,8 @@ def _write_tensors(
 
 
 def copy_beside(hf_dir: Path, out_dir: Path, dtype: torch.dtype) -> None:
-    """Copies the files beside the weights, and directories, and sets the dtype in config.json."""
-    for source in sorted(hf_dir.iterdir()):
-        if source.is_dir():
-            shutil.copytree(source, out_dir / source.name)
-        elif is_beside_weights(source.name):
-            shutil.copyfile(source, out_dir / source.name)
+    """Copies the files beside the weights, and sets the dtype in config.json."""
+    copy_beside_weights(hf_dir, out_dir)
     config = read_config(hf_dir)
     # transformers 5 writes dtype, 4 torch_dtype.
     keys = [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scalerl.families import HFWeights, ModelShape, family_of, files_beside_weights
+from scalerl.families import HFWeights, ModelShape, copy_beside_weights, family_of
 from scalerl.merge.convert import copy_beside
-from scalerl.model_files import FETCHED
+from scalerl.model_files import FETCHED, files_beside_weights
 from tests.tiny_models import make_tiny_model
 
 
@@ -124,15 +125,20 @@ def test_a_tensor_that_is_not_there(model_dir):
 def test_files_beside_the_weights(tmp_path):
     """One rule for a checkpoint's copy, a merge and what is fetched from the hub."""
     wanted = {"config.json", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "merges.txt", "modeling.py"}
-    weights, others = {"model.safetensors", "model.safetensors.index.json"}, {"pytorch_model.bin", "README.md"}
-    model, merged = tmp_path / "model", tmp_path / "merged"
-    for directory in (model, merged):
-        directory.mkdir()
-    for name in wanted | weights | others:
+    wanted |= {"README.md", "LICENSE", "LICENSE.txt", "NOTICE", "additional_chat_templates/tool_use.jinja"}
+    weights = {"model.safetensors", "model.safetensors.index.json"}
+    others = {"pytorch_model.bin", "LICENSE.bin", "optimizer.pt", ".gitattributes", "original/consolidated.00.pth"}
+    hidden = {".cache/huggingface/x.json", "__pycache__/modeling.py", "additional_chat_templates/.x.jinja", ".x.json"}
+    hidden |= {"additional_chat_templates/weights.safetensors"}
+    model, merged, saved = tmp_path / "model", tmp_path / "merged", tmp_path / "saved"
+    for name in wanted | weights | others | hidden:
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).touch()
-    assert {file.name for file in files_beside_weights(model)} == wanted
+    assert {str(file) for file in files_beside_weights(model)} == wanted
     (model / "config.json").write_text('{"dtype": "float32"}')
-    copy_beside(model, merged, torch.float32)
-    assert {file.name for file in merged.iterdir()} == wanted
+    for directory, copy in ((saved, copy_beside_weights), (merged, partial(copy_beside, dtype=torch.float32))):
+        directory.mkdir()
+        copy(model, directory)
+        assert {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()} == wanted
     fetched = {name for name in wanted | weights | others if any(fnmatch(name, pattern) for pattern in FETCHED)}
     assert fetched == wanted | weights

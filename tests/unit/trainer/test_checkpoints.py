@@ -16,8 +16,9 @@ from scalerl.checkpoint.store import CheckpointWriteError
 from scalerl.config import PPOConfig, compose
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.data import load_tokenizer
-from scalerl.families import ModelShape, files_beside_weights
+from scalerl.families import ModelShape
 from scalerl.merge.command import build_parser
+from scalerl.model_files import files_beside_weights
 from scalerl.trainer import checkpoints
 from scalerl.trainer.model_checks import check_same_tokenizer
 from scalerl.trainer.saves import Saves
@@ -182,7 +183,7 @@ def test_merge_finds_the_model_files(tmp_path: Path, model: Path) -> None:
     copied = {file.name for file in directory.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= copied
     assert not any(name.endswith((".safetensors", ".index.json")) for name in copied)
-    assert copied == {file.name for file in files_beside_weights(model)}
+    assert copied == {str(file) for file in files_beside_weights(model)}
     assert (directory / "config.json").read_bytes() == (model / "config.json").read_bytes()
 
 
