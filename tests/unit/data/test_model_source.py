@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,9 +35,17 @@ class Hub:
     files: dict[str, bytes] = field(default_factory=lambda: {"config.json": b"{}", "model.safetensors": WEIGHTS,
                                                             "pytorch_model.bin": b"the same again"})  # fmt: skip
     cut: int | None = None
+    # The weights are not sent before so many clients have asked for them.
+    awaited: int = 0
     # (method, path, range) of each request.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     says_sha256: str = hashlib.sha256(WEIGHTS).hexdigest()
+
+    def wait_for_clients(self) -> None:
+        while (
+            sum(method == "HEAD" and path.endswith(".safetensors") for method, path, _ in self.requests) < self.awaited
+        ):
+            time.sleep(0.01)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -76,6 +86,8 @@ class Handler(BaseHTTPRequestHandler):
         if span:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         body = data[start:]
+        if with_body and name == "model.safetensors":
+            self.hub.wait_for_clients()
         if with_body and name == "model.safetensors" and self.hub.cut is not None:
             cut, self.hub.cut = self.hub.cut, None
             self.send(206 if span else 200, body[:cut], headers | {"Content-Length": str(len(body))})
@@ -142,6 +154,17 @@ def test_model_comes_from_the_hub_once_and_is_found_offline(hub: Hub, tmp_path: 
     offline, missing = fetch(hub.url, tmp_path, REPO, "makers/other", offline=True)
     assert offline == by_name and len(hub.requests) == number
     assert "HF_HUB_OFFLINE is set, and it is not whole in" in missing and "hf download makers/other" in missing
+
+
+def test_two_processes_that_fetch_the_same_model_at_once(hub: Hub, tmp_path: Path) -> None:
+    """As the jobs of a sweep do: one transfers the weights while the other, which has asked for them, waits."""
+    hub.awaited = 2
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: fetch(hub.url, tmp_path, REPO), range(2)))
+    assert found[0] == found[1]
+    (directory,) = found[0]
+    assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
+    assert sum(method == "GET" and path.endswith("model.safetensors") for method, path, _ in hub.requests) == 1
 
 
 def test_cut_transfer_goes_on_and_other_bytes_are_refused(hub: Hub, tmp_path: Path) -> None:
