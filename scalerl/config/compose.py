@@ -38,9 +38,9 @@ from scalerl.config.schema import (
 )
 from scalerl.config.validate import (
     validate_eval,
+    validate_except,
     validate_generation,
     validate_launch,
-    validate_names,
     validate_ppo,
     validate_sft,
     without_repeats,
@@ -89,9 +89,9 @@ def compose(
             YAML file in DIR; it needs no defaults list, and its own groups in DIR are found too.
         rules: False for a caller who validates the configuration later, together with the files and models that it
             names: broken rules between keys are then no error here, unless something else is wrong.
-    Raises: ConfigError with every unknown key, wrong type, missing value, unknown name and broken rule. Rules between
-        keys are left for the next try when a key is unknown or of a wrong type, since they would judge the wrong
-        values.
+    Raises: ConfigError with every unknown key, wrong type, missing value, unknown name and broken rule. A rule is left
+        for the next try when it reads a key that has a value of a wrong type or is misspelt, or when a file or an
+        option of a group is wrong, since it would judge the wrong values.
     """
     return composed(kind, overrides, rules=rules).config
 
@@ -175,14 +175,14 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
         partial.put_tree(package, content, f" in {origin}")
     for override in request.values:
         partial.put_override(override)
+    for key in request.rejected:
+        partial.doubt(key)
     missing, config = partial.finish()
     wrong_inputs = request.violations + partial.violations
     values = without_repeats(config, dict(domain_violations(config)))
     if with_rules or wrong_inputs or missing or values:
-        # A run would do without what is refused of verl's keys, so that the others mean what they will mean then. Names
-        # are right or wrong whatever the other keys are.
-        judged = set(wrong_inputs) <= set(partial.refusals)
-        own = VALIDATORS[request.kind](config) if judged else [*values, *validate_names(config)]
+        # A run would do without what is refused of verl's keys, so that the others mean what they will mean then.
+        own = validate_except(config, partial.is_doubtful) if partial.doubtful else VALIDATORS[request.kind](config)
         if violations := [*wrong_inputs, *missing, *own]:
             error = ConfigError(violations)
             error.config = config
@@ -192,7 +192,10 @@ def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed
 
 @dataclass
 class _Request:
-    """A parsed command line, with a violation for each argument that could not be parsed."""
+    """A parsed command line, with a violation for each argument that could not be parsed.
+
+    rejected: keys whose value is unknown by that; "" stands for all keys.
+    """
 
     kind: str
     config_name: str
@@ -200,6 +203,7 @@ class _Request:
     groups: list[Override] = field(default_factory=list)
     values: list[Override] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    rejected: set[str] = field(default_factory=set)
     translations: list[Translation] = field(default_factory=list)
 
 
@@ -245,7 +249,9 @@ def _parse(kind: str, arguments: Sequence[str]) -> _Request:
     if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
         names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
         raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])
-    request.violations += _hidden_files(request)
+    if hidden := _hidden_files(request):
+        request.violations += hidden
+        request.rejected.add("")
     group_names = _group_names(request)
     for text in rest:
         _parse_override(request, group_names, text)
@@ -255,16 +261,20 @@ def _parse(kind: str, arguments: Sequence[str]) -> _Request:
 def _parse_override(request: _Request, group_names: set[str], text: str) -> None:
     if DASHED.match(text):
         text = text.lstrip("-")
+    named = text.partition("=")[0].lstrip("-+~")
     if text.startswith("--") or ("=" not in text and not text.startswith("~")):
+        request.rejected.add(named)
         request.violations.append(f"{text}: not understood; write key=value, --config-dir DIR or --config-name NAME")
         return
     try:
         override = OverridesParser.create().parse_overrides([text])[0]
     except HydraException as error:
+        request.rejected.add(named)
         request.violations.append(f"{text}: {_unreadable(text, str(error))}")
         return
     if override.value_type not in (ValueType.ELEMENT, None):
         key, _, value = text.partition("=")
+        request.rejected.add(named)
         request.violations.append(f"{text}: one run takes one value; for a list write '{key}=[{value}]'")
     elif override.key_or_group in group_names:
         request.groups.append(override)
@@ -366,8 +376,10 @@ def _group_overrides(request: _Request) -> list[str]:
     for override in request.groups:
         group, value = override.key_or_group, override.value()
         unknown = _unknown_options(request, group, value)
-        request.violations += unknown
-        if not unknown:
+        if unknown:
+            request.violations += unknown
+            request.rejected.add("")
+        else:
             text = (override.input_line or "").lstrip("+")
             texts.append(text if override.is_delete() or group in chosen else "+" + text)
     return texts

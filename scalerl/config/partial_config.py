@@ -34,6 +34,9 @@ class PartialConfig:
         """
         self.table = KeyTable(schema)
         self.violations: list[str] = []
+        # Keys, sections and keys in dicts whose value may be another than the user meant; "" stands for all keys.
+        # Complete after `finish`.
+        self.doubtful: set[str] = set()
         # Of the violations those of verl's keys that a run does without: nothing else is wrong by them.
         self.refusals: list[str] = []
         # What became of verl's keys; complete after `finish`.
@@ -44,6 +47,8 @@ class PartialConfig:
         self._defaults = defaults_of(schema)
         self._config = copy.deepcopy(self._defaults)
         self._mentioned: set[str] = set()
+        # Keys that verl's vocabulary has asked for.
+        self._asked: set[str] = set()
         self._written: set[str] = set()
         self._left_open = None if left_open is None else dict(left_open)
 
@@ -52,18 +57,19 @@ class PartialConfig:
         if override.is_delete():
             key = override.key_or_group
             advice = "give it a value" if self.table.kind(key) != "unknown" else self.table.unknown(key)
-            self.violations.append(f"{override.input_line}: a key cannot be deleted; {advice}")
+            self._reject(key, f"{override.input_line}: a key cannot be deleted; {advice}")
         elif override.package is not None:
-            self.violations.append(f"{override.input_line}: there is no group {override.key_or_group}")
+            self._reject("", f"{override.input_line}: there is no group {override.key_or_group}")
         else:
             self.put(override.key_or_group, override.value())
 
     def put_tree(self, package: str, content: dict[Any, Any], origin: str) -> None:
         """Takes the content of a YAML file whose keys start at `package` ("" is the root)."""
         if package and self.table.kind(package) == "unknown" and all(self._at_root(name) for name in content):
-            self.violations.append(
+            self._reject(
+                "",
                 f"{package}: no such key{origin}; make '# @package _global_' the first line of the file, so that its "
-                "keys start at the root"
+                "keys start at the root",
             )
             return
         for name, value in content.items():
@@ -77,7 +83,7 @@ class PartialConfig:
         elif isinstance(value, dict) and value and (kind == "unknown" or self._is_overrides(key)):
             self._put_inner(key, value, origin)
         elif kind == "unknown":
-            self.violations.append(self.table.unknown(key, origin))
+            self._reject(key, self.table.unknown(key, origin))
         elif kind != "section":
             self._put_leaf(key, value, origin)
         elif isinstance(value, dict):
@@ -85,14 +91,32 @@ class PartialConfig:
                 self.put(f"{key}.{name}", inner, origin)
         else:
             keys = ", ".join(f"{key}.{child}" for child in self.table.children(key))
-            self.violations.append(f"{key} = {show(value)}: is a section{origin}; set one of {keys}")
+            self._reject(key, f"{key} = {show(value)}: is a section{origin}; set one of {keys}")
+
+    def _reject(self, key: str, violation: str) -> None:
+        """Adds a violation by which `key` has not got its value.
+
+        A key that is like no other will be left out, so that the others are then what they are now.
+        """
+        self.violations.append(violation)
+        self.doubt(key)
+
+    def doubt(self, key: str) -> None:
+        """Notes that `key`, or the key that it is a misspelling of, may have another value than the user meant."""
+        meant = key if not key or self.table.kind(key) != "unknown" else self.table.nearest(key)
+        if meant is not None:
+            self.doubtful.add(meant)
+
+    def is_doubtful(self, key: str) -> bool:
+        """Whether the value of a known key may be another than the user meant."""
+        return any(not of or _is_below(key, of) or _is_below(of, key) for of in self.doubtful)
 
     def _put_inner(self, key: str, value: dict[Any, Any], origin: str) -> None:
         if self.table.kind(key) != "unknown" or any(self._is_known(f"{key}.{name}", value[name]) for name in value):
             for name, inner in value.items():
                 self.put(f"{key}.{name}", inner, origin)
         else:
-            self.violations.append(self.table.unknown(key, origin))
+            self._reject(key, self.table.unknown(key, origin))
 
     def _is_known(self, key: str, value: Any) -> bool:
         if self.table.kind(key) != "unknown" or self._verl.knows(key, value, self):
@@ -106,6 +130,7 @@ class PartialConfig:
 
     def value(self, key: str) -> Any:
         """The present value of a key; None where it cannot be resolved."""
+        self._asked.add(key)
         with contextlib.suppress(OmegaConfBaseException):
             return OmegaConf.select(self._config, key)
         return None
@@ -131,6 +156,7 @@ class PartialConfig:
     def resolved(self, value: Any) -> Any:
         """The value that a reference to other keys stands for; the text itself where it cannot be resolved."""
         if isinstance(value, str) and "${" in value:
+            self._asked.update(_references(value))
             with contextlib.suppress(OmegaConfBaseException):
                 return OmegaConf.create({"it": value}, parent=self._config).it
         return value
@@ -140,13 +166,24 @@ class PartialConfig:
         return self._verl.written(key)
 
     def _translate(self) -> None:
+        translated: set[str] = set()
         for translation, values in self._verl.translations(self):
+            translated |= values.keys()
             self.translations.append(translation)
             if translation.verdict == "refused":
                 self.violations.append(translation.violation)
                 self.refusals.append(translation.violation)
             for key, value in values.items():
                 self._put_leaf(key, value, translation.origin)
+        if any(map(self.is_doubtful, self._asked)):
+            self.doubtful |= translated
+
+    def _doubt_references(self) -> None:
+        """Makes the keys doubtful whose value is that of a doubtful key."""
+        raw = _raw_values(self._config, self.table.leaves)
+        sources = {key: _references(str(value)) for key, value in raw.items() if "${" in str(value)}
+        while new := {key for key in sources.keys() - self.doubtful if any(map(self.is_doubtful, sources[key]))}:
+            self.doubtful |= new
 
     def _fill_inherited_dicts(self) -> None:
         for key, own in self._own_entries.items():
@@ -160,6 +197,8 @@ class PartialConfig:
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """
         self._translate()
+        if self.doubtful:
+            self._doubt_references()
         self._fill_inherited_dicts()
         problems = []
         raw = _raw_values(self._config, self.table.leaves)
@@ -174,6 +213,7 @@ class PartialConfig:
             try:
                 OmegaConf.to_container(OmegaConf.create({"value": OmegaConf.select(self._config, key)}), resolve=True)
             except OmegaConfBaseException as error:
+                self.doubtful.add(key)
                 problems.append(f"{key} = {raw[key]}: cannot be resolved: {_first_line(error)}; set {key} to a value")
                 OmegaConf.update(self._config, key, self._raw_default(key))
         return problems, OmegaConf.to_object(self._config)
@@ -189,6 +229,7 @@ class PartialConfig:
             OmegaConf.update(self._config, key, value, merge=True)
         except (OmegaConfBaseException, ValueError) as error:
             self._mentioned.add(key)
+            self.doubtful.add(key)
             if self._left_open is not None and "$" in str(value):
                 self._left_open[key] = str(value)
             leaf = self.table.leaves.get(key)
@@ -215,6 +256,15 @@ def _raw_values(config: Any, keys: Iterable[str]) -> dict[str, Any]:
     """The values of the keys as they were written: interpolations and ??? stay."""
     container: Any = OmegaConf.to_container(config, resolve=False)
     return {key: functools.reduce(lambda node, part: node[part], key.split("."), container) for key in keys}
+
+
+def _references(value: str) -> list[str]:
+    return re.findall(r"\$\{([\w.]+)\}", value)
+
+
+def _is_below(key: str, section: str) -> bool:
+    """Whether a key is a section or dict, or in it."""
+    return key == section or key.startswith(section + ".")
 
 
 def _first_line(error: Exception) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from scalerl.config.keys import inherited_keys
+from scalerl.config.reads import recording_reads
 from scalerl.config.rules.base import Rule, value_at
 from scalerl.config.rules.commands import PPO_RULES, SFT_RULES, device_rules
 from scalerl.config.rules.generation import GENERATION_RULES
@@ -55,6 +57,25 @@ def validate_names(cfg: Any) -> list[str]:
     rules = {PPOConfig: NAME_RULES + LOGGER_RULES, SFTConfig: LOGGER_RULES}.get(type(cfg), [])
     outside = dict(domain_violations(cfg))
     return [text for rule in rules if outside.keys().isdisjoint(rule.keys) for text in rule.check(cfg)]
+
+
+def validate_except(cfg: Any, is_doubtful: Callable[[str], bool]) -> list[str]:
+    """Lists what is wrong with a configuration of any command whatever the values of some of its keys are.
+
+    is_doubtful: whether the value of a key may be another than the user meant. What depends on such a key is left out.
+    """
+    rules = {PPOConfig: PPO_RULES, SFTConfig: SFT_RULES, GenerationConfig: GENERATION_RULES}.get(type(cfg), [])
+    outside = dict(domain_violations(cfg))
+    violations = without_repeats(cfg, outside)
+    if not is_doubtful("trainer.device"):
+        rules = [*rules, *([] if "trainer.device" in outside else device_rules(cfg, None))]
+    for rule in rules:
+        reads: set[str] = set()
+        found = list(rule.check(recording_reads(cfg, reads))) if outside.keys().isdisjoint(rule.keys) else []
+        if not any(map(is_doubtful, reads)):
+            violations += found
+    # A name is right or wrong by itself.
+    return list(dict.fromkeys([*violations, *validate_names(cfg)]))
 
 
 def _validate(cfg: Any, rules: list[Rule], device: str | None = None) -> list[str]:

@@ -167,18 +167,64 @@ def test_names_are_looked_up_where_a_key_is_unknown(tmp_path):
     assert [re.split("[ =:]", text)[0] for text in found] == [
         "trainer.nosuch",
         "trainer.nnodes",
+        "trainer.logger",
         "algorithm.adv_estimator",
         "reward_model.reward_manager",
-        "trainer.logger",
     ]
     # A file of the user's own may register them.
-    assert len(violations("ppo", *PPO, "trainer.nosuch=1", *names, "trainer.import_files=[own.py]")) == 1
+    own = "trainer.import_files=[own.py]"
+    assert len(violations("ppo", *PPO, "trainer.nosuch=1", f"{ROLLOUT}.n=4", *names, own)) == 1
 
 
-def test_rules_between_keys_wait_until_every_key_is_known():
-    # The mini-batch size that the user meant to set would divide.
-    found = violations("ppo", *PPO, "data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_sze=50")
-    assert len(found) == 1 and "ppo_mini_batch_size?" in found[0]
+BATCHES = ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_size=30"]
+
+
+def test_relations_are_checked_beside_an_unknown_key_and_a_wrong_type():
+    found = violations(
+        "ppo",
+        *PPO,
+        *BATCHES,
+        f"{ROLLOUT}.val_kwargs.n=4",
+        f"{ROLLOUT}.val_kwargs.do_sample=false",
+        "trainer.nosuch=1",
+        "trainer.save_freq=often",
+        "trainer.balance_batch=false",
+    )
+    assert [re.split("[ =:]", text)[0] for text in found] == [
+        "trainer.nosuch",
+        "trainer.save_freq",
+        "trainer.balance_batch",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        f"{ROLLOUT}.n",
+        f"{ROLLOUT}.val_kwargs.n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        # The value that the user meant to set may well divide.
+        "actor_rollout_ref.actor.ppo_mini_batch_sze=50",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=many",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=10,20",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "~actor_rollout_ref.actor.ppo_mini_batch_size",
+        "data.train_batch_size=${trainer.nnodes}",
+        "actor_rollout_ref.actor=3",
+        # Sets any number of keys.
+        "+recipe=grp",
+    ],
+)
+def test_a_relation_waits_for_its_own_keys(wrong):
+    nodes = ["trainer.nnodes=x"] if "nnodes" in wrong else []
+    (found, *_) = given = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *BATCHES[:1], *nodes, wrong)
+    assert len(given) == 1 and "must divide" not in found
+
+
+def test_what_a_key_of_verl_becomes_waits_for_the_keys_that_it_counts_with():
+    tokens = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "data.max_prompt_length=1000"]
+    (found,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *tokens, "data.max_response_length=long")
+    assert found.startswith("data.max_response_length = long: wrong type")
 
 
 def test_an_interpolation_of_the_wrong_type():
@@ -298,6 +344,7 @@ def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_fil
         f"criticism: no such key in {path}; did you mean critic?",
         "trainer.node: no such key; did you mean trainer.nnodes?",
         "data.train_files: missing",
+        f"{ROLLOUT}.n = 1: ",
     ]
     assert len(found) == len(starts)
     assert all(text.startswith(start) for text, start in zip(found, starts, strict=True))

@@ -22,6 +22,7 @@ from scalerl.config import (
 from scalerl.config.keys import leaves
 from scalerl.config.partial_config import OVERRIDES
 from scalerl.config.schema import MegatronConfig, PPOConfig, SFTConfig, domain_violations, domains_of
+from scalerl.config.validate import validate_except, validate_names
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 PPO = compose(
@@ -522,6 +523,18 @@ def test_a_broken_relation_is_the_one_violation(kind, name, case):
     for text in texts:
         assert text in violation
     assert "set " in violation
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "case"), RELATIONS, ids=[f"{kind}:{name}".replace(" ", "-") for kind, name, _ in RELATIONS]
+)
+def test_a_relation_is_silent_where_its_keys_are_in_doubt_and_only_there(kind, name, case):
+    changes, _ = case
+    _, valid, validate = SCHEMAS[kind]
+    cfg = changed(valid, changes)
+    assert validate_except(cfg, lambda key: False) == validate(cfg)
+    # A violation comes from the changes, so that it depends on them; names are right or wrong by themselves.
+    assert set(validate_except(cfg, lambda key: key in changes)) <= set(validate_names(cfg))
 
 
 def test_a_relation_is_silent_where_a_key_of_it_is_wrong_by_itself():
