@@ -136,7 +136,7 @@ def examined(kind: str, overrides: Sequence[str], left_open: Mapping[str, str]) 
 
     left_open: key -> text that a shell replaces by its value; such keys are not among the overrides.
     """
-    request = _parse(kind, overrides)
+    request = _parse(kind, overrides, with_files=False)
     partial = PartialConfig(SCHEMAS[kind], kind, left_open)
     taken = []
     for override in request.values:
@@ -211,27 +211,38 @@ def _without_files_of_verl(flags: argparse.Namespace) -> list[Translation]:
     """Corrects the flags of config files in place, and returns the translation of each flag that is left out.
 
     --config-path is another name of --config-dir where it is a directory with that file. The names of verl's own files
-    stand for its defaults, and are left out. Raises ConfigError for any other --config-path.
+    stand for its defaults, and are left out.
     """
     name, path = flags.config_name, flags.config_path
     if path is not None and flags.config_dir is None and (Path(path) / f"{_stem(name or '')}.yaml").is_file():
         flags.config_dir, flags.config_path = path, None
     if name is None or flags.config_dir is not None or not FILES_OF_VERL.fullmatch(_stem(name)):
-        if path is not None and flags.config_path is not None:
-            raise ConfigError(
-                [f"--config-path {path}: write --config-dir DIR --config-name NAME for a file of your own"]
-            )
         return []
-    flags.config_name, why = None, "has verl's defaults; those of scalerl are in `scalerl train --help`"
+    flags.config_name = flags.config_path = None
+    why = "has verl's defaults; those of scalerl are in `scalerl train --help`"
     written = {"--config-name": name} | ({} if path is None else {"--config-path": path})
     return [Translation(flag, value, "already so", why=why) for flag, value in written.items()]
+
+
+def _unread_files(flags: argparse.Namespace) -> list[str]:
+    """Takes the flags of config files away, and returns their violation for a caller who reads no files."""
+    names = ("config_path", "config_dir", "config_name")
+    written = [f"--{name.replace('_', '-')} {value}" for name in names if (value := getattr(flags, name)) is not None]
+    flags.config_path = flags.config_dir = flags.config_name = None
+    if not written:
+        return []
+    return [
+        f"{' '.join(written)}: what this file sets is not read here; add its keys, or the file itself: --config-dir "
+        "DIR --config-name NAME"
+    ]
 
 
 def _stem(name: str) -> str:
     return name.removesuffix(".yaml")
 
 
-def _parse(kind: str, arguments: Sequence[str]) -> _Request:
+def _parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> _Request:
+    """Parses a command line.  with_files: False: the files that it names are a violation instead of being looked up."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
@@ -241,11 +252,16 @@ def _parse(kind: str, arguments: Sequence[str]) -> _Request:
     except argparse.ArgumentError as error:
         raise ConfigError([f"{error}; write --config-dir DIR --config-name NAME"]) from None
     translations = _without_files_of_verl(flags)
+    unread = [] if with_files else _unread_files(flags)
+    if flags.config_path is not None:
+        raise ConfigError(
+            [f"--config-path {flags.config_path}: write --config-dir DIR --config-name NAME for a file of your own"]
+        )
     config_dir = Path(flags.config_dir).absolute() if flags.config_dir is not None else None
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})"])
     name = (flags.config_name or kind).removesuffix(".yaml")
-    request = _Request(kind, name, config_dir, translations=translations)
+    request = _Request(kind, name, config_dir, violations=unread, translations=translations)
     if not any(root.joinpath(f"{name}.yaml").is_file() for root in _roots(request)):
         names = sorted({path.stem for root in _roots(request) for path in _yaml_files(root)})
         raise ConfigError([f"--config-name {name}: no such file; there are {', '.join(names)}"])

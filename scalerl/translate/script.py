@@ -16,6 +16,9 @@ _EXPANSION = re.compile(
     r"\$\(\((?P<sum>.*?)\)\)|\$\{(?P<braced>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\}|\$(?P<name>\w+|[@*#?$!])"
 )
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
+# A module of verl's; its recipes are also started as modules by themselves.
+_MODULE = r"((verl|recipe|scalerl)\.|main_\w+$)"
+_RUNS_VERL = re.compile(r"(^|\s)(-m\s+((verl|recipe|scalerl)\.|main_\w)|\S*\bmain_\w+\.py\b|\S*sft_trainer\w*\.py\b)")
 _OF_TORCHRUN = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
@@ -92,10 +95,13 @@ class _Interpreter:
         self.line = 0
 
     def read(self, text: str) -> LaunchScript:
-        for statement in statements(text):
-            self.line = statement.line
-            self._statement(statement)
+        self._read(text, first_line=1)
         return self.script
+
+    def _read(self, text: str, first_line: int) -> None:
+        for statement in statements(text):
+            self.line = first_line - 1 + statement.line
+            self._statement(statement)
 
     def _note(self, text: str) -> None:
         note = f"line {self.line}: {text}"
@@ -247,6 +253,11 @@ class _Interpreter:
             program, arguments = command
             launched = _launched(fields[: len(fields) - len(arguments)])
             self.script.commands.append(Command(program, _until_redirection(arguments), self.line, launched))
+        elif any(re.search(r"(^|/)(ba|z|)sh$|(^|/)ssh$", text) for text in fields):
+            for word in statement.words[index + 1 :]:
+                # What another shell runs: `bash -c "..."`, `ssh HOST "..."`, `srun ... bash -c '...'`.
+                if len(word) == 1 and word[0].quote and _RUNS_VERL.search(word[0].text):
+                    self._read(self._text(word) or "", first_line=statement.line)
 
     def _let(self, text: str) -> None:
         """Computes `NAME=SUM`, in which a name stands for its value; what is none stays with the shell."""
@@ -360,7 +371,7 @@ class _Interpreter:
 def _program(fields: list[str]) -> tuple[str, list[str]] | None:
     """The module or file of verl that a command runs, and its arguments; None where it runs no such program."""
     for index, text in enumerate(fields):
-        if text == "-m" and index + 1 < len(fields) and re.match(r"(verl|recipe|scalerl)\.", fields[index + 1]):
+        if text == "-m" and index + 1 < len(fields) and re.match(_MODULE, fields[index + 1]):
             return fields[index + 1], fields[index + 2 :]
         if re.search(r"(^|/)(main_\w+|\w*sft_trainer\w*)\.py$", text):
             return text, fields[index + 1 :]

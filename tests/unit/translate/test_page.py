@@ -21,9 +21,12 @@ TITLES = {
 
 
 def the_page() -> str:
-    more = {path.stem: path.read_text().splitlines() for path in sorted((COMMANDS / "more").glob("*.txt"))}
+    more, held_out = (
+        {path.stem: path.read_text().splitlines() for path in sorted((COMMANDS / folder).glob("*.txt"))}
+        for folder in ("more", "held_out")
+    )
     whole = {name: (title, (COMMANDS / f"{name}.txt").read_text().splitlines()) for name, title in TITLES.items()}
-    return page(whole, more)
+    return page(whole, more, held_out)
 
 
 def test_the_page_says_what_the_command_does():

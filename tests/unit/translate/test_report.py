@@ -208,3 +208,14 @@ def test_tokens_of_samples_are_computed_from_what_the_script_sets():
         f"{ACTOR}.megatron.context_parallel_size=$CP {ACTOR}.ppo_micro_batch_size_per_gpu=2"
     )
     assert f"{ACTOR}.max_tokens_per_micro_batch=48" in command
+
+
+def test_a_config_file_that_is_not_read_does_not_end_the_translation(tmp_path: Path):
+    program = "python3 -m recipe.fully_async_policy.fully_async_main"
+    for flags in (
+        "--config-path=config --config-name=fully_async_ppo_megatron_trainer",
+        "--config-path=$X --config-name=a",
+    ):
+        text = translated(f"{program} {flags} {' '.join(REQUIRED)} algorithm.adv_estimator=grpo")
+        assert "scalerl train" in text and "algorithm.adv_estimator=grpo" in text.partition("\n\n")[0]
+        assert "what this file sets is not read here" in text and "--config" not in text.partition("\n\n")[0]

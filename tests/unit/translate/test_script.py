@@ -37,6 +37,13 @@ def arguments(text: str) -> list[str]:
         (f'B=sglang\ncase "$B" in\n vllm|hf) X=1;;\n sg*) X=2 ;;\n *) X=3;;\nesac\n{MAIN} a=$X', ["a=2"]),
         (f"B=hf\ncase $B in vllm|hf) X=1;; *) X=3;; esac\n{MAIN} a=$X", ["a=1"]),
         ("python verl/trainer/main_ppo.py a=1", ["a=1"]),
+        ("python3 -m main_dapo a=1", ["a=1"]),
+        (
+            f"N=2\nsrun -N 1 --container-image=$C bash -c \"cd x && {MAIN} \\\n  a=$N b='[1, 2]'\" 2>&1 | tee log",
+            ["a=2", "b=[1, 2]"],
+        ),
+        (f"export N=2\ndocker exec c bash -lc '{MAIN} a=$N'", ["a=2"]),
+        (f'ssh $HEAD "export A=0 && {MAIN} a=1"', ["a=1"]),
         (f"# {MAIN} no=1\necho '{MAIN} no=2'\n{MAIN} a=1", ["a=1"]),
     ],
 )

@@ -15,6 +15,7 @@ from scalerl.config.verl.entry import (
     absent,
     computed,
     goes_with,
+    is_one_of,
     same,
 )
 from scalerl.config.verl.vocabulary.words import ACTOR, ANY, MODEL, NONE, OFF, PACKED
@@ -34,6 +35,15 @@ def _tokenizer_path(match: re.Match[str], value: Any, context: Context) -> Outco
     if value is None or value in paths or "${" in str(value):
         return AlreadySo("the tokenizer is the policy's")
     return Refused(f"has no counterpart because the tokenizer is that of {policy}.path; leave it out")
+
+
+def _chat_template(_: re.Match[str], value: Any, __: Context) -> Outcome:
+    """Reads the policy's own template: `@FILE`, or its text."""
+    if is_one_of(value, NONE):
+        return AlreadySo("asks for nothing (the chat template is that in the model's directory)")
+    if str(value).startswith("@"):
+        return Becomes({"data.chat_template_path": str(value)[1:]})
+    return Refused("a template is read from a file; write it to one, leave this out, and set data.chat_template_path")
 
 
 def model_entries(trained: str, others: str = "") -> list[Entry]:
@@ -80,6 +90,12 @@ def model_entries(trained: str, others: str = "") -> list[Entry]:
             *NONE,
             why="no module is imported for a model",
             instead="leave it out, and name files of your own in trainer.import_files",
+        ),
+        computed(
+            f"({MODEL}|model).custom_chat_template",
+            "`@FILE`: `data.chat_template_path`",
+            "a template is read from a file",
+            _chat_template,
         ),
         absent(
             f"({trained}).(custom_chat_template|hf_config_path)",

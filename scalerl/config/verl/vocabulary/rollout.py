@@ -8,6 +8,7 @@ from typing import Any
 from scalerl.config.verl.batch_units import response_limit
 from scalerl.config.verl.entry import (
     AlreadySo,
+    Becomes,
     Context,
     Entry,
     Outcome,
@@ -18,7 +19,7 @@ from scalerl.config.verl.entry import (
     renamed,
     same,
 )
-from scalerl.config.verl.vocabulary.words import NONE, OFF, ROLLOUT, SGLANG
+from scalerl.config.verl.vocabulary.words import NONE, OFF, POLICY, ROLLOUT, SGLANG
 
 
 def _not(value: Any) -> Any:
@@ -33,6 +34,12 @@ def _max_model_len(_: re.Match[str], value: Any, context: Context) -> Outcome:
         "servers have room for data.max_prompt_length + data.max_response_length, which is more; set data."
         "max_response_length lower, and leave this out"
     )
+
+
+def _own_nodes(_: re.Match[str], value: Any, __: Context) -> Outcome:
+    """Reads the nodes of verl's separate servers, which share no devices with the trainer."""
+    own = {f"{ROLLOUT}.resource_pool.nnodes": value}
+    return Becomes(own | {f"{POLICY}.hybrid_engine": False} if value else own, "devices of the servers alone")
 
 
 def _one_device_per_stage(name: str, why: str) -> Entry:
@@ -154,6 +161,12 @@ ROLLOUT_KEYS = [
         why="greedy",
     ),
     renamed(f"({ROLLOUT}|{ROLLOUT}.val_kwargs).top_k", r"\1.top_k", only=(0, None), convert=lambda _: -1),
-    renamed("rollout.(nnodes|n_gpus_per_node)", rf"{ROLLOUT}.resource_pool.\1", why="devices of the servers alone"),
+    computed(
+        "rollout.nnodes",
+        f"`{ROLLOUT}.resource_pool.nnodes`, `{POLICY}.hybrid_engine=false`",
+        "devices of the servers alone",
+        _own_nodes,
+    ),
+    renamed("rollout.n_gpus_per_node", f"{ROLLOUT}.resource_pool.n_gpus_per_node", why="devices of the servers alone"),
     renamed(f"{ROLLOUT}.(nnodes|n_gpus_per_node)", rf"{ROLLOUT}.resource_pool.\1", why="devices of the servers alone"),
 ]

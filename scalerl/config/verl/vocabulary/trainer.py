@@ -6,7 +6,18 @@ import re
 from typing import Any
 
 from scalerl.config.verl.batch_units import critic_kept
-from scalerl.config.verl.entry import AlreadySo, Becomes, Context, Outcome, absent, computed, goes_with, renamed, same
+from scalerl.config.verl.entry import (
+    AlreadySo,
+    Becomes,
+    Context,
+    Outcome,
+    Refused,
+    absent,
+    computed,
+    goes_with,
+    renamed,
+    same,
+)
 from scalerl.config.verl.vocabulary.words import ACTOR, ANY, NONE, OFF, POLICY, ROLLOUT
 
 
@@ -16,10 +27,17 @@ def _as_list(value: Any) -> Any:
 
 def _profiled_ranks(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """Reads the ranks that verl records of its actor: a list, unless all of them are."""
-    all_ranks = {"profiler.ranks": "profiler.all_ranks", "profile_ranks": "profile_ranks_all"}[match[1]]
-    if value in (None, []) or context.foreign(f"{ACTOR}.{all_ranks}") is True:
+    all_ranks = {"profiler.ranks": "profiler.all_ranks", "profile_ranks": "profile_ranks_all"}.get(match[1])
+    if value in (None, []) or (all_ranks and context.foreign(f"{ACTOR}.{all_ranks}") is True):
         return AlreadySo(f"{ACTOR}.{all_ranks} says it" if value else "asks for nothing")
     return Becomes({"trainer.profile_ranks": value})
+
+
+def _profiled_role(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads the switch of a role's profile in older scripts, which has steps of its own."""
+    if value in (None, False) or context.is_set("trainer.profile_steps"):
+        return AlreadySo("the steps of trainer.profile_steps are profiled")
+    return Refused("the steps of trainer.profile_steps are profiled; leave it out, and set trainer.profile_steps")
 
 
 TRAINER = [
@@ -67,7 +85,15 @@ TRAINER = [
     renamed("global_profiler.tool", "trainer.profile_tool", only=("nsys",), convert=lambda tool: tool),
     renamed("global_profiler.tool", "trainer.profile_tool", only=("torch", "torch_memory"), convert=lambda _: "torch"),
     absent("global_profiler.tool", *NONE, why="trainer.profile_tool is torch or nsys"),
-    computed(f"{ACTOR}.(profiler.ranks|profile_ranks)", "`trainer.profile_ranks`", "", _profiled_ranks),
+    computed(
+        f"{ACTOR}.(profiler.ranks|profile_ranks|profile.profile_ranks)", "`trainer.profile_ranks`", "", _profiled_ranks
+    ),
+    computed(
+        f"{ANY}.profile.use_profile",
+        "already so with `trainer.profile_steps`",
+        "the steps of trainer.profile_steps are profiled",
+        _profiled_role,
+    ),
     renamed(
         f"{ACTOR}.(profiler.all_ranks|profile_ranks_all)",
         "trainer.profile_ranks",
@@ -85,7 +111,7 @@ TRAINER = [
     absent("trainer.npu_profile.options.steps", *NONE, why="a run has no Ascend devices"),
     goes_with(
         "global_profiler.**|global_profiler|trainer.(npu_profile.**|controller_nsight_options.**|worker_nsight_options.**)|"
-        f"({POLICY}|{ANY}|{ROLLOUT}).profiler.**|data.profiler.**",
+        f"({POLICY}|{ANY}|{ROLLOUT}).(profiler|profile).**|data.profiler.**",
         "trainer.profile_steps",
     ),
     same("trainer.(rollout_data_freq_*|ref_*)", why="there is one trainer"),
@@ -115,6 +141,7 @@ TRAINER = [
     goes_with("transfer_queue.**", "transfer_queue.enable"),
     absent("distillation.(enable|enabled)", *OFF, why="a policy learns from rewards"),
     goes_with("distillation.**", "distillation.enabled"),
+    absent(f"{POLICY}.teacher.**|{ACTOR}.distill_loss.**", why="a policy learns from rewards, not from another model"),
     absent("skip.(**.|)(enable|enabled)", *OFF, why="a step generates its samples"),
     goes_with("skip.**", "skip.enable"),
     renamed("rollout.(total_epochs|test_freq)", r"trainer.\1"),
