@@ -13,16 +13,18 @@ class EngineTraits:
     spans_nodes: one server may have ranks on several nodes.
     compiles_kernels: on a GPU its servers compile kernels, so each node needs nvcc and ninja.
     repeats_draws: a sample's tokens follow from its seed and the weights, so that a resumed run has the same ones.
+    answers_openai: its server has OpenAI's API too, so that `scalerl serve` can run it; the first such engine is taken.
     """
 
     spans_nodes: bool = False
     compiles_kernels: bool = False
     repeats_draws: bool = False
+    answers_openai: bool = False
 
 
 # The value of rollout.name, which is also the module of `servers.engines` with its `ENGINE` -> traits.
 ROLLOUT_ENGINES = {
-    "sglang": EngineTraits(spans_nodes=True, compiles_kernels=True),
+    "sglang": EngineTraits(spans_nodes=True, compiles_kernels=True, answers_openai=True),
     "embedded": EngineTraits(repeats_draws=True),
 }
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema import ServerConfig
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.servers.access import NO_KEY
 from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.engines.sglang import PROMPT_SLACK
 from scalerl.servers.process import RolloutServer
 from scalerl.servers.purpose import Purpose
 
@@ -30,6 +30,7 @@ CONTEXT = {"cpu": 4096, "cuda": 32768}
 MAX_REQUESTS = {"cpu": 8, "cuda": 256}
 POLL_S = 0.5
 SERVE = Purpose("the server", "scalerl serve")
+ENGINE = next(ENGINES[name] for name, traits in ROLLOUT_ENGINES.items() if traits.answers_openai)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +85,7 @@ def serving(arguments: argparse.Namespace) -> Iterator[RolloutServer]:
     launch = _launch(arguments)
     url = f"http://{_in_url(arguments.host)}:{arguments.port}"
     with tempfile.TemporaryDirectory(prefix="scalerl-serve-") as logs:
-        command, env = ENGINES["sglang"].command(launch)
+        command, env = ENGINE.command(launch)
         server = RolloutServer(command, env, url, Path(logs) / "server.log", purpose=SERVE, key=key or NO_KEY)
         with server:
             server.start()
@@ -128,28 +129,28 @@ def _launch(arguments: argparse.Namespace) -> Launch:
     positions = _positions(model)
     device = resolve_device(arguments.device)
     context = arguments.context or min(positions, CONTEXT[device])
-    least = PROMPT_SLACK + 2
+    least = ENGINE.prompt_slack + 2
     if not least <= context <= positions:
         raise UserError(f"--context {context}: {model} has {positions} positions; give {least} to {positions}")
     config = ServerConfig(
+        name=ENGINE.name,
         dtype=arguments.dtype or ("float32" if device == "cpu" else "auto"),
         tensor_model_parallel_size=arguments.tp,
         max_num_seqs=MAX_REQUESTS[device],
-        # Tokens are sent one by one; sampling defaults are those of the model's generation_config.json.
-        engine_kwargs={"sglang": {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": model.name}},
     )
-    problems = list(ENGINES["sglang"].served_model_violations(model, "--tp", arguments.tp))
+    problems = list(ENGINE.served_model_violations(model, "--tp", arguments.tp))
     if problems:
         raise UserError("; ".join(problems))
     return Launch(
         str(model),
         config,
         device,
-        # An answer without a limit of its own goes on to the end of SGLang's context.
-        context - PROMPT_SLACK,
+        # An answer without a limit of its own goes on to the end of the server's context.
+        context - ENGINE.prompt_slack,
         host=arguments.host,
         port=arguments.port,
         trust_remote_code=arguments.trust_remote_code,
+        openai_name=model.name,
     )
 
 

@@ -29,6 +29,8 @@ class Launch:
     max_model_len: tokens of prompt and response.  seed: seed of the server's own generator, if its engine has one.
     releases_memory: the server frees its device between generations (GPU).
     synced: it serves nothing before a trainer has given it weights.
+    openai_name: name of the model for clients of OpenAI's API, which get tokens one by one and, unless they ask for
+    others, the sampling parameters of the model's generation_config.json; None: scalerl's own client alone asks.
     nnodes, node_rank: of a server with a process on each of several nodes, how many and which one this is; gpu_ids are
     those of this node. dist_init_addr: HOST:PORT of the first node, where their ranks meet.
     """
@@ -44,6 +46,7 @@ class Launch:
     trust_remote_code: bool = False
     releases_memory: bool = False
     synced: bool = False
+    openai_name: str | None = None
     nnodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
@@ -57,6 +60,8 @@ class Engine(SharedProtocol, ABC):
 
     # Key in `config.rollout_engines.ROLLOUT_ENGINES`, and name of the engine's module.
     name: ClassVar[str]
+    # Tokens at the end of a server's context that a prompt cannot have.
+    prompt_slack: ClassVar[int] = 0
 
     @abstractmethod
     def command(self, launch: Launch) -> Command:

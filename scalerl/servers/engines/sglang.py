@@ -53,6 +53,7 @@ EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
 
 class SGLangEngine(Engine):
     name = "sglang"
+    prompt_slack = PROMPT_SLACK
     # SGLang adds one more token after an abort without checking if it ends the sample.
     undone_by_abort = 1
 
@@ -83,6 +84,8 @@ class SGLangEngine(Engine):
             # Answers are streams, so that each sample is sent when it is finished; only its first token is sent before.
             "stream_interval": 2**30,
         }
+        if launch.openai_name is not None:
+            arguments |= {"stream_interval": 1, "sampling_defaults": "model", "served_model_name": launch.openai_name}
         env = sglang_environment(launch.device, releases_memory=launch.releases_memory)
         if on_cpu:
             arguments |= _cpu_arguments(config, launch.max_model_len)

@@ -53,6 +53,16 @@ def test_gpu_command_leaves_the_device_memory_to_the_configured_share() -> None:
     assert not {"--max-total-tokens", "--device", "--trust-remote-code"} & set(command)
 
 
+def test_clients_of_openais_api_get_single_tokens_and_the_models_own_sampling() -> None:
+    flags = ("--stream-interval", "--sampling-defaults")
+    command, _ = sglang_command(RolloutConfig(), "cpu", openai_name="m")
+    assert value_of(command, "--served-model-name") == "m"
+    assert [value_of(command, flag) for flag in flags] == ["1", "model"]
+    command, _ = sglang_command(RolloutConfig(), "cpu")
+    assert "--served-model-name" not in command
+    assert [value_of(command, flag) for flag in flags] == [str(2**30), "openai"]
+
+
 def test_commands_of_a_server_on_two_nodes_differ_in_rank_and_address_alone() -> None:
     commands = [
         sglang_command(

@@ -13,6 +13,7 @@ import scalerl
 from scalerl.config.rollout_engines import ROLLOUT_ENGINES
 from scalerl.config.schema import RolloutConfig
 from scalerl.config.schema.devices import DevicesConfig
+from scalerl.inference import serve
 from scalerl.servers.engines import ENGINES, Launch
 from scalerl.servers.host import ReplicaHost, ServerSettings
 from scalerl.servers.process import RolloutServer
@@ -42,6 +43,11 @@ def test_the_embedded_engine_draws_each_sample_from_its_own_seed() -> None:
     with pytest.raises(ValueError, match="needs seeds, one per sample"):
         unseeded = GenerateRequest("p", [5, 6], 1, SamplingParams(max_new_tokens=4))
         ENGINES["embedded"].generate_body(unseeded, slots_of(unseeded, 100))
+
+
+def test_engines_that_can_serve_openais_api_are_found_by_their_trait() -> None:
+    assert [name for name, traits in ROLLOUT_ENGINES.items() if traits.answers_openai] == ["sglang"]
+    assert serve.ENGINE is ENGINES["sglang"]
 
 
 def test_ranks_of_a_server() -> None:
@@ -120,6 +126,51 @@ def names_compared(code: str) -> Iterator[int]:
             constants = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
             if any(isinstance(value, str) and value in ROLLOUT_ENGINES for value in constants):
                 yield node.lineno
+
+
+# File -> why it writes the name of an engine.
+NAMING = {
+    "config/rollout_engines.py": "the table of engines",
+    "config/schema/rollout.py": "the default of a key",
+    "config/verl/vocabulary/rollout.py": "what verl's names become",
+    "launch/probes.py": "a package of this name",
+    "probes/packages.py": "a package of this name",
+    "servers/embedded/server.py": "what the server of this engine says of itself",
+}
+
+
+def test_no_other_file_names_an_engine() -> None:
+    """Who needs one with a property asks for the trait, and whoever has its name looks it up in `ENGINES`."""
+    engines = {Path("servers/engines"), *(Path("servers") / name for name in ROLLOUT_ENGINES)}
+    naming = {
+        str(path.relative_to(SCALERL))
+        for path in SCALERL.rglob("*.py")
+        if names_written(code := path.read_text(encoding="utf-8"))
+        or (modules_imported(code) and path.relative_to(SCALERL).parent not in engines)
+        if path.parent != SCALERL / "servers" / "engines"
+    }
+    assert naming == set(NAMING)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ['ENGINES["sglang"].command(x)', 'f(engine_kwargs={"sglang": 1})', "from scalerl.servers.engines.sglang import A"],
+)
+def test_a_name_of_an_engine_is_found(code: str) -> None:
+    other = code.replace("sglang", "a")
+    assert names_written(code) or modules_imported(code)
+    assert not names_written(other) and not modules_imported(other)
+
+
+def names_written(code: str) -> bool:
+    constants = (node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant))
+    return any(isinstance(value, str) and value in ROLLOUT_ENGINES for value in constants)
+
+
+def modules_imported(code: str) -> bool:
+    """Whether the code imports from an engine's own module."""
+    modules = {f"scalerl.servers.engines.{name}" for name in ROLLOUT_ENGINES}
+    return any(isinstance(node, ast.ImportFrom) and node.module in modules for node in ast.walk(ast.parse(code)))
 
 
 def called_in(path: Path) -> set[str]:
