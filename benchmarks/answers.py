@@ -72,7 +72,7 @@ def events_of(samples: int, tokens: int) -> list[bytes]:
 def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     import orjson
 
-    from scalerl.controller.sampling.worker import _to_batch
+    from scalerl.controller.sampling import sample_columns
     from scalerl.data import PromptRow
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
@@ -105,7 +105,7 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
         outputs = asyncio.run(read())
         # As programs of one turn hand them in.
         made = [Trajectory(0, number, prompt.input_ids, tokens, [output]) for number, output in enumerate(outputs)]
-        batch = _to_batch(made, [prompt] * samples, [ScoreResult(1.0)] * samples, list(range(samples)))
+        batch = sample_columns.to_batch(made, [prompt] * samples, [ScoreResult(1.0)] * samples, list(range(samples)))
         assert len(batch.tokens["input_ids"].values) == samples * (PROMPT_TOKENS + tokens)
 
     def alone(loads: Callable[[bytes], Any]) -> None:

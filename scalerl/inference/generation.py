@@ -17,7 +17,7 @@ import pyarrow as pa
 from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Processes, leased
 from scalerl.config import GenerationConfig
-from scalerl.controller.sampling.worker import sample_seed
+from scalerl.controller.sampling.draws import sample_seed
 from scalerl.data.chat import Conversation
 from scalerl.data.messages import check_messages, check_tools
 from scalerl.data.problems import DataError, FileProblems

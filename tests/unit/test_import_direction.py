@@ -47,6 +47,9 @@ ONLY_IN = {
     "hydra": {"config"},
     "omegaconf": {"config"},
 }
+# Of a rollout worker, what is held, dealt and dumped: it knows nothing of how the samples are made.
+HELD = [ROOT / "controller" / "sampling" / f"{name}.py" for name in ("held_batches", "dump", "texts")]
+MAKES_SAMPLES = {"servers", "rollout", "rewards"}
 # Modules that must work where a package is not installed, whatever they import on the way.
 WITHOUT = {
     "config": {"torch", "megatron", "sglang", "ray", "mlflow"},
@@ -121,6 +124,14 @@ def needs_what_it_must_not(root: Path) -> list[str]:
 
 def test_imports_keep_to_the_map():
     assert violations(ROOT) == []
+
+
+def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
+    made_by = {"scalerl.controller.sampling.worker", "scalerl.controller.sampling.scoring"}
+    for path in HELD:
+        names = [name for _, name in imports(path)]
+        assert not [name for name in names if name.split(".")[1:2] and name.split(".")[1] in MAKES_SAMPLES], path
+        assert not [name for name in names if name.rpartition(".")[0] in made_by], path
 
 
 def test_every_module_of_the_package_is_in_the_map():

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from scalerl.cluster.pools import Reusable
+from scalerl.controller.sampling.draws import sample_seed, sampling_of
 from scalerl.controller.sampling.early_ends import EarlyEnds
-from scalerl.protocol import DataProto, Jagged
+from scalerl.controller.sampling.held_batches import HeldBatches
+from scalerl.controller.sampling.sample_columns import to_batch
+from scalerl.controller.sampling.texts import decoded, texts_of
+from scalerl.protocol import DataProto
 from scalerl.runtime.garbage import collect_garbage
 from scalerl.user_code import forget_files, import_files
 
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from scalerl.servers.client import RolloutClient, SamplingParams
     from scalerl.servers.recovery import LostServer, Replacements
     from scalerl.servers.replica import ClientSettings, Replica
-
-
-# Token columns that the trainer's passes read; the others are for dumps.
-TRAINED_COLUMNS = ("input_ids", "response_mask", "rollout_logprobs")
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Interrupted:
     finished: list[Trajectory]
 
 
-class RolloutWorker(Reusable):
+class RolloutWorker(HeldBatches, Reusable):
     """An actor that generates and scores samples on its servers, and keeps their tokens until `drop`."""
 
     def __init__(
@@ -90,7 +86,8 @@ class RolloutWorker(Reusable):
         from scalerl.rewards import build_reward_manager
         from scalerl.rollout.program import load_program
 
-        self.datasets = {name: ray.get(ref) for name, (ref,) in datasets.items()}
+        super().__init__()
+        self.datasets: dict[str, Any] = {name: ray.get(ref) for name, (ref,) in datasets.items()}
         if isinstance(tokenizer, str):
             self.tokenizer: Any = load_tokenizer(tokenizer, trust_remote_code)
         else:
@@ -100,8 +97,6 @@ class RolloutWorker(Reusable):
         self.program = load_program(program)
         self.model_scores = reward.enable
         self._judge = Judge(reward.judge, reward.on_error) if reward.judge.enable else None
-        self.batches: dict[int, DataProto] = {}
-        self.batch_ids = itertools.count()
         self._replacements: Replacements | None = None
         # Generations that run.
         self.generations: set[asyncio.Task] = set()
@@ -262,15 +257,13 @@ class RolloutWorker(Reusable):
             scores.cancel()
             self.early_ends.forget(generation)
         rows = [row for group in whole for row in results[group.uid]]
-        batch = _to_batch(
+        batch = to_batch(
             [sample for sample, _ in rows],
             [prompts[sample.uid] for sample, _ in rows],
             [result for _, result in rows],
             seeds=[self._seed(sample.uid, sample.sample_index) for sample, _ in rows],
         )
-        batch_id = next(self.batch_ids)
-        if keep:
-            self.batches[batch_id] = batch
+        batch_id = self.hold(batch) if keep else next(self.batch_ids)
         unfinished = [group for group in groups if group.uid not in results]
         if carry:
             asks: dict[int, dict[int, list[Ask]]] = {}
@@ -340,56 +333,12 @@ class RolloutWorker(Reusable):
             result = await self.rewards.scored(request)
         return replace(result, extra=sample.extra | result.extra) if sample.extra else result
 
-    def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True) -> DataProto | list[DataProto]:
-        """The token columns of each (batch, rows of it): one return value each.  trained: those that ranks train on."""
-        columns = self._trained_tokens if trained else self._all_tokens
-        return _one_each([columns(batch_id).select(rows) for batch_id, rows in cuts])
-
-    def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        """Puts the token columns of ranks, or of parts of a dump, together, one return value each.
-
-        parts: what workers cut, or ranks made.  ranks[i]: positions of its rows in the parts, one after another.
-        """
-        joined = DataProto.concat(list(parts))
-        return _one_each([joined.select(rows) for rows in ranks])
-
-    def _trained_tokens(self, batch_id: int) -> DataProto:
-        tokens = self.batches[batch_id].tokens
-        return DataProto({name: tokens[name] for name in TRAINED_COLUMNS})
-
-    def _all_tokens(self, batch_id: int) -> DataProto:
-        return DataProto(self.batches[batch_id].tokens)
-
-    def join(self, parts: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Joins parts (batch, rows of it), in order, into one batch and returns its id; the batches are dropped."""
-        joined = DataProto.concat([self.batches[batch_id].select(rows) for batch_id, rows in parts])
-        for batch_id, _ in parts:
-            self.drop(batch_id)
-        batch_id = next(self.batch_ids)
-        self.batches[batch_id] = joined
-        return batch_id
-
-    def drop(self, batch_id: int) -> None:
-        self.batches.pop(batch_id, None)
-
     def texts(
         self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
         """(prompt, response, ground truth) of each row as text.  dataset: data set of the prompts, `train` or `val`."""
         batch = self.batches[batch_id].select(rows)
-        texts = self._texts(batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
-        prompts = [self.datasets[dataset][uid] for uid in batch.samples["prompt_uid"].tolist()]
-        return [(*text, _as_text(prompt.ground_truth)) for text, prompt in zip(texts, prompts, strict=True)]
-
-    def _texts(
-        self, input_ids: Jagged, prompt_lengths: np.ndarray, with_special_tokens: bool = True
-    ) -> list[tuple[str, str]]:
-        decode = partial(self.tokenizer.decode, skip_special_tokens=not with_special_tokens)
-        decoded = []
-        for row, prompt_length in enumerate(prompt_lengths.tolist()):
-            ids = input_ids[row].tolist()
-            decoded.append((decode(ids[:prompt_length]), decode(ids[prompt_length:])))
-        return decoded
+        return texts_of(self.tokenizer, batch, self.datasets[dataset], with_special_tokens)
 
     async def dump(
         self,
@@ -407,100 +356,10 @@ class RolloutWorker(Reusable):
         from scalerl.controller.sampling.dump import joined, write_dump
 
         def write() -> None:
-            held = [self._all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
+            held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
             tokens = joined([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
-            write_dump(Path(path), tokens, samples, self._texts(tokens["input_ids"], samples["prompt_length"]))
+            texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
+            write_dump(Path(path), tokens, samples, texts)
 
         # In a thread, as a generation may run in the event loop.
         await asyncio.to_thread(write)
-
-
-def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
-    """`base` with the changes of the prompt's extra_info["sampling"]. Raises ValueError naming the prompt."""
-    from scalerl.rollout.overrides import override_sampling
-
-    name = f"{dataset} prompt {prompt.uid}"
-    sampling = override_sampling(base, prompt.extra_info, name)
-    if dataset == "train" and base.temperature == 0:
-        # The greedy baseline of the samples stays greedy, whatever temperature the prompt asks for.
-        return replace(sampling, temperature=0.0)
-    if dataset == "train" and sampling.temperature != base.temperature:
-        raise ValueError(
-            f"{name}: extra_info.sampling.temperature is {sampling.temperature}, the run trains at {base.temperature}: "
-            "the log-probs of a step are all at one temperature; leave it out, or set "
-            f"actor_rollout_ref.rollout.temperature={sampling.temperature}"
-        )
-    return sampling
-
-
-def _as_text(ground_truth: Any) -> str:
-    """A ground truth as text, JSON if it is no string; None is empty."""
-    if ground_truth is None or isinstance(ground_truth, str):
-        return ground_truth or ""
-    return json.dumps(ground_truth, ensure_ascii=False, default=str)
-
-
-def sample_seed(seed: int, step: int, position: int, sample: int) -> int:
-    """A seed of 63 bits from the four numbers, so that the same sample of the same step always draws the same."""
-    return int(np.random.SeedSequence([seed, step, position, sample]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _to_batch(
-    trajectories: list[Trajectory], prompts: list[PromptRow], results: list[Any], seeds: list[int]
-) -> DataProto:
-    tokens = _token_columns(trajectories)
-    samples = {
-        "uid": np.array([t.uid for t in trajectories]),
-        "prompt_uid": np.array([p.uid for p in prompts]),
-        "sample_index": np.array([t.sample_index for t in trajectories]),
-        "seed": np.array(seeds, dtype=np.int64),
-        "prompt_length": np.array([len(p.input_ids) for p in prompts]),
-        "prompt_length_before": np.array([p.prompt_length_before for p in prompts]),
-        "response_length": np.array([t.num_tokens for t in trajectories]),
-        "num_sampled_tokens": np.array([t.num_sampled_tokens for t in trajectories]),
-        "num_turns": np.array([len(t.turns) for t in trajectories]),
-        "score": np.array([result.score for result in results], dtype=np.float64),
-        "reward_failed": np.array([result.error is not None for result in results]),
-        "policy_version": np.array([t.policy_version for t in trajectories]),
-    }
-    for name, values in {
-        "finish_reason": [t.finish_reason for t in trajectories],
-        "data_source": [p.data_source for p in prompts],
-        "reward_style": [p.reward_style for p in prompts],
-        "reward_extra": [result.extra for result in results],
-    }.items():
-        samples[name] = np.empty(len(trajectories), dtype=object)
-        samples[name][:] = values
-    return DataProto(tokens, samples)
-
-
-def _one_each(made: list[DataProto]) -> DataProto | list[DataProto]:
-    """What a Ray method returns so that each has a reference of its own."""
-    return made if len(made) > 1 else made[0]
-
-
-def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
-    """Token columns with prompt and response of each sample. Written once: a step has tens of millions of tokens."""
-    from scalerl.servers.requests import NO_VERSION, GenerateOutput
-
-    ends = np.cumsum([len(t.prompt_ids) + t.num_tokens for t in trajectories], dtype=int)
-    num_tokens = int(ends[-1]) if len(ends) else 0
-    ids = np.empty(num_tokens, np.int64)
-    mask = np.zeros(num_tokens, np.bool_)
-    logprobs = np.zeros(num_tokens, np.float32)
-    versions = np.full(num_tokens, NO_VERSION, np.int32)
-    start = 0
-    for trajectory in trajectories:
-        end = start + len(trajectory.prompt_ids)
-        ids[start:end] = trajectory.prompt_ids
-        for part in trajectory.parts:
-            start, end = end, end + len(part.output_ids)
-            ids[start:end] = part.output_ids
-            if isinstance(part, GenerateOutput):
-                mask[start:end] = True
-                logprobs[start:end] = part.logprobs
-                versions[start:end] = part.token_versions()
-        start = end
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
-    columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}
-    return {name: Jagged(torch.from_numpy(values), cu_seqlens) for name, values in columns.items()}

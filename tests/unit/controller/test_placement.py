@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from scalerl.cluster.pools import ResourcePool
 from scalerl.config.schema import RolloutConfig
+from scalerl.controller.sampling.draws import sample_seed
 from scalerl.controller.sampling.policy_servers import verification_is_due
-from scalerl.controller.sampling.worker import sample_seed
 from scalerl.hybrid.feeds import plan_feeds
 from scalerl.servers.engines import Launch
 from scalerl.servers.host import in_device_order

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from scalerl.controller.sampling.worker import _to_batch, sampling_of
+from scalerl.controller.sampling.draws import sampling_of
+from scalerl.controller.sampling.sample_columns import to_batch
 from scalerl.data import PromptRow
 from scalerl.protocol import DataProto
 from scalerl.rewards.manager import ScoreResult
@@ -34,7 +35,7 @@ def batch() -> DataProto:
     trajectories[1].parts.append(GenerateOutput("0/1", 0, [8, 9], [-0.75, -1.25], "length", 5))
     trajectories[2].parts.append(GenerateOutput("1/0", 0, [], [], "length", 5))
     results = [ScoreResult(1.0, {"acc": 1}), ScoreResult(0.0, {}), ScoreResult(0.0, {}, error="raised")]
-    return _to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
+    return to_batch(trajectories, prompts, results, seeds=[11, 12, 2**63 - 1])
 
 
 def test_a_prompt_may_ask_for_its_own_sampling() -> None:

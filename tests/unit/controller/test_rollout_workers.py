@@ -23,6 +23,7 @@ from scalerl.cluster.batch import BatchRef, Column, HeldRows, PlacedBatch
 from scalerl.controller.sampling.dump import parts_of
 from scalerl.controller.sampling.early_ends import EarlyEnds
 from scalerl.controller.sampling.groups import Enough, SampleGroup
+from scalerl.controller.sampling.held_batches import TRAINED_COLUMNS
 from scalerl.controller.sampling.rollout_workers import (
     MAX_DUMP_PARTS,
     RANKS_PER_CALL,
@@ -32,7 +33,7 @@ from scalerl.controller.sampling.rollout_workers import (
     share_servers,
 )
 from scalerl.controller.sampling.scoring import GroupScores
-from scalerl.controller.sampling.worker import TRAINED_COLUMNS, GeneratedBatch, RolloutWorker
+from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.protocol import DataProto, Jagged
 
 N = 2
