@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ class StartPhases:
         self.show: Callable[[str], None] = lambda name: None
         self._clock = clock
         self._current: tuple[str, float] | None = None
+
+    @property
+    def current(self) -> str | None:
+        """The name of the phase that has begun; None where all have ended."""
+        return None if self._current is None else self._current[0]
 
     def begin(self, name: str) -> None:
         """Ends the current phase and starts the phase `name`."""
@@ -153,21 +158,48 @@ def _check_architecture(checkpoint: Path, model_key: str, model_path: str) -> No
         raise UserError(f"{model_key}: the run in {checkpoint.parent} is finished, and {error}") from error
 
 
+# Phases of a start that start and save nothing -> what is done in them.
+_PREPARING = {
+    "config": "while the configuration was read and the programs of the run were loaded",
+    "data": "while data, models, rewards and your own code were checked",
+}
+
+
+@dataclass
+class GoingOn:
+    """What is known of a run that may be interrupted.  root: trainer.default_local_dir; None: it is not known yet."""
+
+    root: str | None = None
+
+
 @contextmanager
-def saying_how_to_go_on(root: str, command: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Prints `interrupted_text` where Ctrl-C ends the block; the interrupt goes on."""
+def saying_how_to_go_on(command: str, arguments: Sequence[str], phases: StartPhases) -> Iterator[GoingOn]:
+    """Prints `interrupted_text` where Ctrl-C ends the block; the interrupt goes on.  phases: of the run's start."""
+    run = GoingOn()
     try:
-        yield
+        yield run
     except KeyboardInterrupt:
-        print(interrupted_text(root, command, arguments), file=sys.stderr, flush=True)
+        print(interrupted_text(run.root, command, arguments, phases.current), file=sys.stderr, flush=True)
         raise
 
 
-def interrupted_text(root: str, command: str, arguments: Sequence[str]) -> str:
-    """The message for a run that Ctrl-C ended: its checkpoint, and how to continue. command: train or sft."""
-    latest = find_latest_ckpt_path(root) if is_directory_or_free(root) else None
-    stands = f"The checkpoint {latest} stands." if latest else f"There is no checkpoint in {root} yet."
-    return f"{stands} To go on{'' if latest else ' (from the start)'}:\n  {command_line(command, arguments)}"
+def interrupted_text(root: str | None, command: str, arguments: Sequence[str], phase: str | None = None) -> str:
+    """The message for a run that Ctrl-C ended: its checkpoint, and how to continue.
+
+    root: None: it was not known yet.  command: train or sft.  phase: of the start, if that had not ended.
+    """
+    said = []
+    if phase in _PREPARING:
+        said.append(f"Stopped {_PREPARING[phase]}: nothing was started, and nothing saved.")
+    elif phase is not None:
+        said.append(f"Stopped in the start ({phase}): what had been started was ended, and nothing was saved.")
+    latest = find_latest_ckpt_path(root) if root is not None and is_directory_or_free(root) else None
+    if latest:
+        said.append(f"The checkpoint {latest} stands.")
+    elif root is not None:
+        said.append(f"There is no checkpoint in {root} yet.")
+    said.append(f"To go on{' (from the start)' if root is not None and not latest else ''}:")
+    return f"{' '.join(said)}\n  {command_line(command, arguments)}"
 
 
 def command_line(command: str, arguments: Sequence[str]) -> str:

@@ -34,28 +34,29 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
-    phases.begin("config")
-    composition = composed_run("ppo", [argument for argument in arguments if argument != "--dry-run"])
-    cfg = composition.config
-    if composition.translations:
-        print(translation_table(composition.translations), flush=True)
-    # A training loop of the user may end at any step.
-    has_own_loop = cfg.trainer.custom_fit.path is not None
-    if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg)):
-        model_path = cfg.actor_rollout_ref.model.path
-        print(finished_text(last, cfg.trainer, "actor_rollout_ref.model.path", model_path), flush=True)
-        return 0
+    with saying_how_to_go_on("train", arguments, phases) as going_on:
+        phases.begin("config")
+        composition = composed_run("ppo", [argument for argument in arguments if argument != "--dry-run"])
+        cfg = composition.config
+        going_on.root = cfg.trainer.default_local_dir
+        if composition.translations:
+            print(translation_table(composition.translations), flush=True)
+        # A training loop of the user may end at any step.
+        has_own_loop = cfg.trainer.custom_fit.path is not None
+        if not (dry_run or cfg.trainer.val_only or has_own_loop) and (last := finished_at(cfg)):
+            model_path = cfg.actor_rollout_ref.model.path
+            print(finished_text(last, cfg.trainer, "actor_rollout_ref.model.path", model_path), flush=True)
+            return 0
 
-    # Imported here: --help and a configuration that cannot be read must not wait for torch.
-    from scalerl.memory_plan.report import summary
-    from scalerl.trainer import checkpoints
-    from scalerl.trainer.build import ppo_run
-    from scalerl.trainer.custom_fit import call_fit
-    from scalerl.trainer.ppo import Run, fit
-    from scalerl.trainer.preflight import PPOInputs, check_ppo
-    from scalerl.trainer.run_host import run_host
+        # Imported here: --help and a configuration that cannot be read must not wait for torch.
+        from scalerl.memory_plan.report import summary
+        from scalerl.trainer import checkpoints
+        from scalerl.trainer.build import ppo_run
+        from scalerl.trainer.custom_fit import call_fit
+        from scalerl.trainer.ppo import Run, fit
+        from scalerl.trainer.preflight import PPOInputs, check_ppo
+        from scalerl.trainer.run_host import run_host
 
-    with saying_how_to_go_on(cfg.trainer.default_local_dir, "train", arguments):
         phases.begin("data")
         inputs = check_ppo(cfg, digests=not dry_run)
         phases.end()

@@ -34,22 +34,23 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
-    phases.begin("config")
-    composition = composed_run("sft", [argument for argument in arguments if argument != "--dry-run"])
-    cfg = composition.config
-    if composition.translations:
-        print(translation_table(composition.translations), flush=True)
-    if not dry_run and (last := finished_at(cfg)):
-        print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
-        return 0
+    with saying_how_to_go_on("sft", arguments, phases) as going_on:
+        phases.begin("config")
+        composition = composed_run("sft", [argument for argument in arguments if argument != "--dry-run"])
+        cfg = composition.config
+        going_on.root = cfg.trainer.default_local_dir
+        if composition.translations:
+            print(translation_table(composition.translations), flush=True)
+        if not dry_run and (last := finished_at(cfg)):
+            print(finished_text(last, cfg.trainer, "model.path", cfg.model.path), flush=True)
+            return 0
 
-    from scalerl.memory_plan.report import summary
-    from scalerl.trainer import checkpoints
-    from scalerl.trainer.preflight import SFTInputs, check_sft
-    from scalerl.trainer.run_host import run_host
-    from scalerl.trainer.sft import SFTRun, fit, sft_run
+        from scalerl.memory_plan.report import summary
+        from scalerl.trainer import checkpoints
+        from scalerl.trainer.preflight import SFTInputs, check_sft
+        from scalerl.trainer.run_host import run_host
+        from scalerl.trainer.sft import SFTRun, fit, sft_run
 
-    with saying_how_to_go_on(cfg.trainer.default_local_dir, "sft", arguments):
         phases.begin("data")
         inputs = check_sft(cfg, digests=not dry_run)
         phases.end()

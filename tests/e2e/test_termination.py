@@ -1,4 +1,4 @@
-"""SIGTERM to the driver: everything ends, nothing is left, and the exit code says who ended it."""
+"""SIGTERM or Ctrl-C: everything ends, nothing is left, and the exit code says who ended it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.errors import EXIT_INTERRUPTED
 from scalerl.runtime.stop import EXIT_TERMINATED, TERMINATED
+from scalerl.trainer.beginning import command_line
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Job, Pause, Record, main_ppo
 from tests.e2e.test_sft import overrides as sft_overrides
@@ -71,3 +73,31 @@ def test_sigterm(inputs: Inputs, start_job: StartJob, tmp_path: Path, temporary:
     job.assert_gone()
     # torch's cache of compiled code is one per user.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        ("loading", "Stopped while the configuration was read and the programs of the run were loaded"),
+        ("checks", "Stopped while data, models, rewards and your own code were checked"),
+    ],
+)
+def test_ctrl_c_before_anything_is_started(
+    inputs: Inputs, start_job: StartJob, tmp_path: Path, moment: str, said: str
+) -> None:
+    run_dir, reached = tmp_path / "run", tmp_path / "reached"
+    own = tmp_path / "own.py"
+    own.write_text(f"import pathlib, time\npathlib.Path({str(reached)!r}).touch()\ntime.sleep(60)\n")
+    # A key of verl has a line as soon as the configuration is read, seconds before torch and megatron are imported.
+    arguments = inputs.overrides(run_dir, *MORE, f"trainer.import_files=[{own}]", "trainer.balance_batch=true")
+    job = start_job(main_ppo(arguments), tmp_path)
+    is_there = reached.exists if moment == "checks" else (lambda: "trainer.balance_batch=true" in job.stdout)
+    job.wait_for(is_there, moment)
+    job.interrupt()
+    assert job.finish() == EXIT_INTERRUPTED, job.tail()
+    assert job.stderr == (
+        f"{said}: nothing was started, and nothing saved. There is no checkpoint in {run_dir} yet. To go on (from the "
+        f"start):\n  {command_line('train', arguments)}\nInterrupted.\n"
+    )
+    assert not run_dir.exists()
+    job.assert_gone()

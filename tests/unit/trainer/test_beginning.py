@@ -16,7 +16,14 @@ from scalerl.config import composed
 from scalerl.config.schema import PPOConfig, SFTConfig, TrainerConfig
 from scalerl.errors import EXIT_INTERRUPTED, UserError
 from scalerl.trainer import checkpoints
-from scalerl.trainer.beginning import StartPhases, finished_at, finished_text, interrupted_text, length_of_epochs
+from scalerl.trainer.beginning import (
+    StartPhases,
+    command_line,
+    finished_at,
+    finished_text,
+    interrupted_text,
+    length_of_epochs,
+)
 from tests import whole_saves
 from tests.tiny_models import make_tiny_model
 
@@ -102,6 +109,14 @@ def test_a_finished_run_that_is_asked_for_another_model_names_it(tmp_path: Path)
 def test_what_an_interrupted_run_says(tmp_path: Path) -> None:
     arguments = ["a.b=[1, 2]", "--config-name", "train"]
     assert f"no checkpoint in {tmp_path} yet" in interrupted_text(str(tmp_path), "train", arguments)
+    # Before the configuration is read nobody knows where the run's checkpoints are.
+    assert interrupted_text(None, "train", ["a=1"], "config").splitlines() == [
+        "Stopped while the configuration was read and the programs of the run were loaded: nothing was started, and "
+        "nothing saved. To go on:",
+        f"  {command_line('train', ['a=1'])}",
+    ]
+    text = interrupted_text(str(tmp_path), "train", ["a=1"], "servers")
+    assert text.startswith("Stopped in the start (servers): what had been started was ended, and nothing was saved.")
     last = saved(tmp_path, 4)
     text = interrupted_text(str(tmp_path), "train", arguments)
     assert f"The checkpoint {last} stands." in text and text.endswith("train 'a.b=[1, 2]' --config-name train")
@@ -119,8 +134,22 @@ def test_an_interrupt_while_data_is_read_says_how_to_go_on(
     keys = ["data.train_files=t.parquet", "data.val_files=v.parquet", model, f"trainer.default_local_dir={tmp_path}"]
     assert cli.main([command, *keys]) == EXIT_INTERRUPTED
     said = capsys.readouterr().err
+    assert said.startswith("Stopped while data, models, rewards and your own code were checked: nothing was started")
     assert f"There is no checkpoint in {tmp_path} yet. To go on (from the start):" in said
     assert f"{command} data.train_files=t.parquet" in said and said.endswith("Interrupted.\n")
+
+
+@pytest.mark.parametrize(("command", "module"), [("train", "main_ppo"), ("sft", "main_sft")])
+def test_an_interrupt_while_the_configuration_is_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, module: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"scalerl.trainer.{module}.composed_run", interrupted)
+    assert cli.main([command, "a=1"]) == EXIT_INTERRUPTED
+    said = interrupted_text(None, command, ["a=1"], "config")
+    assert capsys.readouterr().err == f"{said}\nInterrupted.\n"
 
 
 def test_parts_of_a_start_are_timed_and_shown() -> None:
