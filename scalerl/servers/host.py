@@ -59,9 +59,12 @@ class ServerSettings:
         return ENGINES[launch.config.name].command(launch)
 
     def of_process(self) -> str:
-        """A text that is equal for runs that can use the same process; its weights are those of the next sync."""
-        host = "127.0.0.1" if self.single_node else ""
-        started_with = self.command(host=host, port=0, seed=0, gpu_ids=self.launch.gpu_ids)
+        """A text that is equal for runs that can use the same process; its weights are those of the next sync.
+
+        The configured seed counts where the engine has a generator of its own, which a running server cannot seed anew.
+        """
+        host, seed = "127.0.0.1" if self.single_node else "", self.launch.config.seed
+        started_with = self.command(host=host, port=0, seed=seed, gpu_ids=self.launch.gpu_ids)
         # Included because another model may have been written to the path.
         model = Path(self.launch.model_path, "config.json").read_text(encoding="utf-8")
         return json.dumps([started_with, model])

@@ -15,6 +15,7 @@ import pytest
 
 from scalerl.config import PPOConfig
 from scalerl.rewards.trial import TRIAL_RESPONSE
+from scalerl.servers.host import server_seed
 from scalerl.trainer import build
 from scalerl.trainer.build import start_order
 from tests.e2e.conftest import StartJob
@@ -57,6 +58,12 @@ def processes_of(title: str) -> set[int]:
         for process in psutil.Process().children(recursive=True)
         if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(title)
     }
+
+
+def seeds_of_servers() -> set[int]:
+    """Of the SGLang servers below this process."""
+    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
+    return {int(command[command.index("--random-seed") + 1]) for command in commands if "--random-seed" in command}
 
 
 def ranks() -> set[int]:
@@ -105,6 +112,23 @@ def test_the_log_of_a_server_that_goes_on_is_found_in_each_runs_directory(
         train(kept, inputs, tmp_path / name)
     logs = [(tmp_path / name / "logs" / "rollout-0.log").resolve() for name in ("first", "second")]
     assert logs[0] == logs[1] and logs[0].is_file()
+
+
+@pytest.mark.full
+def test_a_run_of_another_seed_samples_with_its_own_on_sglang(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    seeds: dict[str, set[int]] = {}
+    for name, seed in (("first", 1), ("second", 2), ("third", 2)):
+        one_server = ("actor_rollout_ref.rollout.name=sglang", "trainer.n_gpus_per_node=1", NARROW_SERVERS)
+        train(kept, inputs, tmp_path / name, *one_server, f"actor_rollout_ref.rollout.seed={seed}")
+        seeds[name] = seeds_of_servers()
+    wanted = {seed: server_seed(seed, index=0, first_step=0, num_restarts=0) for seed in (1, 2)}
+    assert (
+        seeds["first"] == {wanted[1]}
+        and seeds["second"] - seeds["first"] == {wanted[2]} == {wanted[2]} & seeds["third"]
+    )
+    # The run before had the same seed, so that this one has its server.
+    logs = [(tmp_path / name / "logs" / "rollout-0.log").resolve() for name in ("first", "second", "third")]
+    assert logs[0] != logs[1] == logs[2]
 
 
 @pytest.mark.full

@@ -47,3 +47,18 @@ def test_a_host_starts_its_server_with_the_seed_of_replica_step_and_restart(
         host.start()
     given = [int(command[command.index("--random-seed") + 1]) for command in commands]
     assert given == [server_seed(42, index=3, first_step=7, num_restarts=restarts) for restarts in range(2)]
+
+
+@pytest.mark.parametrize(("engine", "is_kept"), [("sglang", False), ("embedded", True)])
+def test_a_server_goes_on_into_a_run_of_another_seed_if_samples_have_seeds(
+    tmp_path: Path, engine: str, is_kept: bool
+) -> None:
+    """SGLang's generator was seeded when the server started; the embedded engine's draws follow the samples' seeds."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+
+    def of_process(seed: int) -> str:
+        launch = Launch(str(tmp_path), RolloutConfig(name=engine, seed=seed), "cpu", 1024)
+        return ServerSettings(launch, POLICY, True).of_process()
+
+    assert of_process(1) == of_process(1)
+    assert (of_process(1) == of_process(2)) == is_kept
