@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.launch import run_ranks
 from tests.tiny_models import make_tiny_model
@@ -53,6 +54,38 @@ def exchanged(model: str, distributed_optimizer: bool, overlap: bool) -> list[li
         return of_updates
     finally:
         setattr(module, name, real)
+
+
+def trained(model: str) -> list[list[Any]]:
+    """With and without overlap: gradient norms, weights and log-probs of updates after which all leaves the device."""
+    from tests.dist.trainee import Trainee
+
+    found = []
+    for ddp in ({}, {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": BUCKET_SIZE}):
+        trainee = Trainee(model, (1, 1, 2), override_ddp_config=ddp)
+        numbers: list[Any] = []
+        for _ in range(2):
+            numbers.append(torch.tensor(trainee.update()["grad_norm"]))
+            # As after a step of the hybrid engine: what leaves, comes back and is sent are the weights of the update.
+            trainee.engine.to_host()
+            trainee.engine.to_device()
+            numbers += [*trainee.weights().values(), *trainee.logprobs()]
+        # A skipped update changes nothing, whichever way gradients and parameters take.
+        trainee.factor = float("nan")
+        assert trainee.update()["skipped_updates"] == 1
+        trainee.engine.to_host(params=True, grads=False, optimizer=False)
+        trainee.engine.to_device()
+        found.append([*numbers, *trainee.weights().values()])
+    return found
+
+
+def test_overlap_with_parts_that_leave_the_device(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen3")
+    for plain, overlapped in run_ranks(2, trained, str(model)):
+        assert len(plain) == len(overlapped) > 20
+        for expected, tensor in zip(plain, overlapped, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+        assert plain[0] > 0
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False])
