@@ -213,6 +213,10 @@ def test_lines_for_a_person(finished: Finished) -> None:
     # The start of the run, after that of SFT.
     starts = re.findall(r"^start: (.+) [\d.]+ s$", finished.job.stdout, re.MULTILINE)
     assert starts[-6:] == ["config", "data", "processes", "model", "servers", "first sync"]
+    # Its memory plan comes before any process; only RL has servers.
+    planned = r"^memory of trainer.*: at most .+ GiB, in .+\n(.+\n)*parameters: .* a weight sync sends .*\nKV cache: "
+    plan = re.search(planned, finished.job.stdout, re.MULTILINE)
+    assert plan and plan.end() < finished.job.stdout.rindex("\nstart: processes ")
     samples = rf"= samples per step +{PROMPTS * SAMPLES}\b"
     assert re.search(samples, finished.job.stdout)
     assert finished.job.stderr == ""
