@@ -14,6 +14,8 @@ import ray
 EXIT_INFRASTRUCTURE = 70
 POLL_S = 0.3
 REPORT_EVERY_S = 30.0
+# How long hosts that nobody needs are waited for, after all that are needed are ready.
+SPARE_WAIT_S = 30.0
 
 
 def missing_hosts(nodes: list[dict[str, Any]], hosts: list[str], gpus: int) -> dict[str, str]:
@@ -45,18 +47,28 @@ def main() -> int:
     parser.add_argument("--address", required=True, help="host:port of the head")
     parser.add_argument("--hosts", required=True, help="comma-separated node names")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs that each node must offer")
+    parser.add_argument("--needed", type=int, help="number of nodes that is enough; all by default")
     parser.add_argument("--timeout-s", type=float, required=True)
     parser.add_argument("--session-file", type=Path, help="gets the path of Ray's session directory")
+    parser.add_argument("--missing-file", type=Path, help="gets the nodes that are not ready, one a line")
     args = parser.parse_args()
     hosts = args.hosts.split(",")
+    needed = len(hosts) if args.needed is None else args.needed
     deadline = time.monotonic() + args.timeout_s
     connect(args.address, deadline)
     if args.session_file:
         context = ray.get_runtime_context()
         args.session_file.write_text(f"{context.get_temp_dir()}/{context.get_session_name()}\n")
     next_report = time.monotonic() + REPORT_EVERY_S
+    # When the nodes that are ready become enough.
+    enough_since: float | None = None
     while missing := missing_hosts(ray.nodes(), hosts, args.gpus):
         lines = "\n".join(f"  {host}: {what}" for host, what in missing.items())
+        is_enough = len(hosts) - len(missing) >= needed
+        enough_since = (enough_since or time.monotonic()) if is_enough else None
+        if enough_since is not None and time.monotonic() > min(deadline, enough_since + SPARE_WAIT_S):
+            print(f"without {len(missing)} of {len(hosts)} nodes, {needed} are needed:\n{lines}", flush=True)
+            break
         if time.monotonic() > deadline:
             print(f"{len(missing)} of {len(hosts)} nodes not ready after {args.timeout_s:g} s:\n{lines}", flush=True)
             return EXIT_INFRASTRUCTURE
@@ -64,6 +76,8 @@ def main() -> int:
             print(f"waiting for {len(missing)} of {len(hosts)} nodes:\n{lines}", flush=True)
             next_report += REPORT_EVERY_S
         time.sleep(POLL_S)
+    if args.missing_file:
+        args.missing_file.write_text("".join(f"{host}\n" for host in missing))
     ray.shutdown()
     return 0
 

@@ -70,13 +70,15 @@ def last_words(actor: Any) -> str:
 
     actor: as `place_of_actor`.
     """
+    place: ActorPlace | None = None
     try:
         place = place_of_actor(actor)
         path, lines = on_node(place.node, tail_of, str(session_logs()), place.pid)
         is_here = place.node == ray.get_runtime_context().get_node_id()
     except Exception as error:
         said = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        return f"Its stderr could not be read ({said})."
+        where = "" if place is None else f" on node {place.address}"
+        return f"Its stderr{where} could not be read ({said})."
     if is_here and _kept_in is not None:
         path = str(_kept_in / Path(path).name)
     where = path if is_here else f"{path} on node {place.address}"

@@ -428,6 +428,9 @@ def _options(
     }
     if slurm.seeds:
         options["array"] = f"0-{len(slurm.seeds) - 1}"
+    if slurm.spare_nodes:
+        # Else Slurm itself ends and requeues a job that loses a node.
+        options["no-kill"] = None
     for name in ("time", "partition", "account", "qos"):
         if (value := getattr(slurm, name)) is not None:
             options[name] = value

@@ -331,19 +331,18 @@ class Verdict:
 
 
 def verdict(nodes: Mapping[str, Node], num_nodes: int, head: str) -> Verdict:
-    """Chooses num_nodes nodes that are well: the head, where the batch script is, and the first of the others."""
+    """Chooses all nodes that are well: num_nodes at least, the head, where the batch script is, among them."""
     sick = {
         node.host: "; ".join(f"{probe.name}: {probe.value}; {probe.meaning}" for probe in node.sick)
         for node in nodes.values()
         if node.sick
     }
-    well = [host for host in sorted(nodes, key=lambda host: host != head) if host not in sick]
+    well = [host for host in nodes if host not in sick]
     if head in sick:
         return Verdict([], sick, f"{head}, on which the batch script runs, is sick")
     if len(well) < num_nodes:
         return Verdict([], sick, f"{len(well)} of {len(nodes)} nodes are well, the run needs {num_nodes}")
-    chosen = set(well[:num_nodes])
-    return Verdict([host for host in nodes if host in chosen], sick)
+    return Verdict(well, sick)
 
 
 def collect(arguments: argparse.Namespace) -> int:

@@ -129,10 +129,11 @@ def test_nobody_joins_without_the_token_of_the_attempt(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("spare", [False, True])
 def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
 ) -> None:
-    """The launcher's own: the `ray start` of the other node hangs."""
+    """The launcher's own: the `ray start` of the other node hangs. Where there is a spare one, it is not waited for."""
     programs = tmp_path / "venv/bin"
     programs.mkdir(parents=True)
     (programs / "python").write_text(f'#!/bin/bash\nexec "{sys.executable}" "$@"\n')
@@ -146,9 +147,17 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
     monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "venv"))
     monkeypatch.setenv("SCALERL_START_TIMEOUT_S", "30")
     monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
-    job_id = submit(2, "true")
-    job = slurm.wait(job_id)
+    if spare:
+        monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    job_id = submit(3 if spare else 2, "true")
+    job = slurm.wait(job_id, timeout_s=200)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
+    if spare:
+        assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
+        assert "without 1 of 3 nodes, 2 are needed:\n  n2: not in the cluster\n" in out
+        assert "] Ray is up on 2 nodes\n" in out
+        assert_nothing_left(slurm)
+        return
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
     assert "1 of 2 nodes not ready after 30 s:\n  n2: not in the cluster\n" in out
     assert "error: Ray is not up on all nodes" in out and "run: true" not in out

@@ -218,6 +218,11 @@ def test_a_job_that_is_preempted_comes_back_and_loses_a_node(
     assert_nothing_left(slurm)
 
 
+def kill_raylet(slurm: MiniSlurm, host: str) -> None:
+    raylet = next(pid for pid, args in slurm.processes(host) if "raylet/raylet" in args.split()[0])
+    slurm.run("kill", "-KILL", str(raylet), host=host)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("num_nodes", "host"), [(2, "n2"), (3, "n3"), (1, "n1")])
 def test_a_killed_raylet_is_named_and_requeues(
@@ -226,11 +231,50 @@ def test_a_killed_raylet_is_named_and_requeues(
     job_id = submit(num_nodes, *WAIT_ONCE)
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
-    raylet = next(pid for pid, args in slurm.processes(host) if "raylet/raylet" in args.split()[0])
-    slurm.run("kill", "-KILL", str(raylet), host=host)
+    kill_raylet(slurm, host)
     assert_came_back(slurm, job_id, out, because="70")
     assert f"error: Ray is no longer up on all nodes; first to end: Ray on {host}, code 1\n" in out.read_text()
     assert list((tmp_path / f"logs/{job_id}/attempt_0/ray/{host}").iterdir())
+
+
+@pytest.mark.full
+def test_as_many_nodes_may_be_lost_as_there_are_spare_ones(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three, of which the command needs two; both are in the Ray cluster from the beginning."""
+    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    job_id = submit(3, *WAIT_ONCE, options=("--no-kill",))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    kill_raylet(slurm, "n3")
+    lost = "] lost: Ray on n3, which ended with code 1. 2 nodes are left, the command needs 2\n"
+    wait_until("the loss", lambda: lost in out.read_text(), shown=out)
+    kill_raylet(slurm, "n2")
+    assert_came_back(slurm, job_id, out, because="70")
+    assert "error: Ray is no longer up on all nodes; first to end: Ray on n2, code 1\n" in out.read_text()
+    assert sorted(path.name for path in (tmp_path / f"logs/{job_id}/attempt_0/ray").iterdir()) == ["n1", "n2", "n3"]
+
+
+@pytest.mark.full
+def test_the_node_of_the_batch_script_is_lost_in_a_job_that_outlives_lost_nodes(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm would leave the job as it is, on its other nodes, until its time limit."""
+    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
+    job_id = submit(3, *WAIT_ONCE, options=("--no-kill",))
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_for_driver(slurm, job_id, out)
+    assert slurm.job(job_id)["BatchHost"] == "n1"
+    slurm.power_off("n1")
+    try:
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 150, shown=out)
+        job = slurm.wait(job_id, timeout_s=200)
+    finally:
+        slurm.power_on("n1")
+    assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[2-4]", "1"), out.read_text()
+    said = [path.read_text() for path in (tmp_path / f"logs/{job_id}/attempt_0").glob("guard-n*.log")]
+    assert f"n1, where the launcher was, is no longer in job {job_id}: requeue\n" in "".join(said)
+    assert_nothing_left(slurm)
 
 
 @pytest.mark.full

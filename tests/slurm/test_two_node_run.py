@@ -147,7 +147,7 @@ def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
     out = run_dir / f"logs/slurm-{job_id}.out"
     wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
     assert pause.reached(), out.read_text()
-    rank = next(pid for pid, args in slurm.processes("n2") if args.startswith("ray::RankProcess"))
+    rank = ranks_on(slurm, "n2")[0]
     driver = next(pid for pid, args in slurm.processes("n1") if " train +recipe=" in args and "python" in args)
     environment = slurm.run("cat", f"/proc/{driver}/environ", host="n1").stdout.split("\0")
     (end,) = [text.partition("=")[2] for text in environment if text.startswith("SCALERL_JOB_END_TIME=")]
@@ -164,6 +164,49 @@ def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(4), tmp_path)
     assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_a_node_is_lost_and_a_spare_one_takes_its_place_in_the_same_job(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Switched off while the driver scores step 2: of ranks, servers and tokens there nothing is left."""
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(STEPS)
+    more = (
+        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
+        "trainer.save_freq=1",
+        "trainer.logger=[console,file,mlflow]",
+        "slurm.spare_nodes=1",
+    )
+    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 1, *more)))
+    out = run_dir / f"logs/slurm-{job_id}.out"
+    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
+    assert pause.reached(), out.read_text()
+    assert "] nodes: n1 n2 n3\n" in out.read_text() and "] Ray is up on 3 nodes\n" in out.read_text()
+    lost = next(host for host in ("n2", "n3") if ranks_on(slurm, host))
+    slurm.power_off(lost)
+    try:
+        pause.over()
+        job = slurm.wait(job_id, timeout_s=400)
+    finally:
+        slurm.power_on(lost)
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), text
+    assert f"] lost: {lost}, which Slurm took from the job. 2 nodes are left, the command needs 2\n" in text
+    # Whatever there is asked first.
+    assert re.search(r"^\w+: the process (of rank [01] \(Coordinates.*\) )?died: ", text, re.M), text
+    assert f"Its stderr on node 10.99.0.1{lost[1:]} could not be read (" in text
+    assert f"The ranks are started again, from {run_dir / 'global_step_1'} (restart 1 of at most 1" in text
+    assert "restarted after step 1: 0 finished steps are done again" in text
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(2), tmp_path)
+    assert_one_mlflow_run(run_dir, STEPS)
+    assert_nothing_left(slurm)
+
+
+def ranks_on(slurm: MiniSlurm, host: str) -> list[int]:
+    return [pid for pid, args in slurm.processes(host) if args.startswith("ray::RankProcess")]
 
 
 @pytest.mark.full

@@ -27,7 +27,8 @@ class SlurmConfig:
     gpus_per_node: int | None = key(None, or_null(at_least(0)))
     # The same run once with each of these seeds, as the tasks of one job array: each in seed_K of the run's directory.
     seeds: list[int] = key([], SEEDS)
-    # Nodes beyond those of the run: up to this many nodes may be found sick before Ray starts, and are left out.
+    # Nodes beyond those of the run: up to this many may be found sick before Ray starts, and are left out; the others
+    # wait in the Ray cluster, and take the places of nodes that are lost (trainer.max_rank_restarts).
     spare_nodes: int = key(0, at_least(0))
     # Look at every node before Ray starts: paths, clock, versions, disk, /dev/shm, limits, devices, links.
     preflight: bool = True

@@ -1,6 +1,9 @@
 #!/bin/bash
-# What ray.sbatch runs on a node: ray_node.sh head | worker | run COMMAND ... | preflight | python ... | clean | ip HOST
+# What ray.sbatch runs on a node:
+#     ray_node.sh head | worker | run COMMAND ... | preflight | python ... | clean | guard JOB HEAD ATTEMPT | ip HOST
 set -uo pipefail
+
+GUARD_EVERY_S=10
 
 fail() { echo "ray_node.sh on $(hostname): $*" >&2; exit 70; }
 
@@ -175,6 +178,24 @@ clean() { # keep Ray's logs of a failed attempt, remove this attempt's session a
   for ((tries = 0; tries < 100; tries++)); do rm -rf "$session" 2>/dev/null && break; sleep 0.1; done
 }
 
+# A job with --no-kill goes on when the node of its batch script fails, with nothing that would ever end it.
+guard() { # guard JOB HEAD ATTEMPT: requeues the job once Slurm has taken its head from it
+  local nodes wait_s=$((GUARD_EVERY_S * SLURM_STEP_NUM_NODES))
+  trap '' USR2
+  # Together the nodes ask Slurm every GUARD_EVERY_S seconds, however many they are.
+  sleep $((GUARD_EVERY_S * SLURM_NODEID))
+  while sleep "$wait_s"; do
+    [[ $(scontrol -o show job "$1" 2>/dev/null) =~ \ JobState=RUNNING\ .*\ Restarts=$3\ .*\ NodeList=([^ ]+)\  ]] || continue
+    nodes=$(scontrol show hostnames "${BASH_REMATCH[1]}") && [[ -n $nodes ]] || continue
+    if ! grep -qx "$2" <<<"$nodes"; then
+      echo "$(date '+%F %T') $2, where the launcher was, is no longer in job $1: requeue"
+      # Ray ends, and takes its files with it; Slurm would wait until it kills it.
+      scancel --signal=USR2 "$1" && sleep 3
+      scontrol requeue "$1"
+    fi
+  done
+}
+
 mode=$1
 shift
 case $mode in
@@ -210,6 +231,7 @@ case $mode in
     exec python "$@"
     ;;
   clean) clean ;;
+  guard) guard "$@" ;;
   ip) node_ip "$1" ;;
   *) fail "unknown mode $mode" ;;
 esac

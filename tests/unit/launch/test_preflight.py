@@ -43,9 +43,10 @@ def nodes_of(*sick: bool) -> dict[str, Node]:
     return {f"n{i}": Node(f"n{i}", [SICK if one else WELL]) for i, one in enumerate(sick, 1)}
 
 
-def test_the_first_well_nodes_are_taken_and_the_head_among_them() -> None:
-    assert verdict(nodes_of(False, True, False, False), 2, "n1").hosts == ["n1", "n3"]
-    assert verdict(nodes_of(False, False, False), 2, "n3").hosts == ["n1", "n3"]
+def test_all_well_nodes_are_taken_if_the_head_is_one_and_they_are_enough() -> None:
+    """Those that the run does not need wait in its Ray cluster for one that is lost."""
+    assert verdict(nodes_of(False, True, False, False), 2, "n1").hosts == ["n1", "n3", "n4"]
+    assert verdict(nodes_of(False, False, False), 2, "n3").hosts == ["n1", "n2", "n3"]
     found = verdict(nodes_of(False, True), 2, "n1")
     assert (found.hosts, found.sick) == ([], {"n2": "disk: 1 GiB; clean up"})
     assert found.lacking == "1 of 2 nodes are well, the run needs 2"
