@@ -205,6 +205,11 @@ def risk_notes(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> Iterator[str]:
             f"trainer.save_freq={cfg.trainer.save_freq}: a lost node or a failure costs all steps since the job's last "
             "notice, or since the run's beginning; set trainer.save_freq=N to lose N steps at most"
         )
+    if slurm.spare_nodes > cfg.trainer.max_rank_restarts:
+        yield (
+            f"slurm.spare_nodes={slurm.spare_nodes}, but trainer.max_rank_restarts={cfg.trainer.max_rank_restarts}: "
+            "after more lost nodes than that the job is requeued, though it has a spare one"
+        )
 
 
 def _compose(

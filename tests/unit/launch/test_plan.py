@@ -262,6 +262,15 @@ def test_what_a_lost_node_would_cost_is_said(save_freq: int, more: list[str], is
     assert list(risk_notes(SlurmConfig(max_restarts=0), cfg)) == []
 
 
+@pytest.mark.parametrize(("spare_nodes", "is_said"), [(0, False), (1, False), (2, True)])
+def test_spare_nodes_that_no_restart_is_left_for_are_remarked_on(spare_nodes: int, is_said: bool) -> None:
+    cfg = compose("ppo", [*RUN, *EIGHT, "trainer.save_freq=5"], rules=False)
+    notes = list(risk_notes(SlurmConfig(spare_nodes=spare_nodes), cfg))
+    assert [text.startswith("slurm.spare_nodes=2, but trainer.max_rank_restarts=1: ") for text in notes] == [
+        True
+    ] * is_said
+
+
 def test_variables_that_the_job_gets_are_chosen_by_name() -> None:
     environment = ["PATH", "SCALERL_RAY_ARGS", "HF_HOME", "HF_TOKEN", "NCCL_DEBUG", "AWS_SECRET_ACCESS_KEY"]
     assert exported([], environment) == ["PATH", "SCALERL_RAY_ARGS"]
