@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Any
 
 from scalerl.errors import RunError
@@ -66,12 +67,16 @@ def find_latest_ckpt_path(
     return latest
 
 
-def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False) -> str | None:
+def checkpoint_to_resume(
+    root: str | os.PathLike[str], *, digests: bool = False, passed_over: Mapping[Path, str] | None = None
+) -> str | None:
     """The checkpoint to resume from, as `find_latest_ckpt_path`; None if `root` has none.
 
+    digests: compares those of all files but the tensors', which the ranks compare while they load them.
+    passed_over: directories that could not be loaded, and why.
     Raises ValueError if there are checkpoints and none is whole: a run that began anew would replace them one by one.
     """
-    latest, problems = _latest_whole(Path(root), DIRECTORY_FORMAT, digests)
+    latest, problems = _latest_whole(Path(root), DIRECTORY_FORMAT, digests, data=False, passed_over=passed_over or {})
     if latest is None and problems:
         each = "; ".join(f"{directory}: {problem}" for directory, problem in problems.items())
         raise ValueError(
@@ -83,7 +88,14 @@ def checkpoint_to_resume(root: str | os.PathLike[str], *, digests: bool = False)
     return latest
 
 
-def _latest_whole(root: Path, directory_format: str, digests: bool) -> tuple[str | None, dict[Path, str]]:
+def _latest_whole(
+    root: Path,
+    directory_format: str,
+    digests: bool,
+    *,
+    data: bool = True,
+    passed_over: Mapping[Path, str] = MappingProxyType({}),
+) -> tuple[str | None, dict[Path, str]]:
     """The directory to resume from, and for each directory that was passed over the reason."""
     tracked = _tracked_step(root)
     if tracked is not None:
@@ -95,7 +107,7 @@ def _latest_whole(root: Path, directory_format: str, digests: bool) -> tuple[str
     # sorted is stable: the tracked step first, then the rest from newest to oldest.
     for step in sorted(steps, key=lambda s: s != tracked):
         directory = root / directory_format.format(step)
-        problem = integrity_problem(directory, digests=digests)
+        problem = passed_over.get(directory) or integrity_problem(directory, digests=digests, data=data)
         if problem is None:
             return str(directory), problems
         problems[directory] = problem
@@ -125,7 +137,8 @@ def integrity_problem(
     """Why the directory is not a whole checkpoint (names the file, and the tensor in it), or None.
 
     Compares sizes and reads no data; with `digests` it reads every file. What was saved before there were digests has
-    none to compare. below: a directory in it, to look at this one alone. data False: no digests of files of tensors.
+    none to compare. below: a directory in it, to look at this one alone. data False: no digests of files of tensors
+    that have an index, whose digests are compared by who reads the tensors.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -151,7 +164,9 @@ def integrity_problem(
             return f"file {name} has {size_on_disk} bytes, was saved with {size}"
     if digests and manifest.get("algorithm", _algorithm()) != _algorithm():
         return f"its digests are {manifest['algorithm']!r}, this version makes {_algorithm()}"
-    wanted = [name for name in saved if name.startswith(f"{below}/" if below else "") and (data or not _is_data(name))]
+    wanted = [name for name in saved if name.startswith(f"{below}/" if below else "")]
+    if not data:
+        wanted = [name for name in wanted if not (_is_data(name) and str(Path(name).with_name(_INDEX_NAME)) in saved)]
     for name, digest in _digests(directory, wanted).items() if digests else ():
         if digest != saved[name]:
             return f"file {name} is not what was saved{_damaged_tensor(directory / name)}"
@@ -179,9 +194,9 @@ def manifest_sizes(directory: str | os.PathLike[str]) -> dict[str, int]:
     return dict(json.loads((Path(directory) / COMPLETE_NAME).read_text(encoding="utf-8"))["files"])
 
 
-def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False) -> None:
+def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False, data: bool = True) -> None:
     """Raises ValueError naming the file when `directory` is not a whole checkpoint; as `integrity_problem`."""
-    problem = integrity_problem(directory, digests=digests)
+    problem = integrity_problem(directory, digests=digests, data=data)
     if problem is not None:
         raise ValueError(f"checkpoint {directory} cannot be loaded: {problem}; choose another with resume_from_path")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from scalerl.checkpoint.digest import ALGORITHM, CACHED_BYTES, Digest
+from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
 from scalerl.errors import UserError
 
 METADATA_NAME = ".metadata"
@@ -108,6 +108,8 @@ class DistCheckpoint:
         self._metadata = _read_metadata(self.dir / METADATA_NAME)
         self._index = _read_index(self.dir / INDEX_NAME)
         self._files: dict[str, int] = {}
+        # (file, start) of the pieces whose digests have been compared.
+        self._verified: set[tuple[str, int]] = set()
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -122,6 +124,10 @@ class DistCheckpoint:
     @property
     def has_digests(self) -> bool:
         return bool(self._index)
+
+    def is_verified(self, piece: StoredPiece) -> bool:
+        """Whether all bytes of the piece have been read from here, and are those that were saved."""
+        return (piece.file, piece.start) in self._verified
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of the whole tensor.  Raises DamagedCheckpointError if the checkpoint does not have it."""
@@ -321,12 +327,20 @@ class PieceReader:
             yield (offsets[0] + first, *offsets[1:]), part
 
     def finish(self) -> None:
-        """Reads what is left of the piece; raises DamagedCheckpointError if its bytes are not those that were saved."""
+        """Reads what is left of the piece, and the zeros behind it up to the next one.
+
+        Raises DamagedCheckpointError if these bytes are not those that were saved.
+        """
         if self._whole is not None:
             return
         self._skip(self._piece.num_bytes - self._digest.num_bytes)
-        if self._piece.digest is not None and self._digest.hexdigest() != self._piece.digest:
+        if self._piece.digest is None:
+            return
+        behind = bytearray(-self._piece.num_bytes % BLOCK_BYTES)
+        self._checkpoint._fill(self._piece, memoryview(behind), self._piece.start + self._piece.num_bytes)
+        if any(behind) or self._digest.hexdigest() != self._piece.digest:
             raise self._checkpoint._damaged(self._piece, "its bytes are not those that were saved")
+        self._checkpoint._verified.add((self._piece.file, self._piece.start))
 
     def _skip(self, num_bytes: int) -> None:
         buffer = memoryview(bytearray(min(num_bytes, CACHED_BYTES)))

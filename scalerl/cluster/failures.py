@@ -9,6 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayTaskError
 
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError
 from scalerl.cluster.hang_report import report_of
 from scalerl.cluster.worker_logs import is_dead, last_words
 from scalerl.errors import RunError, UserError
@@ -39,6 +40,8 @@ class Failures:
         place = self.layout.coordinates(rank) if len(self.ranks) > rank else None
         if isinstance(error, RayTaskError):
             failed = f"{name} failed on rank {rank} ({place}): {error.cause}"
+            if isinstance(error.cause, DamagedCheckpointError):
+                return DamagedCheckpointError(failed)
             if isinstance(error.cause, UserError):
                 return UserError(failed)
             if isinstance(error.cause, RunError):

@@ -24,7 +24,7 @@ from safetensors.torch import save as serialized
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader, StoredPiece
 from scalerl.errors import UserError
 from scalerl.families import ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
@@ -119,8 +119,8 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
 
     The random state is loaded if the checkpoint has one for each rank; else a run says that it is not (`resumed_lines`
     of the trainer). Raises CheckpointMismatchError, before any weight changes, if the checkpoint is of another model,
-    and DamagedCheckpointError, on every rank, if any rank reads data that is not what was saved: load another
-    checkpoint then.
+    and DamagedCheckpointError, on every rank, if any byte of the tensors is not what was saved: load another checkpoint
+    then. Each rank compares what it reads, and a share of what none needs, so that no byte is read only to be compared.
     """
     directory = Path(directory)
     engine.require_on_device(*_STATE, work="loading a checkpoint")
@@ -130,6 +130,8 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
         reads_weights = _reads_weights(engine, stored)
         _together(lambda: _read(engine, stored, weights=reads_weights))
+        unread = _read_by_none(engine, stored)[dist.get_rank() :: dist.get_world_size()]
+        _together(lambda: _compare(stored, unread))
     adopt_main_parameters(engine.optimizer, gather=not reads_weights)
     engine.num_updates = int(common["num_updates"])
     set_num_updates(engine.optimizer, engine.num_updates)
@@ -222,6 +224,21 @@ def _read(engine: MegatronEngine, stored: DistCheckpoint, *, weights: bool) -> N
             for part in parts:
                 _read_part(stored, part.key, part, 0, flat[:start])
                 _read_part(stored, part.key, part, stop, flat[stop:])
+
+
+def _read_by_none(engine: MegatronEngine, stored: DistCheckpoint) -> list[StoredPiece]:
+    """The pieces that have a digest and that no rank has read. Collective."""
+    pieces = [piece for key in sorted(stored.tensors) for piece in stored.pieces(key) if piece.digest is not None]
+    if not pieces:
+        return []
+    is_verified = torch.tensor([stored.is_verified(piece) for piece in pieces], dtype=torch.uint8, device=engine.device)
+    dist.all_reduce(is_verified, dist.ReduceOp.MAX)
+    return [piece for piece, verified in zip(pieces, is_verified.tolist(), strict=True) if not verified]
+
+
+def _compare(stored: DistCheckpoint, pieces: Iterable[StoredPiece]) -> None:
+    for piece in pieces:
+        PieceReader(stored, piece).finish()
 
 
 def _read_part(stored: DistCheckpoint, key: str, part: _Part, start: int, flat: torch.Tensor) -> None:

@@ -57,22 +57,32 @@ class Resumed:
 
 
 def find_resume_point(
-    root: str, resume_mode: str, resume_from_path: str | None, *, digests: bool = True, mirror: str | None = None
+    root: str,
+    resume_mode: str,
+    resume_from_path: str | None,
+    *,
+    digests: bool = True,
+    mirror: str | None = None,
+    passed_over: Mapping[Path, str] | None = None,
 ) -> Resumed:
     """Finds and checks the checkpoint that a run resumes from.
 
+    Nothing is read of the tensors, whose digests the ranks compare while they load them.
     digests: False checks only that the files exist and their sizes, without reading their contents.
+    passed_over: checkpoints of `root` that the ranks could not load, and why.
     mirror: URL with copies of the run's checkpoints; with `digests` and mode auto a newer one there is fetched.
     Raises ValueError when resume_from_path is not a whole checkpoint, and when checkpoints exist but all are damaged.
     """
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
     if resume_mode == "resume_path" and resume_from_path is not None:
-        check_checkpoint(resume_from_path, digests=digests)
+        check_checkpoint(resume_from_path, digests=digests, data=False)
         directory = Path(resume_from_path)
     else:
         latest = (
-            _newest(root, mirror) if mirror is not None and digests else checkpoint_to_resume(root, digests=digests)
+            _newest(root, mirror, passed_over)
+            if mirror is not None and digests
+            else checkpoint_to_resume(root, digests=digests, passed_over=passed_over)
         )
         if latest is None:
             return Resumed(None, {})
@@ -80,10 +90,10 @@ def find_resume_point(
     return Resumed(directory, read_trainer_state(directory))
 
 
-def _newest(root: str, mirror: str) -> str | Path | None:
+def _newest(root: str, mirror: str, passed_over: Mapping[Path, str] | None) -> str | Path | None:
     """The checkpoint to resume from in `root`, or a newer one that was fetched from the mirror."""
     try:
-        latest, problem = checkpoint_to_resume(root, digests=True), None
+        latest, problem = checkpoint_to_resume(root, digests=True, passed_over=passed_over), None
     except ValueError as error:
         latest, problem = None, error
     fetched = Mirror(mirror).fetch_newer(root, 0 if latest is None else step_of(Path(latest).name) or 0)

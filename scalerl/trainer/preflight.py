@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scalerl.checkpoint.mirror import Mirror
@@ -330,6 +331,40 @@ def check_sft(cfg: SFTConfig, device: str | None = None, *, digests: bool = True
     return SFTInputs(shape, train, val, device, resumed, memory)
 
 
+def find_resume_point_again(
+    cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs, passed_over: Mapping[Path, str]
+) -> checkpoints.Resumed:
+    """The checkpoint that a run resumes from instead of those that its ranks could not load, checked like the first.
+
+    passed_over: their directories, and why.  Raises ConfigError.
+    """
+    errors = ErrorCollector()
+    models: Mapping[str, tuple[str, ModelShape | None]]
+    if isinstance(cfg, PPOConfig):
+        assert isinstance(inputs, PPOInputs)
+        model, tokenizer = cfg.actor_rollout_ref.model, inputs.tokenizer
+        models = {role: (path, inputs.shapes[role]) for role, path in trained_models(cfg).items()}
+    else:
+        assert isinstance(inputs, SFTInputs)
+        model = cfg.model
+        models = {"actor": (model.path, inputs.shape)}
+        tokenizer = errors.attempt(lambda: _policy_tokenizer(cfg.model, "model.path", cfg.data.chat_template_path))
+    resumed = _check_resume(
+        errors,
+        cfg.trainer,
+        cfg.data,
+        models,
+        inputs.train,
+        tokenizer,
+        trust_remote_code=model.trust_remote_code,
+        digests=True,
+        passed_over=passed_over,
+    )
+    errors.raise_if_any()
+    assert resumed is not None
+    return resumed
+
+
 def _sections_of_megatron(cfg: PPOConfig) -> dict[str, MegatronConfig | OptimConfig]:
     """The megatron and optim sections of the run's models, by key; sections equal to the actor's are left out."""
     actor = cfg.actor_rollout_ref.actor
@@ -390,16 +425,17 @@ def _check_resume(
     errors: ErrorCollector,
     trainer: RunConfig,
     data: DataConfig | SFTDataConfig,
-    models: dict[str, tuple[str, ModelShape | None]],
+    models: Mapping[str, tuple[str, ModelShape | None]],
     train: RLHFDataset | PromptTable | SFTDataset | None,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     trust_remote_code: bool,
     digests: bool,
+    passed_over: Mapping[Path, str] | None = None,
 ) -> checkpoints.Resumed | None:
     """Finds the checkpoint to resume from, and checks that it has the models, tokenizer and prompts of the run.
 
-    models: role -> (path, shape).
+    models: role -> (path, shape).  passed_over: as `find_resume_point`.
     """
     from scalerl.data import PromptCursor
 
@@ -411,7 +447,12 @@ def _check_resume(
         return None
     resumed = errors.attempt(
         lambda: checkpoints.find_resume_point(
-            trainer.default_local_dir, trainer.resume_mode, trainer.resume_from_path, digests=digests, mirror=mirror
+            trainer.default_local_dir,
+            trainer.resume_mode,
+            trainer.resume_from_path,
+            digests=digests,
+            mirror=mirror,
+            passed_over=passed_over,
         )
     )
     if resumed is None or resumed.directory is None:

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Lease, Processes
 from scalerl.config import PPOConfig, SFTConfig
+from scalerl.errors import UserError
 from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.stop import StopRequest
 from scalerl.trainer.beginning import StartPhases
-from scalerl.trainer.preflight import PPOInputs, SFTInputs
+from scalerl.trainer.preflight import PPOInputs, SFTInputs, find_resume_point_again
 from scalerl.trainer.rank_restarts import RankRestarts, seconds_left
 
 # Directory in trainer.default_local_dir for the files of a run with trainer.val_only.
@@ -39,6 +41,7 @@ class RunHost:
 
     def __init__(
         self,
+        cfg: PPOConfig | SFTConfig,
         stop: StopRequest,
         run_dir: Path,
         phases: StartPhases,
@@ -50,6 +53,7 @@ class RunHost:
 
         processes: None: the first lease starts its own.  stack: ends them, and then what is below them.
         """
+        self._cfg = cfg
         self.stop, self.run_dir, self.phases, self.restarts = stop, run_dir, phases, restarts
         self._processes, self._stack = processes, stack
 
@@ -64,8 +68,11 @@ class RunHost:
     def train(self, inputs: Inputs, start: Callable[[Inputs], Result]) -> Result:
         """Returns start(inputs); where a rank is lost, `start` is called again as often as trainer.max_rank_restarts.
 
-        It then gets inputs that resume from the newest checkpoint of the run. Raises what it raised last.
+        It then gets inputs that resume from the newest checkpoint of the run. Where the ranks find that a checkpoint's
+        tensors are damaged, it gets inputs that resume from the one before it, with trainer.resume_mode=auto. Raises
+        what `start` raised last.
         """
+        damaged: dict[Path, str] = {}
         while True:
             self.restarts.begin()
             try:
@@ -73,7 +80,25 @@ class RunHost:
             except WorkerError as error:
                 if not self.restarts.goes_on(error):
                     raise self.restarts.explained(error) from None
+            except DamagedCheckpointError as error:
+                self._pass_over(inputs, damaged, error)
             inputs = replace(inputs, resumed=self.restarts.resumed)
+
+    def _pass_over(
+        self, inputs: PPOInputs | SFTInputs, damaged: dict[Path, str], error: DamagedCheckpointError
+    ) -> None:
+        """Adds the checkpoint that the run could not resume from to `damaged`, and finds the one before it.
+
+        Raises UserError if that is not to be, or if one that was fetched anew is damaged again.
+        """
+        directory = inputs.resumed.directory
+        assert directory is not None
+        if self._cfg.trainer.resume_mode != "auto" or directory in damaged:
+            raise UserError(
+                f"checkpoint {directory} cannot be loaded: {error}; choose another with trainer.resume_from_path"
+            ) from None
+        damaged[directory] = str(error)
+        self.restarts.resumed = find_resume_point_again(self._cfg, inputs, damaged)
 
 
 @contextmanager
@@ -94,7 +119,7 @@ def run_host(
         stack.enter_context(stop.listening())
         run_dir = _take_directory(stack, cfg)
         restarts = RankRestarts(cfg.trainer, stop, inputs.resumed)
-        yield RunHost(stop, run_dir, phases or StartPhases(), restarts, processes, stack)
+        yield RunHost(cfg, stop, run_dir, phases or StartPhases(), restarts, processes, stack)
 
 
 def log_directory(run_dir: Path) -> Path:

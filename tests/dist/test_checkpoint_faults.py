@@ -4,6 +4,7 @@ same, none waits."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.checkpoint import store
+from scalerl.checkpoint.digest import BLOCK_BYTES
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.parallel import checkpoint
 from scalerl.trainer import checkpoints
@@ -42,8 +44,8 @@ def errors_of(model: str, directories: list[str]) -> list[str]:
     return found
 
 
-def load_errors(model: str, directories: list[str]) -> list[str]:
-    engine = _engine(model)
+def load_errors(model: str, directories: list[str], dtype: str = "float32") -> list[str]:
+    engine = _engine(model, dtype)
     found = []
     for directory in directories:
         try:
@@ -54,13 +56,13 @@ def load_errors(model: str, directories: list[str]) -> list[str]:
     return found
 
 
-def _engine(model: str):
+def _engine(model: str, dtype: str = "float32"):
     from scalerl.config.schema import MegatronConfig, OptimConfig
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
 
     groups = initialize(Layout(WORLD_SIZE), backend="gloo", timeout_s=60, seed=1)
-    return MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=OptimConfig())
+    return MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=OptimConfig())
 
 
 def test_a_full_disk_a_quota_and_a_directory_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
@@ -147,10 +149,10 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 KEY = "optimizer.state.exp_avg_sq.decoder.layers.1.mlp.linear_fc2.weight"
 
 
-def damage(dist_ckpt: Path, change: Callable[[Path, int], None]) -> str:
+def damage(dist_ckpt: Path, change: Callable[[Path, int], None], key: str = KEY) -> str:
     """To the middle of the second half of a tensor. Returns the name of the file."""
     with DistCheckpoint(dist_ckpt) as stored:
-        piece = list(stored.pieces(KEY))[-1]
+        piece = list(stored.pieces(key))[-1]
     change(dist_ckpt / piece.file, piece.start + piece.payload + piece.payload_bytes // 2)
     return piece.file
 
@@ -199,3 +201,22 @@ def test_a_flipped_byte_anywhere_is_found(whole: Path, tmp_path: Path) -> None:
                 assert problem is not None and f"file {name} is not what was saved" in problem
             flip(file, at)
     assert store.integrity_problem(tmp_path / "copy", digests=True) is None
+
+
+def test_a_load_finds_a_flipped_byte_in_what_no_rank_needs(whole: Path, model: Path, tmp_path: Path) -> None:
+    """Weights of another dtype than the run's, which come from the optimizer's; and the zeros between two tensors."""
+    key = KEY.removeprefix("optimizer.state.exp_avg_sq.")
+    copies = [tmp_path / name / "actor" for name in ("weights", "behind")]
+    for copy in copies:
+        shutil.copytree(whole / "actor", copy)
+    damage(copies[0] / "dist_ckpt", flip, key)
+    with DistCheckpoint(copies[1] / "dist_ckpt") as stored:
+        piece = next(stored.pieces(key))
+    assert piece.num_bytes % BLOCK_BYTES
+    flip(copies[1] / "dist_ckpt" / piece.file, piece.start + piece.num_bytes)
+    for dtype in ("float32", "bfloat16"):
+        ranks = run_ranks(WORLD_SIZE, load_errors, str(model), [*map(str, copies), str(whole / "actor")], dtype)
+        assert ranks[0] == ranks[1]
+        *damaged, good = ranks[0]
+        assert all(f"tensor {key} at [" in said and "its bytes are not those" in said for said in damaged)
+        assert good == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import ModelShape, family_of
 from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES
 from scalerl.parallel import checkpoint
+from scalerl.trainer.checkpoints import SavedModel, find_resume_point
 from tests.dist.launch import run_ranks
 from tests.dist.test_load_memory import CLEAR_REFS, resident_bytes
+from tests.whole_saves import save as save_whole
 
 WORLD_SIZE = 4
 # Running code for the first time, buffers of files, and a piece that is on its way.
@@ -33,6 +36,8 @@ CONFIG = dict(
     num_hidden_layers=2,
     tie_word_embeddings=True,
 )
+# Of a checkpoint: its index, and what is read of code meanwhile.
+SMALL_SHARE = 0.03
 # Main parameter and Adam's two moments, in float32.
 STATE_BYTES = 12
 
@@ -53,6 +58,11 @@ def measured(work: Any) -> int:
     Path(CLEAR_REFS).write_text("5", encoding="ascii")
     work()
     return resident_bytes("VmHWM") - before
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read from files, out of the page cache too."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def save_and_load(model: str, directory: str) -> dict[str, int]:
@@ -81,6 +91,10 @@ def save_and_load(model: str, directory: str) -> dict[str, int]:
     found["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(held))
     num_parameters = sum(parameter.numel() for parameter in engine.chunks[0].parameters())
+    # What is read once more is code, and files of a few bytes.
+    before = read_bytes()
+    checkpoint.load_engine(engine, directory)
+    found["read"] = read_bytes() - before
     return found | {"shard": sum(tensor.nbytes for tensor in held), "state": STATE_BYTES * num_parameters}
 
 
@@ -102,6 +116,26 @@ def test_a_rank_writes_and_reads_its_share_in_the_memory_of_a_piece(model: Path,
     # 2 bytes of each weight beside the state.
     share = state * (STATE_BYTES + 2) / STATE_BYTES / WORLD_SIZE
     assert [file.stat().st_size for file in files] == [pytest.approx(share, rel=0.02)] * WORLD_SIZE
+
+
+def test_a_resume_reads_each_byte_of_the_state_once(model: Path, tmp_path: Path) -> None:
+    """The driver, which chooses the checkpoint, reads no tensor: the ranks compare what they read anyway."""
+
+    def write(directory: str) -> None:
+        ranks.extend(run_ranks(WORLD_SIZE, save_and_load, str(model), directory, fresh=True))
+        # Files without an index are compared whole.
+        shutil.rmtree(f"{directory}_beside")
+
+    ranks: list[dict[str, int]] = []
+    directory = save_whole(str(tmp_path / "run"), 1, {"actor": SavedModel(write, str(model))}, state={}, keep=None)
+    files = sum(file.stat().st_size for file in directory.glob("actor/dist_ckpt/*.distcp"))
+    before = read_bytes()
+    assert find_resume_point(str(tmp_path / "run"), "auto", None).directory == directory
+    assert read_bytes() - before < SMALL_SHARE * files
+    # On CPUs each rank reads the weights that others update, for which others would have to send them.
+    weights = ranks[0]["state"] * 2 / STATE_BYTES
+    read = sum(rank["read"] for rank in ranks)
+    assert files < read < (1 + SMALL_SHARE) * files + (WORLD_SIZE - 1) * weights
 
 
 def test_what_megatron_reads_is_what_was_saved(model: Path, tmp_path: Path) -> None:

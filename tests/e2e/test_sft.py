@@ -10,6 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalerl.checkpoint.store import integrity_problem
+from tests.dist.test_checkpoint_faults import damage, flip
 from tests.e2e.jobs import Inputs, Record
 from tests.e2e.kept import Kept
 from tests.e2e.step_checks import check_profile
@@ -63,6 +65,33 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_interrupted(
     assert numbers["whole"].keys() == {0, 1, 2, 3, 4} and numbers["whole"][4]["train/grad_norm"] > 0
     assert numbers["in parts"] == numbers["whole"]
     assert len(saved["whole"]) == 4 and saved["in parts"] == saved["whole"]
+
+
+def test_a_tensor_that_the_ranks_find_damaged_sends_the_run_to_the_checkpoint_before(
+    inputs: Inputs, kept: Kept, tmp_path: Path
+) -> None:
+    """The driver reads no tensor. It goes on in the same command, or ends where one checkpoint was asked for."""
+    arguments = overrides(inputs, tmp_path, f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.save_freq=1")
+    arguments += ["trainer.max_actor_ckpt_to_keep=null", "trainer.test_freq=1"]
+    finished = kept.sft([*arguments, "trainer.total_training_steps=2"])
+    assert finished.code == 0, finished.tail()
+    second = tmp_path / "run" / "global_step_2"
+    steps = {step: reproducible(data) for step, data in Record.read(tmp_path / "run").final.items()}
+    key = "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight"
+    damage(second / "actor" / "dist_ckpt", flip, key)
+    arguments.append("trainer.total_training_steps=3")
+    asked_for = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={second}"]
+    refused = kept.sft([*arguments, *asked_for, f"trainer.default_local_dir={tmp_path / 'other'}"])
+    assert refused.code == 2 and f"checkpoint {second} cannot be loaded" in refused.stderr, refused.tail()
+    assert f"tensor {key} at [" in refused.stderr and "choose another with trainer.resume_from_path" in refused.stderr
+    with pytest.warns(UserWarning, match=f"skipping checkpoint {second}: .*tensor {key} at .* its bytes are not those"):
+        finished = kept.sft(arguments)
+    assert finished.code == 0, finished.tail()
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["resumed_from"] for line in logged if "resumed_from" in line] == [2, 1]
+    again = {step: reproducible(data) for step, data in Record.read(tmp_path / "run").final.items()}
+    assert again.keys() == {0, 1, 2, 3} and {step: again[step] for step in steps} == steps
+    assert integrity_problem(second, digests=True) is None
 
 
 @pytest.mark.parametrize(("test_freq", "validated"), [(None, {0, 4}), (0, set())])

@@ -285,6 +285,24 @@ def test_a_flipped_byte_is_found_and_what_was_saved_before_digests_is_not_refuse
     assert store.find_latest_ckpt_path(tmp_path, digests=True) == str(damaged)
 
 
+def test_what_the_readers_of_tensors_compare_is_not_read_before(tmp_path):
+    """But for tensors without an index, whose readers have nothing to compare."""
+    tmp = store.begin_save(tmp_path, 1)
+    for role, index in (("actor", "pieces.json"), ("critic", "other.json")):
+        (tmp / role).mkdir()
+        (tmp / role / "0.distcp").write_text("tensors")
+        (tmp / role / index).write_text('{"digests": {}}')
+    directory = store.commit(tmp, tmp_path, 1)
+    (directory / "actor" / "0.distcp").write_text("changed")
+    assert store.integrity_problem(directory, digests=True, data=False) is None
+    assert store.checkpoint_to_resume(tmp_path, digests=True) == str(directory)
+    with pytest.raises(ValueError, match="global_step_1: tensor a is damaged"):
+        store.checkpoint_to_resume(tmp_path, digests=True, passed_over={directory: "tensor a is damaged"})
+    (directory / "critic" / "0.distcp").write_text("changed")
+    with pytest.raises(ValueError, match=r"file critic/0\.distcp is not what was saved"):
+        store.check_checkpoint(directory, digests=True, data=False)
+
+
 # Keys that the manifests of a version have.
 OLDEST = ("step", "files")
 BEFORE_SHA256 = (*OLDEST, "algorithm", "digests")

@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, compose
-from scalerl.data import load_tokenizer
+from scalerl.data import PromptCursor, load_tokenizer
 from scalerl.trainer import preflight
 from scalerl.trainer.beginning import finished_at
+from scalerl.trainer.checkpoints import SavedModel
 from scalerl.trainer.preflight import check_ppo, check_sft
 from tests.tiny_models import make_tiny_model
+from tests.whole_saves import save
 
 ROW = {
     "data_source": "sums",
@@ -114,6 +116,23 @@ def test_other_models_and_engines_may_be_verified(
     directory: Path, family: str, rollout: str, verify_weights_every: int
 ) -> None:
     assert check_ppo(config(directory, family, rollout, verify_weights_every)) is not None
+
+
+def test_a_checkpoint_that_ranks_could_not_load_is_passed_over(directory: Path, tmp_path: Path) -> None:
+    cfg = config(directory, "qwen3", "embedded", 1, f"trainer.default_local_dir={tmp_path}")
+    train = check_ppo(cfg).train
+    cursor = PromptCursor(len(train), cfg.data.seed, cfg.data.shuffle, train.digest)
+    model = SavedModel(lambda to: (Path(to) / "weights").write_text(""), str(directory / "qwen3"))
+    for step in (1, 2):
+        save(str(tmp_path), step, {"actor": model}, state={"prompts": cursor.state_dict()}, keep=None)
+    inputs = check_ppo(cfg)
+    assert inputs.resumed.step == 2 and inputs.resumed.directory is not None
+    damaged = {inputs.resumed.directory: "tensor a is damaged"}
+    with pytest.warns(UserWarning, match="skipping checkpoint .*global_step_2: tensor a is damaged"):
+        assert preflight.find_resume_point_again(cfg, inputs, damaged).step == 1
+    damaged[tmp_path / "global_step_1"] = "so is tensor b"
+    with pytest.raises(ConfigError, match=r"global_step_2: tensor a is damaged; .*global_step_1: so is tensor b"):
+        preflight.find_resume_point_again(cfg, inputs, damaged)
 
 
 def test_a_judge_that_cannot_judge_is_refused(directory: Path, tmp_path: Path) -> None:
