@@ -27,6 +27,14 @@ ATTENTION = (
         (("q_lora", "hidden"),),
         given="q_lora_rank",
     ),
+    # SGLang joins it with the one before, and drops either of them that comes in a bucket without the other.
+    ParamPattern(
+        f"{_MEGATRON}.linear_kv_down_proj.weight",
+        (f"{_HF}.kv_a_proj_with_mqa.weight",),
+        "replicated",
+        (("kv_lora_rope", "hidden"),),
+        joins_previous=True,
+    ),
     ParamPattern(
         f"{_MEGATRON}.q_layernorm.weight",
         (f"{_HF}.q_a_layernorm.weight",),
@@ -40,12 +48,6 @@ ATTENTION = (
         "column",
         (("q_latent", "q_lora"),),
         given="q_lora_rank",
-    ),
-    ParamPattern(
-        f"{_MEGATRON}.linear_kv_down_proj.weight",
-        (f"{_HF}.kv_a_proj_with_mqa.weight",),
-        "replicated",
-        (("kv_lora_rope", "hidden"),),
     ),
     ParamPattern(f"{_MEGATRON}.kv_layernorm.weight", (f"{_HF}.kv_a_layernorm.weight",), "replicated", (("kv_lora",),)),
     ParamPattern(

@@ -115,6 +115,7 @@ class Param:
     expert: global index of the expert that it belongs to, else None. For an expert, `tp_rank` and `tp_size` below are
     those of expert-tensor parallelism.
     keeps_float32: stored, kept and exported as float32 whatever the model's dtype.
+    joins_previous: an engine joins it with the tensor before it, and needs both in one bucket.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Param:
     stage_part: StagePart
     expert: int | None = None
     keeps_float32: bool = False
+    joins_previous: bool = False
 
     def hf_shapes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The shape of each of its Hugging Face tensors."""
@@ -317,6 +319,7 @@ class ParamPattern:
     given: str = ""
     absent: str = ""
     keeps_float32: bool = False
+    joins_previous: bool = False
 
     @property
     def of_expert(self) -> bool:
@@ -337,7 +340,8 @@ class ParamPattern:
             return text.replace("{i}", str(layer)).replace("{e}", str(expert))
 
         hf = tuple(fill(name) for name in self.hf)
-        return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, self.keeps_float32)
+        flags = self.keeps_float32, self.joins_previous
+        return Param(fill(self.name), hf, self.kind, self.dims, layer, stage_part, expert, *flags)
 
 
 @dataclass(frozen=True)

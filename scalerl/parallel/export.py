@@ -31,23 +31,34 @@ ALIGNMENT = 16
 def plan_buckets(family: Family, shape: ModelShape, itemsize: int, bucket_bytes: int) -> list[list[Param]]:
     """The parameters of each bucket: in table order, cut where a bucket would pass bucket_bytes; none is empty.
 
-    The same on every rank.
+    Those that an engine joins (`Param.joins_previous`) are in one bucket. The same on every rank.
     """
     buckets: list[list[Param]] = [[]]
     filled = 0
-    for param in family.params(shape):
-        num_bytes = _hf_bytes(param, shape, itemsize)
+    for joined in _joined_params(family, shape):
+        num_bytes = sum(_hf_bytes(param, shape, itemsize) for param in joined)
         if buckets[-1] and filled + num_bytes > bucket_bytes:
             buckets.append([])
             filled = 0
-        buckets[-1].append(param)
+        buckets[-1] += joined
         filled += num_bytes
     return buckets
 
 
+def _joined_params(family: Family, shape: ModelShape) -> Iterator[list[Param]]:
+    """The parameters in table order, those that belong in one bucket in one list."""
+    joined: list[Param] = []
+    for param in family.params(shape):
+        if joined and not param.joins_previous:
+            yield joined
+            joined = []
+        joined.append(param)
+    yield joined
+
+
 def largest_bytes(family: Family, shape: ModelShape, itemsize: int) -> int:
-    """The smallest bucket_bytes that every parameter fits into."""
-    return max(_hf_bytes(param, shape, itemsize) for param in family.params(shape))
+    """The smallest bucket_bytes that every parameter fits into, with those that it is joined with."""
+    return max(sum(_hf_bytes(param, shape, itemsize) for param in joined) for joined in _joined_params(family, shape))
 
 
 def _hf_bytes(param: Param, shape: ModelShape, itemsize: int) -> int:

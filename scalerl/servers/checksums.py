@@ -89,6 +89,10 @@ class Placement(Protocol):
 
     num_ranks: int
 
+    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the engine stores this tensor in.  dtype: of the model."""
+        ...
+
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         """Yields (rank, place, part of the tensor) for every rank that stores a part of it."""
         ...
@@ -98,6 +102,9 @@ class AsSent:
     """The placement of an engine with one rank, which stores every tensor under its own name."""
 
     num_ranks = 1
+
+    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         yield 0, TensorPlace(name), tensor
@@ -116,7 +123,9 @@ class ExpectedChecksums:
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
-            tensor = tensor.detach() if self._dtype is None else tensor.detach().to(self._dtype)
+            tensor = tensor.detach()
+            if self._dtype is not None:
+                tensor = tensor.to(self._placement.stored_dtype(name, self._dtype))
             for rank, place, part in self._placement.parts(name, tensor):
                 self._ranks[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
 

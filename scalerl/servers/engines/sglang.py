@@ -42,13 +42,18 @@ CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
 MAPPED_LOADER = "scalerl.servers.mapped.load"
 # Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
+# Those with latent attention; SGLang on a CPU loads them (tests/sglang/test_sync_latent.py).
+LATENT = ("deepseek_v3",)
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known: other kernels reorder
 # their rows, and so does Triton's with the activation fused in.
 PLAIN_EXPERTS = {"moe_runner_backend": "triton"}
 PLAIN_EXPERTS_ENVIRONMENT = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"}
-# Prefixes of its arguments that decide which rank stores which expert, and how.
-EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization")
+# On a GPU SGLang may put DeepSeek-V3's shared experts among the routed ones.
+SHARED_EXPERTS_APART = {"disable_shared_experts_fusion": True}
+# Prefixes of its arguments that decide which rank stores which expert or which head of a mixture, and how.
+EXPERT_ARGUMENTS = ("ep_", "expert_", "moe_", "enable_eplb", "quantization", "enable_dp_", "dp_size")
+EXPERT_ARGUMENTS += ("disable_shared_experts", "enforce_shared_experts")
 
 
 class SGLangEngine(Engine):
@@ -94,8 +99,8 @@ class SGLangEngine(Engine):
             env |= toolkit_environment()
             arguments["mem_fraction_static"] = _memory_fraction(config)
             arguments["enable_memory_saver"] = launch.releases_memory
-            if launch.synced and _has_checked_experts(config, launch.model_path):
-                arguments |= PLAIN_EXPERTS
+            if launch.synced and (family := _checked_mixture(config, launch.model_path)) is not None:
+                arguments |= PLAIN_EXPERTS | (SHARED_EXPERTS_APART if family in LATENT else {})
                 env |= PLAIN_EXPERTS_ENVIRONMENT
             if launch.gpu_ids is not None:
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpu_ids)
@@ -202,10 +207,11 @@ def _memory_fraction(config: ServerConfig) -> float:
     return share if config.kv_cache_tokens is None else max(share, GIVEN_CACHE_FRACTION)
 
 
-def _has_checked_experts(config: ServerConfig, model_path: str) -> bool:
-    """Whether a trainer compares checksums with a server of this configuration, whose model is a mixture."""
+def _checked_mixture(config: ServerConfig, model_path: str) -> str | None:
+    """The family of the mixture with whose server a trainer compares checksums; None: it is none, or does not."""
     checks = isinstance(config, RolloutConfig) and config.verify_weights_every > 0
-    return checks and read_config(model_path).get("model_type") in MIXTURES
+    family = read_config(model_path).get("model_type") if checks else None
+    return family if family in MIXTURES else None
 
 
 def _mixture_violations(

@@ -1,7 +1,7 @@
 """Places where SGLang stores the tensors of a model, dense or one of the mixtures in `engines.sglang.MIXTURES`.
 
 q, k, v and gate, up are fused, and all experts of a layer are in two tensors; heads, MLP widths and vocabulary are
-divided over its ranks.
+divided over its ranks. Of latent attention (DeepSeek-V3) the two down projections are fused, whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scalerl.families import FAMILIES
 from scalerl.servers.checksums import TensorPlace
-from scalerl.servers.engines.sglang import MIXTURES
+from scalerl.servers.engines.sglang import LATENT, MIXTURES
 
 # sglang.srt.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE
 VOCAB_PADDING = 64
@@ -30,12 +30,15 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+LATENT_FUSED = {"q_a_proj": ("fused_qkv_a_proj_with_mqa", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj_with_mqa", 1)}
+NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "fused_qkv_a_proj_with_mqa": 2}
 # For an expert's gate, up and down matrix: (SGLang's tensor of all experts, position, positions per expert)
 EXPERT_PLACES = (("w13_weight", 0, 2), ("w13_weight", 1, 2), ("w2_weight", 0, 1))
-NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts")
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Of a router; SGLang stores it in float32 whatever the model's dtype.
+ROUTER_BIAS = "e_score_correction_bias"
 
-_NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias)$")
+_NAME = re.compile(r"^(?P<prefix>.*?)(?P<module>[a-z_]+)\.(?P<leaf>weight|bias|e_score_correction_bias)$")
 _EXPERT_NAME = re.compile(r"^(?P<prefix>.*\.experts\.)(?P<expert>\d+)\.(?P<part>[a-z0-9_]+)\.weight$")
 
 
@@ -49,6 +52,9 @@ class SGLangPlacement:
         names = family.expert_names if family else ()
         # Places by the last part of the name.
         self._expert_parts = {name.rpartition(".")[2]: place for name, place in zip(names, EXPERT_PLACES, strict=False)}
+
+    def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
     def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
@@ -69,19 +75,30 @@ class SGLangPlacement:
             )
             return place, "width_columns" if tensor == "w2_weight" else "width_rows"
         match = _NAME.match(name)
-        if match is None or expert is not None:
+        is_latent = self._config.get("model_type") in LATENT
+        if match is None or expert is not None or (match["leaf"] == ROUTER_BIAS and not is_latent):
             raise ValueError(
                 f"expected checksums: no rule for the parameter {name!r} (dense models and {', '.join(MIXTURES)})"
             )
         module, leaf = match["module"], match["leaf"]
-        if module in FUSED:
-            fused, position = FUSED[module]
+        fused_modules = self._latent_fused if is_latent else FUSED
+        if module in fused_modules:
+            fused, position = fused_modules[module]
             place = TensorPlace(f"{match['prefix']}{fused}.{leaf}", position, NUM_PARTS[fused])
-            return place, {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}.get(module, "width_rows")
+            cuts = {"q_proj": "rows", "k_proj": "kv_rows", "v_proj": "kv_rows"}
+            return place, "whole" if module in LATENT_FUSED else cuts.get(module, "width_rows")
         cuts = {"embed_tokens": "vocab", "lm_head": "vocab"}
+        if is_latent:
+            cuts |= dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "rows")
         if leaf == "weight":
             cuts |= {"o_proj": "columns", "down_proj": "width_columns"}
         return TensorPlace(name), cuts.get(module, "whole")
+
+    @property
+    def _latent_fused(self) -> dict[str, tuple[str, int]]:
+        """The fused modules of a model with latent attention; without q_lora_rank only those of its MLPs."""
+        mlp = {module: place for module, place in FUSED.items() if place[0] == "gate_up_proj"}
+        return mlp | LATENT_FUSED if self._config.get("q_lora_rank") else mlp
 
     @property
     def _num_experts(self) -> int:

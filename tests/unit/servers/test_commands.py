@@ -115,17 +115,20 @@ def test_sglang_takes_the_plans_cache_and_not_what_its_share_leaves(share: float
 
 
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
-    def started(model_type: str, device: str = "cuda", synced: bool = True, every: int = 10) -> tuple[bool, str | None]:
+    def started(
+        model_type: str, device: str = "cuda", synced: bool = True, every: int = 10
+    ) -> tuple[bool, str | None, bool]:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         config = RolloutConfig(verify_weights_every=every)
         launch = Launch(str(tmp_path), config, device, 1024, port=4000, synced=synced)
         command, env = ENGINES["sglang"].command(launch)
         pinned = "--moe-runner-backend" in command and value_of(command, "--moe-runner-backend") == "triton"
-        return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED")
+        apart = "--disable-shared-experts-fusion" in command
+        return pinned, env.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"), apart
 
     for family in MIXTURES:
-        assert started(family) == (True, "0")
-    not_pinned = (False, None)
+        assert started(family) == (True, "0", family == "deepseek_v3")
+    not_pinned = (False, None, False)
     assert started("qwen3") == started("mixtral", device="cpu") == not_pinned
     assert started("mixtral", synced=False) == started("mixtral", every=0) == not_pinned
 

@@ -140,6 +140,63 @@ def test_the_experts_of_a_layer_are_two_parameters(family: str, order: str) -> N
         }
 
 
+LATENT_CONFIG = CONFIG | {"model_type": "deepseek_v3", "n_routed_experts": 3, "q_lora_rank": 6, "kv_lora_rank": 5}
+
+
+@pytest.mark.parametrize("q_lora_rank", [6, None])
+def test_a_model_with_latent_attention(q_lora_rank: int | None) -> None:
+    """Of two ranks, by hand: down projections whole, in one tensor if there are two; all else by heads."""
+    generator = torch.Generator().manual_seed(2)
+    attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
+    # 4 heads of 3 + 2 numbers, whose values have 3.
+    shapes = {"kv_a_proj_with_mqa": (7, 8), "kv_b_proj": (24, 5), "o_proj": (8, 12), "kv_a_layernorm": (5,)}
+    shapes |= {"q_a_proj": (6, 8), "q_a_layernorm": (6,), "q_b_proj": (20, 6)} if q_lora_rank else {"q_proj": (20, 8)}
+    tensors = {f"{attention}{name}.weight": torch.randn(size, generator=generator) for name, size in shapes.items()}
+    bias = mlp + "gate.e_score_correction_bias"
+    tensors |= {mlp + "gate.weight": torch.randn(3, 8, generator=generator), bias: torch.randn(3, generator=generator)}
+    shared = {part: (8, 64) if part == "down" else (64, 8) for part in ("gate", "up", "down")}
+    for part, size in shared.items():
+        tensors[f"{mlp}shared_experts.{part}_proj.weight"] = torch.randn(size, generator=generator)
+        for expert in range(3):
+            tensors[f"{mlp}experts.{expert}.{part}_proj.weight"] = torch.randn(size, generator=generator)
+    expected = ENGINES["sglang"].expected_checksums(LATENT_CONFIG | {"q_lora_rank": q_lora_rank}, 2, torch.bfloat16)
+    expected.add(reversed(tensors.items()))
+    t = {name: tensor.bfloat16().view(torch.int16).numpy() for name, tensor in tensors.items()}
+    for rank, found in enumerate(expected.result()):
+        half = lambda name, dim=0, rank=rank: np.split(t[name + ".weight"], 2, axis=dim)[rank]  # noqa: E731
+        of = lambda name: t[f"{attention}{name}.weight"]  # noqa: E731
+        arrays = {
+            attention + "kv_b_proj.weight": half(attention + "kv_b_proj"),
+            attention + "o_proj.weight": half(attention + "o_proj", 1),
+            attention + "kv_a_layernorm.weight": of("kv_a_layernorm"),
+            mlp + "gate.weight": t[mlp + "gate.weight"],
+            # Whatever the model's dtype.
+            bias: tensors[bias].numpy(),
+            mlp + "shared_experts.gate_up_proj.weight": np.concatenate(
+                [half(f"{mlp}shared_experts.{part}_proj") for part in ("gate", "up")]
+            ),
+            mlp + "shared_experts.down_proj.weight": half(mlp + "shared_experts.down_proj", 1),
+            mlp + "experts.w13_weight": np.stack(
+                [np.concatenate([half(f"{mlp}experts.{e}.{part}_proj") for part in ("gate", "up")]) for e in range(3)]
+            ),
+            mlp + "experts.w2_weight": np.stack([half(f"{mlp}experts.{e}.down_proj", 1) for e in range(3)]),
+        }
+        if q_lora_rank:
+            arrays |= {
+                attention + "fused_qkv_a_proj_with_mqa.weight": np.concatenate(
+                    [of("q_a_proj"), of("kv_a_proj_with_mqa")]
+                ),
+                attention + "q_a_layernorm.weight": of("q_a_layernorm"),
+                attention + "q_b_proj.weight": half(attention + "q_b_proj"),
+            }
+        else:
+            arrays |= {
+                attention + "kv_a_proj_with_mqa.weight": of("kv_a_proj_with_mqa"),
+                attention + "q_proj.weight": half(attention + "q_proj"),
+            }
+        assert found == {name: digest(array) for name, array in arrays.items()}
+
+
 @pytest.mark.parametrize("family", MIXTURE_CONFIG)
 def test_a_gpu_has_experts_without_padding(family: str) -> None:
     """Of a width that a CPU would pad; on fake tensors, no GPU needed."""

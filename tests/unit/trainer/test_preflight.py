@@ -82,10 +82,14 @@ def violation(directory: Path, *arguments: Any) -> str:
 
 
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
-    found = violation(directory, "deepseek_v3", "sglang", 1)
-    assert found.startswith(f"{VERIFY} = 1: ") and "not known for a deepseek_v3 model" in found
-    found = violation(directory, "qwen3_moe", "sglang", 2, "+actor_rollout_ref.rollout.engine_kwargs.sglang.ep_size=1")
-    assert found.startswith(f"{VERIFY} = 2: ") and "engine_kwargs.sglang.ep_size" in found
+    moves = (
+        ("qwen3_moe", "ep_size=1"),
+        ("deepseek_v3", "disable_shared_experts_fusion=false"),
+        ("mixtral", "dp_size=2"),
+    )
+    for family, own in moves:
+        found = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
+        assert found.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in found
 
 
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
@@ -94,7 +98,7 @@ def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> 
     assert check_ppo(config(directory, "with_dense_layers", "embedded", 1)) is not None
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_checksums_of_a_mixture_on_a_gpu_are_known(
     directory: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -106,6 +110,7 @@ def test_checksums_of_a_mixture_on_a_gpu_are_known(
     ("family", "rollout", "verify_weights_every"),
     [
         ("deepseek_v3", "sglang", 0),
+        ("deepseek_v3", "sglang", 1),
         ("deepseek_v3", "embedded", 1),
         ("qwen3", "sglang", 1),
         ("qwen3_moe", "sglang", 1),

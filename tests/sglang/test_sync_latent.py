@@ -1,0 +1,64 @@
+"""SGLang's checksums of a model with latent attention: it loads one on a CPU, too, though it cannot sample from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scalerl.families import ModelShape, family_of
+from scalerl.parallel.export import plan_buckets
+from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
+from tests.sglang.conftest import Engine, Model, make_model
+from tests.sglang.test_sync_mixture import TWO_CORES
+
+# As DeepSeek-V3's own config.json has them, and SGLang needs them.
+CONFIG = {
+    "max_position_embeddings": 512,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=[TWO_CORES, pytest.mark.full])])
+def test_checksums_and_what_sglang_drops(start_engine: Callable[..., Engine], tmp_path: Path, tp_size: int) -> None:
+    """A down projection that comes in a bucket without the other is dropped without a word; the checksum names it."""
+    old, new = (Model.load(make_model(tmp_path / str(seed), "deepseek_v3", seed, **CONFIG)) for seed in (0, 1))
+    config, weights = new.hf.config.to_dict(), dict(new.weights())
+    engine = start_engine("sglang", old.path, tp_size=tp_size)
+    try:
+        found = engine.client.checksums()
+        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), found) == []
+        assert any("shared_experts.gate_up_proj" in name for name in found[0])
+        expected = expected_checksums(new.weights(), config, tp_size, "sglang")
+
+        def differences_after(buckets: list[list[str]], version: int) -> list[str]:
+            engine.client.begin_weight_update()
+            for names in buckets:
+                blobs = [serialize_bucket([(name, weights[name]) for name in names], "sglang") for _ in range(tp_size)]
+                engine.client.update_weights(blobs, flush_cache=True)
+            engine.client.end_weight_update(version)
+            return checksum_differences(expected, engine.client.checksums())
+
+        alone = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+        lines = differences_after([[name for name in weights if name != alone], [alone]], 3)
+        assert [line.partition(": ")[0] for line in lines] == [
+            f"rank {rank} model.layers.1.self_attn.fused_qkv_a_proj_with_mqa.weight" for rank in range(tp_size)
+        ]
+        shape = ModelShape.from_hf(new.path)
+        planned = plan_buckets(family_of(shape), shape, 4, bucket_bytes=40_000)
+        buckets = [[name for param in bucket for name in param.hf] for bucket in planned]
+        assert len(buckets) > 5 and differences_after(buckets, 4) == []
+    finally:
+        engine.server.stop()
