@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
+from scalerl.hybrid.transports.gathered import GatheredTransport
 from scalerl.parallel.export import Needed
 from scalerl.servers.client import GenerateRequest, RolloutClient, RolloutError, SamplingParams
 from scalerl.servers.engines import ENGINES, Launch
@@ -51,7 +54,11 @@ def exporter(weights: NamedTensors, before: Callable[[int], None] = lambda numbe
 
 
 def deliver(
-    transport: BroadcastTransport, engines: Sequence[Engine], config: dict, policy_version: int, tp_size: int = 1
+    transport: BroadcastTransport | GatheredTransport,
+    engines: Sequence[Engine],
+    config: dict,
+    policy_version: int,
+    tp_size: int = 1,
 ) -> Delivery:
     """A whole sync, as one trainer rank that leads all of the engines does it."""
     feeds = [Feed(index, Replica(e.server.url, e.kind, tp_size, e.server.key), (0,)) for index, e in enumerate(engines)]
@@ -108,6 +115,38 @@ def test_a_broadcast_is_what_the_engine_serves(
     deliver(transport_of(spoiled), [engine], config, 5)
     (line,) = checksum_differences(first.expected[0].result(), engine.client.checksums())
     assert name in line
+
+
+@pytest.mark.parametrize("shared_engine", ["embedded"], indirect=True)
+@pytest.mark.parametrize("kind", ["broadcast", "gathered"])
+def test_the_next_bucket_is_gathered_while_one_is_sent(
+    engine: Engine,
+    model_b: Model,
+    transport_of: Callable[..., BroadcastTransport],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """The first one is sent only once the second has been asked for, whose memory it does not share."""
+    second_asked_for = threading.Event()
+
+    def before(number: int) -> None:
+        if number == 1:
+            second_asked_for.set()
+
+    weights = model_b.weights()
+    transport = transport_of(weights, before)
+    if kind == "gathered":
+        transport = GatheredTransport(exporter(weights, before), [])
+    send, asked = transport._send, []
+
+    def send_then(*arguments: Any) -> None:
+        asked.append(second_asked_for.wait(30.0))
+        send(*arguments)
+
+    monkeypatch.setattr(transport, "_send", send_then)
+    delivery = deliver(transport, [engine], model_b.hf.config.to_dict(), 3)
+    assert asked == [True] * NUM_BUCKETS and delivery.failed == {}
+    assert_serves(engine, model_b, delivery)
 
 
 def test_outside_of_a_session_the_engine_refuses(

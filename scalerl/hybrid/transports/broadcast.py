@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,18 +21,20 @@ from scalerl.servers.update_group import (
     open_store,
     pack_bytes,
 )
-from scalerl.servers.weights import NamedTensors
 
 # How much longer a group's limit is than that of the request it serves: else NCCL's watchdog may end this rank when the
 # request to a server that hangs is given up.
 NCCL_GRACE_S = 300.0
 _counter = itertools.count()
+# Name, dtype and shape.
+Described = tuple[str, str, list[int]]
 
 
 class BroadcastTransport:
     """Weights by broadcast: each server has a process group with its lead, so that a lost one takes no other with it.
 
-    The leads, far apart in the world, have every bucket and send at the same time; the other ranks have none.
+    The leads, far apart in the world, have every bucket and send at the same time; the other ranks have none. While one
+    bucket is sent the next one is gathered.
     """
 
     has_session = True
@@ -53,16 +55,21 @@ class BroadcastTransport:
         for feed in delivery.led:
             if feed.index not in self.groups and feed.index not in delivery.failed:
                 self._join(delivery, feed)
+        sending: list[Future] = []
         with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
             leads = {feed.lead for feed in delivery.feeds}
             for named in self.export(delivery.bucket_bytes, lambda number: leads):
+                # What is sent meanwhile is a copy, which goes before that of this bucket is made.
+                wait_all(sending)
+                sending.clear()
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(tensor.nbytes for _, tensor in named), num_buckets + 1
                 if delivery.led:
-                    flat = pack_bytes(named)
-                    sending = [threads.submit(self._send, delivery, feed, named, flat) for feed in delivery.led]
+                    layout, flat = [_described(*item) for item in named], pack_bytes(named)
+                    sending += [threads.submit(self._send, delivery, feed, layout, flat) for feed in delivery.led]
+                    del flat
                     delivery.hash(named)
-                    wait_all(sending)
+            wait_all(sending)
         return total, num_buckets
 
     def forget(self, index: int) -> None:
@@ -107,11 +114,10 @@ class BroadcastTransport:
         else:
             self.groups[feed.index] = name, here.result()
 
-    def _send(self, delivery: Delivery, feed: Feed, named: NamedTensors, flat: Tensor) -> None:
+    def _send(self, delivery: Delivery, feed: Feed, layout: list[Described], flat: Tensor) -> None:
         if feed.index in delivery.failed:
             return
         name, group = self.groups[feed.index]
-        layout = [(key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for key, tensor in named]
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
             delivery.tell,
@@ -129,3 +135,7 @@ class BroadcastTransport:
             delivery.fail(feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log")
         if feed.index in delivery.failed:
             self.forget(feed.index)
+
+
+def _described(name: str, tensor: Tensor) -> Described:
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

@@ -44,17 +44,18 @@ class SharedTransport:
 
 def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
     engine = ENGINES[feed.replica.engine]
-    load_blobs(delivery, feed, bucket, [engine.serialize(bucket) for _ in range(feed.replica.tp_size)])
+    blobs = [engine.serialize(bucket) for _ in range(feed.replica.tp_size)]
+    load_blobs(delivery, feed, blobs, is_mapped=bucket.is_mapped)
 
 
-def load_blobs(delivery: Delivery, feed: Feed, bucket: Bucket, blobs: list[str]) -> None:
-    """Has one server load a bucket. blobs: one per engine rank."""
+def load_blobs(delivery: Delivery, feed: Feed, blobs: list[str], *, is_mapped: bool) -> None:
+    """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
     # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides, up to a
     # second of every step on a CPU.
     delivery.tell(
         feed,
         "bucket",
         lambda client: client.update_weights(
-            blobs, flush_cache=True, policy_version=delivery.policy_version, is_mapped=bucket.is_mapped
+            blobs, flush_cache=True, policy_version=delivery.policy_version, is_mapped=is_mapped
         ),
     )
