@@ -252,9 +252,9 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert result["save_over_dd"] == pytest.approx(
         result["save_gb_per_s"]["median"] / result["dd_write_gb_per_s"]["median"]
     )
-    # The driver reads all of it before the ranks do.
-    assert result["resume_gb_per_s"]["median"] < min(result[f"{part}_gb_per_s"]["median"] for part in ("check", "load"))
-    assert result["predicted_gb_per_s"].keys() == {"save", "load", "check", "resume"}
+    # The driver compares what is beside the tensors, before the ranks load these.
+    assert result["resume_gb_per_s"]["median"] < result["load_gb_per_s"]["median"]
+    assert result["predicted_gb_per_s"].keys() == {"save", "load", "resume"}
 
 
 @pytest.mark.full
