@@ -37,13 +37,19 @@ commands:
 SCALERL_TRACEBACK=1 shows the stack behind an error message."""
 
 KEYS_USAGE = """\
-usage: scalerl {command} key=value ... [--dry-run] [--config-dir DIR] [--config-name NAME] [+recipe=NAME] [+layout=NAME]
+usage: scalerl {command} key=value ... [--dry-run] [--config-dir DIR] [--config-name NAME]{groups}
 
   --dry-run       check everything that can be checked without a device, print the plan and stop
   --config-dir    directory with YAML files of your own; --config-name NAME takes DIR/NAME.yaml
-  +recipe=NAME    settings that go together, from scalerl/configs/recipe; several: +recipe=[grpo,cpu]
-  +layout=NAME    how a model is spread over devices, from scalerl/configs/layout
 """
+RECIPE_USAGE = "  +recipe=NAME    settings that go together, from scalerl/configs/recipe; {example}\n"
+LAYOUT_USAGE = "  +layout=NAME    how a model is spread over devices, from scalerl/configs/layout\n"
+# Command -> how it takes settings that scalerl brings; `eval` has none.
+RECIPES = {
+    "train": "several: +recipe=[grpo,cpu]",
+    "sft": "on a CPU: +recipe=sft_cpu",
+    "generate": "on a CPU: +recipe=generate_cpu",
+}
 
 
 def _print(text: str) -> None:
@@ -178,6 +184,16 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 SCHEMA_OF: dict[str, Kind] = {"train": "ppo", "sft": "sft", "generate": "generation", "eval": "eval"}
 
 
+def keys_usage(command: str) -> str:
+    """The usage of a command that takes keys."""
+    groups, lines = "", ""
+    if command in RECIPES:
+        groups, lines = " [+recipe=NAME]", RECIPE_USAGE.format(example=RECIPES[command])
+    if command == "train":
+        groups, lines = f"{groups} [+layout=NAME]", lines + LAYOUT_USAGE
+    return KEYS_USAGE.format(command=command, groups=groups) + lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the subcommand that `argv` names; returns its exit code, 2 for an error that the user can correct."""
     argv = sys.argv[1:] if argv is None else argv
@@ -196,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: there is no command {command}; did you mean scalerl {nearest}?\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER_ERROR
     if command in SCHEMA_OF and not {"-h", "--help"}.isdisjoint(rest):
-        _print(f"{KEYS_USAGE.format(command=command)}\n{help_text(SCHEMA_OF[command])}")
+        _print(f"{keys_usage(command)}\n{help_text(SCHEMA_OF[command])}")
         return 0
     return run_main(COMMANDS[command], rest)
 

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -55,6 +55,8 @@ VALIDATORS = {
     "eval": validate_eval,
     "launch": validate_launch,
 }
+# Kind of a configuration -> the command that has it.
+COMMANDS = {"ppo": "train", "sft": "sft", "generation": "generate", "eval": "eval", "launch": "launch slurm"}
 # Names of verl's primary files.
 FILES_OF_VERL = re.compile(
     r"(_generated_)?(ppo|dapo|sft|multiturn_grpo|gsm8k_multiturn\w*)(_megatron|_fsdp|_veomni)?_trainer\w*"
@@ -391,7 +393,7 @@ def _group_overrides(request: _Request) -> list[str]:
     texts = []
     for override in request.groups:
         group, value = override.key_or_group, override.value()
-        unknown = _unknown_options(request, group, value)
+        unknown = _unknown_options(request, group, value) or _options_of_others(request, group, value)
         if unknown:
             request.violations += unknown
             request.rejected.add("")
@@ -416,6 +418,29 @@ def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
             f"{group}={name}: no such option; did you mean {group}={close[0]}? There are {', '.join(options)}"
         )
     return violations
+
+
+def _options_of_others(request: _Request, group: str, value: Any) -> list[str]:
+    """A violation for each option of scalerl's own whose keys are those of another command."""
+    folder = resources.files(CONFIGS_PACKAGE).joinpath(group)
+    sections = {kind: {section.name for section in fields(schema)} for kind, schema in SCHEMAS.items()}
+    wanted = [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+    kinds = {
+        path.stem: [kind for kind, names in sections.items() if _top_level_keys(path) <= names]
+        for path in (_yaml_files(folder) if folder.is_dir() else ())
+    }
+    fitting = sorted(name for name, of_name in kinds.items() if request.kind in of_name)
+    there = f"this one has {', '.join(fitting)}" if fitting else f"this one has no {group}"
+    return [
+        f"{group}={name}: is for `scalerl {COMMANDS[kinds[name][0]]}`; {there}"
+        for name in wanted
+        if kinds.get(name) and request.kind not in kinds[name]
+    ]
+
+
+def _top_level_keys(path: Path) -> set[str]:
+    content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return {str(key) for key in content} - {"defaults"} if isinstance(content, dict) else set()
 
 
 def _defaults_list(request: _Request, groups: list[str]) -> Any:

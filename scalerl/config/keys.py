@@ -104,7 +104,8 @@ class KeyTable:
         section, _, last = key.rpartition(".")
         known = [*self.leaves, *sorted(self.sections)]
         if whole := [name for name in known if name.endswith("." + key)]:
-            return min(whole, key=lambda name: (name in self.inherited, name.count(".")))
+            # Of the models the policy is meant, which every run has.
+            return min(whole, key=lambda name: (name in self.inherited, name.startswith("critic."), name.count(".")))
         below = [name for name in known if name.startswith(section + ".") or not section]
         if skipped := [name for name in below if section and name.endswith("." + last)]:
             return min(skipped, key=lambda name: name.count("."))

@@ -139,13 +139,19 @@ def python_rows(batch: pa.RecordBatch, first_row: int, problems: FileProblems) -
 
 def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, optional: Sequence[str]) -> Iterator[Chunk]:
     chunk: Chunk = []
+    # Of the first row, as one message is for all rows that lack the same.
+    first: dict[str, Any] | None = None
     for row, record in json_records(path, problems):
         if not isinstance(record, dict):
             problems.add(f"{type(record).__name__}", "write one JSON object per row", row=row)
             continue
+        first = record if first is None else first
         missing = [column for column in columns if column not in record]
         for column in missing:
-            problems.add("no such key", f"every row needs the keys {', '.join(columns)}", row=row, column=column)
+            near = difflib.get_close_matches(column, record, n=1)
+            found = f"no such key (the first row has: {', '.join(first) or 'none'})"
+            hint = f"; rename '{near[0]}'" if near else ""
+            problems.add(found, f"every row needs the keys {', '.join(columns)}{hint}", row=row, column=column)
         if not missing:
             chunk.append((row, {column: record[column] for column in [*columns, *optional] if column in record}))
         if len(chunk) == CHUNK_ROWS:

@@ -39,10 +39,11 @@ def parse_bytes(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the operations merge, split and test."""
     parser = CommandParser(
-        prog="scalerl.merge", description="Turn a distributed checkpoint into a Hugging Face model, offline."
+        prog="scalerl merge", description="Turn a distributed checkpoint into a Hugging Face model, offline."
     )
     operations = parser.add_subparsers(dest="operation", required=True)
-    command = operations.add_parser("merge", help="write Hugging Face safetensors")
+    # `scalerl merge` needs no name of it.
+    command = operations.add_parser("merge", prog="scalerl merge", help="write Hugging Face safetensors")
     command.add_argument("--backend", required=True, choices=["megatron", "fsdp"], help="what wrote the checkpoint")
     command.add_argument("--local_dir", required=True, help="global_step_N/actor (or global_step_N), or /critic")
     command.add_argument("--target_dir", required=True, help="directory for the model; must not exist or be empty")

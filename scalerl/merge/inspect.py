@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         directory = _directory(Path(args.checkpoint))
+        if (problem := integrity_problem(directory)) is not None:
+            raise ValueError(f"{directory} is no whole checkpoint: {problem}")
         for line in describe(directory):
             print(line)
         if args.check:

@@ -191,3 +191,15 @@ def test_a_reader_may_stop_early():
 def test_the_module_runs_as_a_program():
     done = shell("nonsense")
     assert done.returncode == 2 and "there is no command nonsense" in done.stderr
+
+
+def test_a_command_offers_only_the_recipes_that_it_takes(capsys):
+    for command, offered in (
+        ("train", {"recipe", "layout"}),
+        ("sft", {"recipe"}),
+        ("generate", {"recipe"}),
+        ("eval", set()),
+    ):
+        assert cli.main([command, "--help"]) == 0
+        usage = capsys.readouterr().out.partition("Keys:")[0]
+        assert {name for name in ("recipe", "layout") if f"+{name}=" in usage} == offered

@@ -227,6 +227,16 @@ def test_what_a_key_of_verl_becomes_waits_for_the_keys_that_it_counts_with():
     assert found.startswith("data.max_response_length = long: wrong type")
 
 
+def test_a_recipe_of_another_command_names_those_of_this_one():
+    assert violations("sft", *SFT, "+recipe=cpu") == ["recipe=cpu: is for `scalerl train`; this one has sft_cpu"]
+    assert violations("sft", *SFT, "+layout=tp2") == ["layout=tp2: is for `scalerl train`; this one has no layout"]
+    found = violations("generation", *GENERATION, "+recipe=[grpo,sft_cpu]")
+    assert found == [
+        "recipe=grpo: is for `scalerl train`; this one has generate_cpu",
+        "recipe=sft_cpu: is for `scalerl sft`; this one has generate_cpu",
+    ]
+
+
 def test_an_interpolation_of_the_wrong_type():
     (found,) = violations("ppo", *PPO, "trainer.nnodes=${trainer.project_name}", f"{ROLLOUT}.n=4")
     assert found.startswith("trainer.nnodes = ${trainer.project_name}: cannot be resolved")

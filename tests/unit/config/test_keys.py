@@ -20,6 +20,8 @@ PPO = KeyTable(PPOConfig)
         ("ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
         ("actor_rollout_ref.actor.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("lr", "actor_rollout_ref.actor.optim.lr"),
+        ("optim.lr", "actor_rollout_ref.actor.optim.lr"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("actor_rollout_ref.rollout.tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
         ("trainer.n_gpus", "trainer.n_gpus_per_node"),
