@@ -251,13 +251,32 @@ def test_a_command_that_cannot_start_says_so(tmp_path: Path) -> None:
         server.wait_ready(timeout_s=60.0)
 
 
-@pytest.mark.parametrize("kind", [full("sglang"), "embedded"])
-def test_a_refused_argument_is_the_users_error(kind: str, model_a: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments", "last_words"),
+    [
+        pytest.param("sglang", "--no-such-option", "no-such-option", marks=pytest.mark.full),
+        # Each is right by itself: what SGLang's parser takes is refused when it is resolved, and when it is checked.
+        pytest.param(
+            "sglang", "--enable-hierarchical-cache --disable-radix-cache", "mutually exclusive", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "sglang",
+            "--page-size 64 --chunked-prefill-size 10",
+            "must be divisible by page_size",
+            marks=pytest.mark.full,
+        ),
+        ("embedded", "--no-such-option", "no-such-option"),
+    ],
+)
+def test_a_refused_argument_is_the_users_error(
+    kind: str, arguments: str, last_words: str, model_a: Model, tmp_path: Path
+) -> None:
     server = make_server(kind, model_a.path, tmp_path / "log", 9)
-    server.command = [*server.command, "--no-such-option"]
+    server.command = [*server.command, *arguments.split()]
     server.start()
-    with pytest.raises(ServerArgumentsError, match="no-such-option"):
+    with pytest.raises(ServerArgumentsError, match=f"(?s)exit code 2 .*{last_words}") as caught:
         server.wait_ready(timeout_s=120.0)
+    assert f"  | {server.log_tail()[-1]}" in str(caught.value)
 
 
 @pytest.mark.full

@@ -12,11 +12,16 @@ import os
 import socket
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
+from scalerl.errors import EXIT_USER_ERROR
 from scalerl.optional_imports import without
 from scalerl.servers.access import NO_KEY, take_key
 
+# What SGLang raises for arguments that its parser takes, and that it refuses once it compares them.
+REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, NotImplementedError)
 # Variable in the environment of a server without a GPU (`cpu_shim`).
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 LISTEN_TIMEOUT_S = 120.0
@@ -56,16 +61,34 @@ def freeze_garbage_once_it_listens() -> None:
     http_server._freeze_gc_after_server_warmup = wait_and_freeze
 
 
+def refusing(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A check of SGLang's arguments that ends the process with argparse's exit code where it refuses them.
+
+    By itself SGLang would end with 1, as for what another start may mend.
+    """
+
+    def checked(arguments: Any) -> None:
+        try:
+            check(arguments)
+        except REFUSALS:
+            traceback.print_exc()
+            sys.exit(EXIT_USER_ERROR)
+
+    return checked
+
+
 def main() -> None:
     key = take_key()
     # Imported here, because SGLang's processes import this module again.
     with without("sklearn"):
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.server_args import ServerArgs, prepare_server_args
         from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    for check in ("resolve_once", "check_server_args"):
+        setattr(ServerArgs, check, refusing(getattr(ServerArgs, check)))
     arguments = prepare_server_args([*sys.argv[1:], *([] if key == NO_KEY else [f"--api-key={key}"])])
     freeze_garbage_once_it_listens()
     if ON_CPU in os.environ:
