@@ -182,6 +182,11 @@ class SGLangEngine(Engine):
                 f"known with more ranks than the model's {kv_heads} key/value heads; set one of "
                 f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
             )
+        if device == "cpu" and shape.kv_lora_rank is not None and shape.rope_scaling is None:
+            yield (
+                f"{section}.name = sglang: SGLang on a CPU has no rotary embedding for latent attention without yarn, "
+                f"and the config.json of this {shape.model_type} model has no rope_scaling; set {section}.name=embedded"
+            )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, verify_weights_every)
 

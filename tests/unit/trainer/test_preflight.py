@@ -38,6 +38,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for family in ("qwen3", "qwen3_moe", "mixtral", "deepseek_v3"):
         make_tiny_model(directory / family, family)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale_all_dim": 1.0}
+    make_tiny_model(directory / "deepseek_v3_yarn", "deepseek_v3", rope_scaling=yarn)
     make_tiny_model(directory / "with_dense_layers", "qwen3_moe", mlp_only_layers=[1])
     return directory
 
@@ -84,12 +86,21 @@ def violation(directory: Path, *arguments: Any) -> str:
 def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Path) -> None:
     moves = (
         ("qwen3_moe", "ep_size=1"),
-        ("deepseek_v3", "disable_shared_experts_fusion=false"),
+        ("deepseek_v3_yarn", "disable_shared_experts_fusion=false"),
         ("mixtral", "dp_size=2"),
     )
     for family, own in moves:
         found = violation(directory, family, "sglang", 2, f"+actor_rollout_ref.rollout.engine_kwargs.sglang.{own}")
         assert found.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in found
+
+
+def test_latent_attention_that_sglang_does_not_start_with_on_a_cpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = violation(directory, "deepseek_v3", "sglang", 0)
+    assert found.startswith("actor_rollout_ref.rollout.name = sglang: ") and "has no rope_scaling; set " in found
+    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
+    assert check_ppo(config(directory, "deepseek_v3", "sglang", 0, "trainer.device=auto")) is not None
 
 
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
@@ -109,8 +120,8 @@ def test_checksums_of_a_mixture_on_a_gpu_are_known(
 @pytest.mark.parametrize(
     ("family", "rollout", "verify_weights_every"),
     [
-        ("deepseek_v3", "sglang", 0),
-        ("deepseek_v3", "sglang", 1),
+        ("deepseek_v3_yarn", "sglang", 0),
+        ("deepseek_v3_yarn", "sglang", 1),
         ("deepseek_v3", "embedded", 1),
         ("qwen3", "sglang", 1),
         ("qwen3_moe", "sglang", 1),
