@@ -1,4 +1,4 @@
-"""SGLang's checksums of a model with latent attention: it loads one on a CPU, too, though it cannot sample from it."""
+"""SGLang's checksums of a model with latent attention, which it loads on a CPU, too; nothing here samples from it."""
 
 from __future__ import annotations
 
