@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -37,6 +38,20 @@ IDLE_WAIT_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
 JSON = {"Content-Type": "application/json"}
+# A machine that is switched off ends no connection; one that works answers these probes, however busy its server is. So
+# it is given up after 30 + 6 x 10 seconds of silence, not at the request's time limit. Not every system has them all.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+
+
+def watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Makes the socket of a connection that breaks when the other machine answers no more (see KEEP_ALIVE)."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 class RolloutClient:
@@ -80,7 +95,7 @@ class RolloutClient:
         """Keeps connections open across several calls of one event loop; calls that overlap share them."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=watched_socket)
             self._http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=authorization(self.key))
         self._num_users += 1
         try:

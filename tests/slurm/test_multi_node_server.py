@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,26 @@ def assert_serves(said: list[dict[str, Any]], model: Model, version: int) -> Non
         expected = model.logprobs(prompt, answer["ids"], 1.0)
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), expected, atol=1e-4, rtol=0)
         assert answer["version"] == version
+
+
+@pytest.mark.full
+def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_of_a_request(slurm: MiniSlurm) -> None:
+    """A process has the port there and takes no connection: the kernel alone answers, as for a server that is busy."""
+    slurm.occupy(7100, "n2")
+    command = (sys.executable, str(REPO / "tests/slurm/ask_silent_server.py"), "http://10.99.0.12:7100")
+    connections = ("ss", "-Htn", "state", "established", "dport = :7100")
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(slurm.run, *command, host="n1", timeout_s=120)
+        wait_until("the request", lambda: slurm.run(*connections, host="n1").stdout, 60)
+        # Longer than silence may last: the kernel of a node that works answers.
+        with pytest.raises(TimeoutError):
+            asking.result(timeout=6)
+        slurm.power_off("n2")
+        try:
+            said = asking.result().stdout
+        finally:
+            slurm.power_on("n2")
+    assert said.startswith("LOST http://10.99.0.12:7100 went away during ")
 
 
 @pytest.mark.full
