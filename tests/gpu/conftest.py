@@ -46,9 +46,16 @@ def model_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gpu_model(tmp_path_factory.mktemp("gpu_model_b"), seed=1)
 
 
-def make_server(model_path: Path, log_path: Path, port: int, device: str, synced: bool = False) -> RolloutServer:
-    rollout = RolloutConfig(dtype="bfloat16", max_num_seqs=16, gpu_memory_utilization=MEMORY_UTILIZATION)
-    gpu_ids = [0] if device == "cuda" else None
+def make_server(
+    model_path: Path, log_path: Path, port: int, device: str, synced: bool = False, num_gpus: int = 1
+) -> RolloutServer:
+    rollout = RolloutConfig(
+        dtype="bfloat16",
+        max_num_seqs=16,
+        gpu_memory_utilization=MEMORY_UTILIZATION,
+        tensor_model_parallel_size=num_gpus,
+    )
+    gpu_ids = list(range(num_gpus)) if device == "cuda" else None
     launch = Launch(
         str(model_path),
         rollout,
@@ -65,12 +72,12 @@ def make_server(model_path: Path, log_path: Path, port: int, device: str, synced
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[[Path], RolloutClient]]:
-    """A server on the GPU with that model, and its client."""
+    """A server on the first GPUs with that model, and its client."""
     started: list[RolloutServer] = []
 
-    def start(model_path: Path, device: str = "cuda", synced: bool = False) -> RolloutClient:
+    def start(model_path: Path, device: str = "cuda", synced: bool = False, num_gpus: int = 1) -> RolloutClient:
         log_path = tmp_path / f"sglang-{len(started)}.log"
-        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device, synced))
+        server = start_on_free_port(lambda port: make_server(model_path, log_path, port, device, synced, num_gpus))
         started.append(server)
         return RolloutClient(server.url, "sglang", key=server.key, max_model_len=MAX_MODEL_LEN, timeout_s=300.0)
 

@@ -22,9 +22,9 @@ from tests.gpu.conftest import MEMORY_UTILIZATION, generate
 SLACK_BYTES = 64 * 2**20
 
 
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[0]
+def free_bytes(device: int = 0) -> int:
+    torch.cuda.synchronize(device)
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def test_release_gives_memory_to_the_device_and_resume_takes_it_back(
@@ -57,6 +57,34 @@ def test_release_gives_memory_to_the_device_and_resume_takes_it_back(
     # This process holds what it sent until the server has let go of it.
     assert abs(free_bytes() - serving) < weight_bytes + 4 * SLACK_BYTES
     assert [output.output_ids for output in generate(client)] == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a server on two GPUs")
+def test_release_returns_when_the_memory_of_all_ranks_of_a_server_is_free(
+    start_server: Callable[..., RolloutClient], model_a: Path
+) -> None:
+    """Again and again: the first rank answers, and the others free theirs when they come to it."""
+    client = start_server(model_a, num_gpus=2)
+    devices = range(2)
+    expected = [output.output_ids for output in generate(client)]
+    serving = [free_bytes(device) for device in devices]
+    for _ in range(5):
+        client.release(["kv_cache", "weights"])
+        for device in devices:
+            total = torch.cuda.mem_get_info(device)[1]
+            assert free_bytes(device) - serving[device] > 0.7 * MEMORY_UTILIZATION * total, f"GPU {device}"
+        client.resume(["weights"])
+        weights = sorted(load_file(model_a / "model.safetensors").items())
+        client.begin_weight_update()
+        blobs = [
+            serialize_bucket([(name, tensor.cuda(device)) for name, tensor in weights], "sglang") for device in devices
+        ]
+        client.update_weights(blobs, flush_cache=False)
+        client.end_weight_update(1)
+        torch.cuda.empty_cache()
+        client.resume(["kv_cache"])
+        client.flush_cache()
+        assert [output.output_ids for output in generate(client)] == expected
 
 
 @dataclass
