@@ -59,7 +59,7 @@ def assert_serves(said: list[dict[str, Any]], model: Model, version: int) -> Non
 @pytest.mark.full
 def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_of_a_request(slurm: MiniSlurm) -> None:
     """A process has the port there and takes no connection: the kernel alone answers, as for a server that is busy."""
-    slurm.occupy(7100, "n2")
+    holder = slurm.occupy(7100, "n2")
     command = (sys.executable, str(REPO / "tests/slurm/ask_silent_server.py"), "http://10.99.0.12:7100")
     connections = ("ss", "-Htn", "state", "established", "dport = :7100")
     with ThreadPoolExecutor(1) as pool:
@@ -68,11 +68,13 @@ def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_o
         # Longer than silence may last: the kernel of a node that works answers.
         with pytest.raises(TimeoutError):
             asking.result(timeout=6)
-        slurm.power_off("n2")
+        # The kernel of a node whose processes are only killed would still end their connections.
+        slurm.run("ip", "link", "set", "eth0", "down", host="n2")
         try:
             said = asking.result().stdout
         finally:
-            slurm.power_on("n2")
+            slurm.run("ip", "link", "set", "eth0", "up", host="n2")
+            slurm.run("kill", holder, host="n2")
     assert said.startswith("LOST http://10.99.0.12:7100 went away during ")
 
 
