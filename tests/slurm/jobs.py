@@ -53,7 +53,7 @@ def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
     wait_until("driver waits", waiting)
 
 
-def assert_nothing_left(slurm: MiniSlurm) -> None:
+def assert_nothing_left(slurm: MiniSlurm, timeout_s: float = 15) -> None:
     left: dict[str, list[tuple[int, str]]] = {}
 
     def clean() -> bool:
@@ -61,7 +61,7 @@ def assert_nothing_left(slurm: MiniSlurm) -> None:
         return not any(left.values())
 
     try:
-        wait_until("no process left", clean, timeout_s=15)
+        wait_until("no process left", clean, timeout_s)
     except AssertionError:
         pytest.fail(f"left on the nodes: {left}")
     sessions = [path for host in slurm.hosts for path in (slurm.root / f"nodes/{host}/ray").glob("session_2*")]

@@ -97,19 +97,40 @@ clean_earlier() {
   done
 }
 
-# It and all below it, while they are still below it. Each stands still first, so that none starts another.
+# It and all below it, while they are still below it. Each stands still first, so that none starts another. Those that watch
+# a server end by themselves when nothing is above them, with the server and its files in /dev/shm.
 end_with_all_below() { # end_with_all_below PID
-  local pid found=" " more=1
+  local what pid found=" " watching=() tries more=1
   while [[ -n $more ]]; do
     more=
-    for pid in $(cat /proc/[0-9]*/status 2>/dev/null | awk -v root="$1" '/^Pid:/ {pid = $2} /^PPid:/ {parent[pid] = $2}
-      END {for (pid in parent) {above = pid; while (above != root && above in parent) above = parent[above]; if (above == root) print pid}}'); do
+    while read -r what pid; do
       [[ $found != *" $pid "* ]] || continue
-      kill -STOP "$pid" 2>/dev/null
-      found+="$pid " more=1
-    done
+      if [[ $what == watching ]]; then watching+=("$pid"); else kill -STOP "$pid" 2>/dev/null; more=1; fi
+      found+="$pid "
+    done < <(processes_below "$1")
   done
-  kill -KILL $found 2>/dev/null
+  for pid in $found; do [[ " ${watching[*]-} " == *" $pid "* ]] || kill -KILL "$pid" 2>/dev/null; done
+  for ((tries = 0; tries < 50; tries++)); do
+    ((${#watching[@]} > 0)) && kill -0 "${watching[@]}" 2>/dev/null || break
+    sleep 0.2
+  done
+}
+processes_below() { # processes_below PID: "ends N" or "watching N" for each, PID among them, but none below those that watch
+  local watching
+  watching=$(grep -las 'scalerl[.]servers[.]supervise' /proc/[0-9]*/cmdline | awk -F/ '{print $3}')
+  cat /proc/[0-9]*/status 2>/dev/null | awk -v root="$1" -v watching="$watching" '
+    BEGIN {split(watching, pids, /[ \n]/); for (i in pids) watches[pids[i]]}
+    /^Pid:/ {pid = $2}
+    /^PPid:/ {parent[pid] = $2}
+    END {
+      for (pid in parent) {
+        first = ""
+        for (above = pid; above != root && above in parent; above = parent[above]) if (above in watches) first = above
+        if (above != root) continue
+        if (first == "") print "ends", pid
+        else if (first == pid) print "watching", pid
+      }
+    }'
 }
 
 start_ray() { # start_ray OPTION ...
