@@ -10,7 +10,8 @@ The merge is `scalerl.merge.merge` in a process that has imported it (how long t
 reads the pieces, compares every digest, and writes the files with fsync. So cp is timed by itself and with a sync of
 its file. Torch's own converter (torch.distributed.checkpoint.format_utils.dcp_to_torch_save) reads the same checkpoint:
 it makes one pickle of Megatron's tensors, compares no digest, forces nothing onto the disk, and holds the model in
-memory. Slime's converter needs Megatron and a package that builds for CUDA alone; it is not here.
+memory. Slime's converter needs Megatron and a package that builds for CUDA alone, so its way is gone here, with torch's
+and safetensors' functions: the whole model is loaded, each parameter converted, and files of 5 GB are saved.
 
 With --cold every one of them begins without any page of the checkpoint or model in memory.
 
@@ -40,6 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 
 LAYERS = 8
+# Of each file that slime's converter writes.
+SLIME_FILE_BYTES = 5 * 2**30
 SAMPLE_BYTES = 2**28
 IMPORTS = "import time; start = time.perf_counter(); import scalerl.merge; print(time.perf_counter() - start)"
 
@@ -177,18 +180,55 @@ def one_core(directory: Path) -> dict[str, float]:
     return best
 
 
+def fits_twice(actor: Path) -> bool:
+    """Whether the memory holds the checkpoint, and has as much for what is made of it."""
+    size = sum(file.stat().st_size for file in (actor / "dist_ckpt").iterdir())
+    return 2 * size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def torch_converted(actor: Path, target: Path) -> float | None:
     """Seconds that torch's converter takes; None where the model would fill half of the memory."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    size = sum(file.stat().st_size for file in (actor / "dist_ckpt").iterdir())
-    if 2 * size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if not fits_twice(actor):
         return None
     start = time.perf_counter()
     dcp_to_torch_save(actor / "dist_ckpt", target)
     seconds = time.perf_counter() - start
     target.unlink()
     os.sync()
+    return seconds
+
+
+def converted_as_slime_does(actor: Path, target: Path) -> float | None:
+    """Seconds until the files of a Hugging Face model are written; None as for `torch_converted`."""
+    import torch
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from scalerl.families import CHECKPOINT_MODEL_PREFIX, ModelShape, family_of
+
+    if not fits_twice(actor):
+        return None
+    start = time.perf_counter()
+    target.mkdir()
+    loaded: dict[str, torch.Tensor] = {}
+    reader = FileSystemReader(actor / "dist_ckpt")
+    _load_state_dict(loaded, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    shape = ModelShape.from_hf(actor / "huggingface")
+    number, filled, tensors = 0, 0, {}
+    for param in family_of(shape).params(shape):
+        for name, tensor in param.to_hf(loaded[CHECKPOINT_MODEL_PREFIX + param.name], shape).items():
+            if tensors and filled + tensor.nbytes > SLIME_FILE_BYTES:
+                save_file(tensors, target / f"model-{number}.safetensors")
+                number, filled, tensors = number + 1, 0, {}
+            tensors[name] = tensor.contiguous()
+            filled += tensor.nbytes
+    save_file(tensors, target / f"model-{number}.safetensors")
+    seconds = time.perf_counter() - start
+    remove(target)
     return seconds
 
 
@@ -208,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
         actor = make_checkpoint(Path(root), args.gb, args.ranks)
         merged, copy = Path(root) / "merged", Path(root) / "copy"
         summary = merge(actor, merged, num_workers=args.workers)
-        cp_s, synced_cp_s, merge_s, torch_s, peaks, cached = [], [], [], [], [], []
+        cp_s, synced_cp_s, merge_s, torch_s, slime_s, peaks, cached = [], [], [], [], [], [], []
         begin = functools.partial(evict, Path(root)) if args.cold else lambda: None
         for _ in range(args.repeats):
             begin()
@@ -227,11 +267,16 @@ def main(arguments: list[str] | None = None) -> int:
             peaks.append(resident("VmHWM") - before)
             begin()
             torch_s.append(torch_converted(actor, Path(root) / "model.pt"))
+            begin()
+            slime_s.append(converted_as_slime_does(actor, Path(root) / "converted"))
     size = summary.num_bytes
     workers = args.workers or min(MAX_WORKERS, ran_on["cores"])
     sync_s = max(median(synced_cp_s) - median(cp_s), 1e-9)
     predicted = min(size / sync_s / 1e9, min(workers, ran_on["cores"]) / sum(1 / rate for rate in rates.values()))
-    converted = [size / s / 1e9 for s in torch_s if s is not None]
+    converted = {
+        name: [size / s / 1e9 for s in seconds if s is not None]
+        for name, seconds in (("torch_converter", torch_s), ("slimes_way", slime_s))
+    }
     result = {
         "model_bytes": size,
         "merge_gb_per_s": record.spread([size / s / 1e9 for s in merge_s]),
@@ -240,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cp_source_cached_frac": record.spread(cached),
         "cp_gb_per_s": record.spread([size / s / 1e9 for s in cp_s]),
         "synced_cp_gb_per_s": record.spread([size / s / 1e9 for s in synced_cp_s]),
-        "torch_converter_gb_per_s": record.spread(converted) if converted else None,
+        **{f"{name}_gb_per_s": record.spread(found) if found else None for name, found in converted.items()},
         "merge_over_cp": record.spread([c / m for c, m in zip(cp_s, merge_s, strict=True)]),
         "merge_over_synced_cp": record.spread([c / m for c, m in zip(synced_cp_s, merge_s, strict=True)]),
         "peak_bytes_over_imports": max(peaks),
@@ -256,8 +301,10 @@ def main(arguments: list[str] | None = None) -> int:
         ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
         ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),
     ]
-    if converted:
-        rows.insert(4, ("torch", f"{median(converted):.2f} GB/s", "dcp_to_torch_save, no digests, no fsync"))
+    if found := converted["torch_converter"]:
+        rows.insert(4, ("torch", f"{median(found):.2f} GB/s", "dcp_to_torch_save, no digests, no fsync"))
+    if found := converted["slimes_way"]:
+        rows.insert(5, ("as slime", f"{median(found):.2f} GB/s", "all in memory, no digests, no fsync"))
     print(record.table(rows))
     return record.keep("merge", arguments, vars(args), ran_on, result)
 
