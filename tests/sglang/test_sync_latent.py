@@ -9,6 +9,7 @@ import pytest
 
 from scalerl.families import ModelShape, family_of
 from scalerl.parallel.export import plan_buckets
+from scalerl.servers.engines.sglang import LATENT
 from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
 from tests.sglang.conftest import Engine, Model, make_model
 from tests.sglang.test_sync_mixture import TWO_CORES
@@ -29,6 +30,10 @@ CONFIG = {
         "mscale_all_dim": 1.0,
     },
 }
+
+
+def test_every_family_that_is_said_to_be_known_is_here() -> None:
+    assert LATENT == ("deepseek_v3",)
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=[TWO_CORES, pytest.mark.full])])
