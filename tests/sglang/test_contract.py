@@ -295,8 +295,8 @@ def test_an_abort_by_somebody_else_is_continued_when_asked_for(engine: Engine, m
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_sample_comes_when_it_is_finished_and_the_others_of_its_prompt_run_on(engine: Engine, begun: bool) -> None:
     """An abort that follows the first sample still finds others running. begun: samples that go on."""
-    # One of eight tokens ends a sample, so that their lengths differ.
-    sampling = SamplingParams(max_new_tokens=90, stop_token_ids=tuple(range(0, 512, 8)))
+    # One token of 64 ends a sample: the first of 16 after a few, and some of them after 90.
+    sampling = SamplingParams(max_new_tokens=90, stop_token_ids=tuple(range(0, 512, 64)))
     (request,) = requests_for([PROMPTS[0]], sampling, n=16)
     if begun:
         progress = tuple(GenerateOutput(*key, [9], [-1.0], "abort", 0) for key in request.sample_keys())
