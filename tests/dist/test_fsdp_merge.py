@@ -59,7 +59,7 @@ def _save(save: Save, rank: int, world_size: int) -> None:
         model = AutoModelForTokenClassification.from_pretrained(save.model, num_labels=1)
         torch.manual_seed(0)
         with torch.no_grad():
-            # transformers leaves in the weight of a new head what its memory held.
+            # Where platform.install replaced torch's factories, transformers leaves in a new head what its memory held.
             model.score.weight.normal_()
             model.score.bias.fill_(0.25)
     else:
