@@ -140,10 +140,11 @@ def test_one_that_raises_is_reported_once_and_counted_at_the_end(register, tmp_p
 
 
 def test_one_that_hangs_in_log_holds_up_neither_steps_nor_the_end(register, tmp_path, caplog):
-    release = threading.Event()
+    began, release = threading.Event(), threading.Event()
 
     class Hangs(Recorder):
         def log(self, data, step, time_s) -> None:
+            began.set()
             release.wait()
 
     register(Hangs)
@@ -152,6 +153,7 @@ def test_one_that_hangs_in_log_holds_up_neither_steps_nor_the_end(register, tmp_
     def run() -> None:
         for step in range(20):
             tracking.log({"x": 1}, step)
+            began.wait()
             # The file's queue has three places, too.
             while steps_in_file(tmp_path)[-1:] != [step]:
                 pass
