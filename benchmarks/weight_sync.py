@@ -237,7 +237,7 @@ def measure_syncs(job: SyncJob, engine: Any, path: str, bucket_mb: int) -> dict[
         timeout_s=300.0,
     )
     if path == "gathered":
-        sync.transport = GatheredTransport(engine.export_buckets, sync.feeds)
+        sync.transport = GatheredTransport(engine.export_buckets, sync.groups)
     copied: list[torch.Tensor] = []
     seconds: dict[str, list[float]] = {"send": [], "whole": [], "copy": []}
     for repeat in range(job.warmup + job.repeats):

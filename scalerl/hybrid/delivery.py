@@ -42,7 +42,8 @@ class Delivery:
 
         clients: URL -> client.  verify: the same on every rank.
         orders: index of a replica -> where its server is in the order of its steps; None: drained, weights in place.
-        expected: index of a replica that this rank leads -> its server's checksums; empty where they are not compared.
+        expected: index of a replica -> the checksums of the ranks of its server that this rank feeds; empty where they
+            are not compared.
         """
         self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify
         self.bucket_bytes = bucket_bytes
@@ -79,7 +80,7 @@ class Delivery:
         self.failed.setdefault(feed.index, why)
 
     def hash(self, named: NamedTensors) -> None:
-        """Adds a bucket to the checksums that the servers led by this rank must have."""
+        """Adds a bucket to the checksums that this rank makes."""
         for checksums in self.expected.values():
             checksums.add(named)
 

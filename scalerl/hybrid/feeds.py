@@ -20,6 +20,10 @@ class Feed:
     def lead(self) -> int:
         return self.ranks[0]
 
+    def engine_ranks(self, rank: int) -> list[int]:
+        """The ranks of the server that a trainer rank feeds, and whose checksums it makes."""
+        return [number for number in range(self.replica.tp_size) if self.ranks[number % len(self.ranks)] == rank]
+
 
 def plan_feeds(replicas: Sequence[Replica], world_size: int) -> list[tuple[int, ...]]:
     """The trainer ranks that make the buckets of each replica's engine ranks; the first talks to the server.

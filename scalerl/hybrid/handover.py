@@ -248,14 +248,17 @@ def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, M
 # --- buckets ---
 
 
-def hashed_expert_bytes(shape: ModelShape, itemsize: int, tp_size: int) -> int:
-    """Bytes of experts that a rank on a GPU keeps while it makes the checksums of a server with tp_size ranks.
+def hashed_expert_bytes(shape: ModelShape, itemsize: int, tp_size: int, *, num_ranks: int) -> int:
+    """Bytes of experts that a trainer rank on a GPU keeps while it makes the checksums of some ranks of a server.
 
     SGLang's hash on a GPU takes a whole tensor, and all experts of a layer are in two: their parts are kept until the
     last one has come, when those of the larger tensor, on one rank of the server, are joined. 0 for dense models.
+    tp_size: ranks of the server.  num_ranks: those whose checksums this rank makes.
     """
+    if num_ranks == 0:
+        return 0
     matrix = shape.num_experts * shape.moe_ffn_hidden_size * shape.hidden_size * itemsize
-    return 3 * matrix + -(-2 * matrix // tp_size)
+    return -(-(3 * num_ranks + 2) * matrix // tp_size)
 
 
 def bucket_bytes_that_fit(free_bytes: int, *, limit_bytes: int, largest_bytes: int, num_copies: int) -> int:

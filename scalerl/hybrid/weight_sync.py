@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from scalerl.errors import RunError
 from scalerl.hybrid.delivery import Delivery
+from scalerl.hybrid.feed_groups import FeedGroups
 from scalerl.hybrid.feeds import Feed, feeds_of
 from scalerl.hybrid.handover import BUCKET_COPIES, agreed_bucket_bytes, free_for_buckets, hashed_expert_bytes
 from scalerl.hybrid.order import SyncOrder
@@ -59,10 +60,11 @@ class WeightSync:
         self.max_model_len, self.timeout_s = max_model_len, timeout_s
         self.feeds = feeds_of(transport, replicas, dist.get_world_size())
         self.clients = {feed.replica.url: self._client(feed) for feed in self.feeds if feed.lead == self.rank}
+        self.groups = FeedGroups(self.feeds)
         self.transport = make_transport(
             transport,
             engine,
-            self.feeds,
+            self.groups,
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
             directory=directory,
@@ -113,8 +115,8 @@ class WeightSync:
         for feed in delivery.led:
             delivery.tell(feed, "end", lambda client: client.end_weight_update(policy_version))
         sent_s = time.perf_counter() - start
-        for feed in delivery.led if verify else ():
-            _verify(delivery, feed)
+        if verify:
+            self._verify(delivery)
         dist.barrier()
         if delivery.failed and raise_errors:
             raise RolloutError("; ".join(delivery.failed.values()))
@@ -133,9 +135,14 @@ class WeightSync:
         engine = self.engine
         itemsize = next(engine.chunks[0].parameters()).element_size()
         free_bytes, device = free_for_buckets(engine.device)
-        if verify and engine.device == "cuda" and self.clients:
-            tp_size = min(feed.replica.tp_size for feed in self.feeds)
-            free_bytes = max(0, free_bytes - hashed_expert_bytes(engine.shape, itemsize, tp_size))
+        if verify and engine.device == "cuda":
+            hashed = sum(
+                hashed_expert_bytes(
+                    engine.shape, itemsize, feed.replica.tp_size, num_ranks=len(feed.engine_ranks(self.rank))
+                )
+                for feed in self.feeds
+            )
+            free_bytes = max(0, free_bytes - hashed)
         return agreed_bucket_bytes(
             free_bytes,
             device,
@@ -150,10 +157,10 @@ class WeightSync:
         feeds = [feed for feed in self.feeds if orders is None or feed.index in orders]
         expected = {
             feed.index: ENGINES[feed.replica.engine].expected_checksums(
-                self.model_config, feed.replica.tp_size, self.dtype
+                self.model_config, feed.replica.tp_size, self.dtype, ranks
             )
             for feed in feeds
-            if verify and feed.lead == self.rank
+            if verify and (ranks := feed.engine_ranks(self.rank))
         }
         return Delivery(
             feeds,
@@ -166,18 +173,26 @@ class WeightSync:
             orders=orders,
         )
 
+    def _verify(self, delivery: Delivery) -> None:
+        """Compares what servers have with what they must have; collective over the ranks of each feed."""
+        expected = {}
+        for feed in delivery.feeds:
+            if self.rank in feed.ranks:
+                expected[feed.index] = self.groups.gather(feed, delivery.expected[feed.index].by_rank())
+        for feed in delivery.led:
+            self._compare(delivery, feed, expected[feed.index])
+
+    def _compare(self, delivery: Delivery, feed: Feed, expected: Mapping[int, dict[str, str]]) -> None:
+        served = delivery.tell(feed, "check", RolloutClient.checksums)
+        if served is None:
+            return
+        wrong = checksum_differences([expected[rank] for rank in sorted(expected)], served)
+        if wrong:
+            raise WeightSyncError(
+                f"{feed.replica.url} does not serve policy version {delivery.policy_version}: {len(wrong)} tensors "
+                "differ from the trainer's. " + "; ".join(wrong[:5])
+            )
+
     def _begin(self, client: RolloutClient) -> None:
         if self.transport.has_session:
             client.begin_weight_update()
-
-
-def _verify(delivery: Delivery, feed: Feed) -> None:
-    served = delivery.tell(feed, "check", RolloutClient.checksums)
-    if served is None:
-        return
-    wrong = checksum_differences(delivery.expected[feed.index].result(), served)
-    if wrong:
-        raise WeightSyncError(
-            f"{feed.replica.url} does not serve policy version {delivery.policy_version}: {len(wrong)} tensors differ "
-            f"from the trainer's. " + "; ".join(wrong[:5])
-        )

@@ -10,6 +10,7 @@ from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, train
 from scalerl.config.batch_sizes import longest_sample
 from scalerl.config.device_memory import GIB
 from scalerl.config.schema import MegatronConfig, RolloutConfig
+from scalerl.config.weight_transport import transport_of
 from scalerl.families import ModelShape
 from scalerl.hybrid.handover import BUCKET_COPIES, bucket_bytes_that_fit, hashed_expert_bytes
 from scalerl.memory_plan.activations import head_bytes, kept_bytes, micro_batches_in_flight
@@ -384,7 +385,9 @@ def _phases(
     held = resting | weights | resumed
     if process and rollout.verify_weights_every:
         tp_size = rollout.tensor_model_parallel_size
-        hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size)
+        # Beside each rank of a server is the trainer rank that makes its checksums; else one makes those of a replica.
+        num_ranks = 1 if transport_of(cfg) == "shared" else tp_size
+        hashed = hashed_expert_bytes(actor.shape, ITEMSIZE[rollout.dtype], tp_size, num_ranks=num_ranks)
         held |= {"checksums": hashed} if hashed else {}
     free_bytes = None if memory_bytes is None else max(0, memory_bytes - sum(held.values()))
     bucket = _bucket_bytes(actor.itemsize * largest_tensor(actor.shape), rollout, free_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,8 +93,8 @@ class Placement(Protocol):
         """The dtype that the engine stores this tensor in.  dtype: of the model."""
         ...
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
-        """Yields (rank, place, part of the tensor) for every rank that stores a part of it."""
+    def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        """Yields (rank, place, part of the tensor) for every one of these ranks that stores a part of it."""
         ...
 
 
@@ -106,8 +106,9 @@ class AsSent:
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
-        yield 0, TensorPlace(name), tensor
+    def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+        for rank in ranks:
+            yield rank, TensorPlace(name), tensor
 
 
 class ExpectedChecksums:
@@ -116,28 +117,43 @@ class ExpectedChecksums:
     Parts are hashed as they arrive; on a CPU, a stream in the order of the family's table is never copied.
     """
 
-    def __init__(self, placement: Placement, dtype: torch.dtype | None = None) -> None:
-        """Starts without tensors.  dtype: the dtype that the engine stores; None: that of the tensors."""
+    def __init__(
+        self, placement: Placement, dtype: torch.dtype | None = None, ranks: Collection[int] | None = None
+    ) -> None:
+        """Starts without tensors.
+
+        dtype: the dtype that the engine stores; None: that of the tensors.
+        ranks: the engine ranks whose checksums are asked for; None: all. Only their parts are hashed, and kept.
+        """
         self._placement, self._dtype = placement, dtype
-        self._ranks: list[dict[str, _Parameter]] = [{} for _ in range(placement.num_ranks)]
+        self.ranks = [rank for rank in range(placement.num_ranks) if ranks is None or rank in ranks]
+        self._parameters: dict[int, dict[str, _Parameter]] = {rank: {} for rank in self.ranks}
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named_tensors:
             tensor = tensor.detach()
             if self._dtype is not None:
                 tensor = tensor.to(self._placement.stored_dtype(name, self._dtype))
-            for rank, place, part in self._placement.parts(name, tensor):
-                self._ranks[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
+            for rank, place, part in self._placement.parts(name, tensor, self.ranks):
+                self._parameters[rank].setdefault(place.name, _Parameter(place.count)).add(place.position, part)
 
-    def result(self) -> list[dict[str, str]]:
-        """The checksums of each engine rank, by the server's parameter names.
+    def by_rank(self) -> dict[int, dict[str, str]]:
+        """The checksums of each of `ranks`, by the server's parameter names.
 
         Raises ValueError when a part of a fused parameter is missing.
         """
-        missing = {name: p.missing[:8] for name, p in self._ranks[0].items() if p.checksum is None}
-        if missing:
-            raise ValueError(f"expected checksums: parts of fused parameters were not sent: {missing}")
-        return [{name: str(parameter.checksum) for name, parameter in rank.items()} for rank in self._ranks]
+        for parameters in self._parameters.values():
+            missing = {name: p.missing[:8] for name, p in parameters.items() if p.checksum is None}
+            if missing:
+                raise ValueError(f"expected checksums: parts of fused parameters were not sent: {missing}")
+        return {
+            rank: {name: str(parameter.checksum) for name, parameter in parameters.items()}
+            for rank, parameters in self._parameters.items()
+        }
+
+    def result(self) -> list[dict[str, str]]:
+        """`by_rank` as the list that `RolloutClient.checksums` returns, where `ranks` are all of the engine's."""
+        return list(self.by_rank().values())
 
 
 def checksum_differences(expected: Sequence[dict[str, str]], actual: Sequence[dict[str, str]]) -> list[str]:

@@ -252,7 +252,7 @@ def wide_trainer(
 
 @pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="SGLang on CPU binds each rank to a core of its own")
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "disk"])
 # Apart from the transports: in one table with them every case would start a server of its own.
 @pytest.mark.parametrize(
     ("wide_server", "wide_trainer"),

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from scalerl.hybrid.delivery import Delivery
+from scalerl.hybrid.feed_groups import FeedGroups
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
 from scalerl.hybrid.transports.gathered import GatheredTransport
@@ -136,7 +137,7 @@ def test_the_next_bucket_is_gathered_while_one_is_sent(
     weights = model_b.weights()
     transport = transport_of(weights, before)
     if kind == "gathered":
-        transport = GatheredTransport(exporter(weights, before), [])
+        transport = GatheredTransport(exporter(weights, before), FeedGroups([]))
     send, asked = transport._send, []
 
     def send_then(*arguments: Any) -> None:

@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Collection, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -129,11 +129,15 @@ class ThirdEngine(Engine):
         return base64.b64encode(json.dumps(named).encode()).decode()
 
     def expected_checksums(
-        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+        self,
+        model_config: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
     ) -> ExpectedChecksums:
         from scalerl.servers.checksums import AsSent, ExpectedChecksums
 
-        return ExpectedChecksums(AsSent(), dtype)
+        return ExpectedChecksums(AsSent(), dtype, ranks)
 
 
 class Counter:

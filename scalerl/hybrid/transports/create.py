@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from scalerl.hybrid.feeds import Feed
+from scalerl.hybrid.feed_groups import FeedGroups
 from scalerl.hybrid.node_buckets import NodeBuckets
 from scalerl.hybrid.transports import Transport, TransportName
 from scalerl.hybrid.transports.broadcast import BroadcastTransport
@@ -18,7 +16,7 @@ from scalerl.parallel.export import BucketWriter
 def make_transport(
     name: TransportName,
     engine: MegatronEngine,
-    feeds: Sequence[Feed],
+    groups: FeedGroups,
     *,
     bucket_bytes: int,
     timeout_s: float,
@@ -27,7 +25,7 @@ def make_transport(
 ) -> Transport:
     """Makes the transport of that name; collective over the trainer's world.
 
-    directory, model_path: as `DiskTransport`, which alone needs them.
+    groups: of the feeds.  directory, model_path: as `DiskTransport`, which alone needs them.
     """
     if name == "disk":
         assert directory is not None and model_path is not None
@@ -41,4 +39,4 @@ def make_transport(
         return BroadcastTransport(engine.export_buckets, backend=backend, timeout_s=timeout_s)
     if NodeBuckets.possible(engine):
         return SharedTransport(NodeBuckets(engine, bucket_bytes))
-    return GatheredTransport(engine.export_buckets, feeds)
+    return GatheredTransport(engine.export_buckets, groups)

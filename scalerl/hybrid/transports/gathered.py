@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
-
-import torch.distributed as dist
 
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
+from scalerl.hybrid.feed_groups import FeedGroups
 from scalerl.hybrid.feeds import Feed
 from scalerl.hybrid.transports.shared import load_blobs
 from scalerl.servers.engines import ENGINES
@@ -23,15 +20,8 @@ class GatheredTransport:
 
     has_session = True
 
-    def __init__(self, export: Export, feeds: Sequence[Feed]) -> None:
-        """Makes the process groups of feeds with several ranks; collective."""
-        self.export = export
-        self.groups: dict[int, dist.ProcessGroup] = {}
-        for feed in feeds:
-            distinct = sorted(set(feed.ranks))
-            if len(distinct) > 1:
-                # Every rank creates every group.
-                self.groups[feed.index] = cast("dist.ProcessGroup", dist.new_group(distinct, backend="gloo"))
+    def __init__(self, export: Export, groups: FeedGroups) -> None:
+        self.export, self.groups = export, groups
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
         num_bytes = num_buckets = 0
@@ -53,18 +43,11 @@ class GatheredTransport:
 
     def _send(self, delivery: Delivery, feed: Feed, blobs: dict[int, str], is_mapped: bool) -> None:
         """Sends one bucket to one server; collective over the feed's ranks.  blobs: of this rank, by engine rank."""
-        group = self.groups.get(feed.index)
-        if group is None:
-            load_blobs(delivery, feed, [blobs[rank] for rank in range(feed.replica.tp_size)], is_mapped=is_mapped)
-            return
-        is_lead = feed.lead == delivery.rank
-        gathered: list | None = [None] * dist.get_world_size(group) if is_lead else None
-        dist.gather_object(blobs, gathered, dst=feed.lead, group=group)
-        if is_lead:
-            blobs = {rank: blob for part in gathered or [] for rank, blob in part.items()}
+        blobs = self.groups.gather(feed, blobs)
+        if feed.lead == delivery.rank:
             load_blobs(delivery, feed, [blobs[rank] for rank in range(feed.replica.tp_size)], is_mapped=is_mapped)
         # The bucket's memory must live until every engine rank has copied it.
-        dist.barrier(group)
+        self.groups.wait(feed)
 
     def forget(self, index: int) -> None:
         """Does nothing: this transport keeps nothing of a server."""
@@ -73,5 +56,4 @@ class GatheredTransport:
 def _serialized(bucket: Bucket, feed: Feed, rank: int) -> tuple[dict[int, str], bool]:
     """A copy of the bucket for each engine rank of the feed that this rank feeds, and whether they map it instead."""
     engine = ENGINES[feed.replica.engine]
-    blobs = {number: engine.serialize(bucket) for number, maker in enumerate(feed.ranks) if maker == rank}
-    return blobs, bucket.is_mapped
+    return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}, bucket.is_mapped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -82,11 +82,15 @@ class Engine(SharedProtocol, ABC):
 
     @abstractmethod
     def expected_checksums(
-        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+        self,
+        model_config: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
     ) -> ExpectedChecksums:
         """The checksums that `RolloutClient.checksums` must return once a stream of tensors is loaded.
 
-        model_config: the model's config.json.  dtype: the dtype that the engine stores; None: that of the tensors.
+        model_config: the model's config.json.  dtype, ranks: as `ExpectedChecksums`.
         """
 
     # --- before anything starts ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from scalerl.servers.context_length import check_context_length
@@ -54,11 +54,15 @@ class EmbeddedEngine(Engine):
         return base64.b64encode(safetensors.torch.save(tensors)).decode("ascii")
 
     def expected_checksums(
-        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+        self,
+        model_config: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
     ) -> ExpectedChecksums:
         from scalerl.servers.checksums import AsSent, ExpectedChecksums
 
-        return ExpectedChecksums(AsSent(), dtype)
+        return ExpectedChecksums(AsSent(), dtype, ranks)
 
 
 ENGINE = EmbeddedEngine()

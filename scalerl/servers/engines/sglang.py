@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,12 +164,16 @@ class SGLangEngine(Engine):
         return None if num_tokens is None else CacheSize(num_tokens, answer.get("page_size") or 1)
 
     def expected_checksums(
-        self, model_config: Mapping[str, Any], tp_size: int, dtype: torch.dtype | None = None
+        self,
+        model_config: Mapping[str, Any],
+        tp_size: int,
+        dtype: torch.dtype | None = None,
+        ranks: Collection[int] | None = None,
     ) -> ExpectedChecksums:
         from scalerl.servers.checksums import ExpectedChecksums
         from scalerl.servers.sglang.placement import SGLangPlacement
 
-        return ExpectedChecksums(SGLangPlacement(model_config, tp_size), dtype)
+        return ExpectedChecksums(SGLangPlacement(model_config, tp_size), dtype, ranks)
 
     def trained_model_violations(
         self, config: ServerConfig, shape: ModelShape, *, section: str, device: str, verify_weights_every: int

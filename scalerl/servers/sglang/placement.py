@@ -7,7 +7,7 @@ divided over its ranks. Of latent attention (DeepSeek-V3) the two down projectio
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,11 @@ class SGLangPlacement:
     def stored_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
-    def parts(self, name: str, tensor: Tensor) -> Iterator[tuple[int, TensorPlace, Tensor]]:
+    def parts(self, name: str, tensor: Tensor, ranks: Sequence[int]) -> Iterator[tuple[int, TensorPlace, Tensor]]:
         if self._config.get("tie_word_embeddings") and name == "lm_head.weight":
             return
         place, cut = self._place(name)
-        for rank in range(self.num_ranks):
+        for rank in ranks:
             yield rank, place, self._shard(cut, tensor, rank)
 
     def _place(self, name: str) -> tuple[TensorPlace, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,3 +38,16 @@ def test_one_rank_talks_to_a_server_on_a_network_and_several_share_its_devices()
             (0, "a", (0,), 0),
             (1, "b", (2,), 2),
         ]
+
+
+@given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=8), world_size=SIZES)
+def test_each_rank_of_a_server_is_fed_by_one_trainer_rank(sizes: list[int], world_size: int) -> None:
+    replicas = [Replica(str(index), "sglang", size, "key") for index, size in enumerate(sizes)]
+    for transport in ("shared", "broadcast"):
+        for feed in feeds_of(transport, replicas, world_size):
+            fed = {rank: feed.engine_ranks(rank) for rank in range(world_size)}
+            assert sorted(itertools.chain(*fed.values())) == list(range(feed.replica.tp_size))
+            assert {rank for rank, numbers in fed.items() if numbers} == set(feed.ranks)
+            if transport == "shared":
+                # Beside it, on a GPU.
+                assert all(feed.ranks[number] == rank for rank, numbers in fed.items() for number in numbers)

@@ -121,6 +121,10 @@ def test_experts_that_are_hashed_are_counted() -> None:
     cfg = config(f"{MEGATRON}.expert_model_parallel_size=8", f"{ROLLOUT}.tensor_model_parallel_size=4")
     matrix = 128 * 768 * 2048 * 2
     found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert found["checksums"] == (3 * matrix + 2 * matrix) // 4
+    # One trainer rank then makes the checksums of all 4.
+    cfg.actor_rollout_ref.rollout.weight_transport = "broadcast"
+    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
     assert found["checksums"] == 3 * matrix + 2 * matrix // 4
     cfg.actor_rollout_ref.rollout.verify_weights_every = 0
     found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")

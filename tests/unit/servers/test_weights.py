@@ -98,6 +98,14 @@ def test_sglang_checksums_of_two_ranks_in_any_order_of_the_stream(order: str) ->
     assert expected.result() == [sglang_rank(tensors, 0), sglang_rank(tensors, 1)]
 
 
+def test_checksums_of_one_of_two_ranks() -> None:
+    tensors = hf_tensors()
+    for rank in range(2):
+        expected = ENGINES["sglang"].expected_checksums(CONFIG, 2, ranks=[rank])
+        expected.add(tensors.items())
+        assert expected.by_rank() == {rank: sglang_rank(tensors, rank)}
+
+
 MIXTURE_CONFIG = {
     "qwen3_moe": CONFIG | {"model_type": "qwen3_moe", "num_experts": 3},
     "mixtral": CONFIG | {"model_type": "mixtral", "num_local_experts": 3},
@@ -205,8 +213,8 @@ def test_a_gpu_has_experts_without_padding(family: str) -> None:
     with FakeTensorMode():
         for device, width in (("cuda", 24), ("cpu", 32)):
             matrix = torch.empty(48, 8, device=device)
-            rows = list(placement.parts(f"{prefix}experts.2.{gate}.weight", matrix))
-            columns = list(placement.parts(f"{prefix}experts.2.{down}.weight", matrix.t()))
+            rows = list(placement.parts(f"{prefix}experts.2.{gate}.weight", matrix, range(2)))
+            columns = list(placement.parts(f"{prefix}experts.2.{down}.weight", matrix.t(), range(2)))
             assert [(rank, place, tuple(part.shape)) for rank, place, part in rows] == [
                 (rank, TensorPlace(prefix + "experts.w13_weight", 4, 6), (width, 8)) for rank in range(2)
             ]
