@@ -49,6 +49,8 @@ def ray_cluster(*, num_workers: int, device: str, log_dir: Path | None = None) -
     }
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A Python process for each core, which no actor ever takes: each has an environment of its own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # The first rank's error is raised with its cause; Ray would print a stack for every other rank's beside it.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,18 @@ def assert_came_back(
     }
     if alone:
         assert_nothing_left(slurm)
+
+
+@contextmanager
+def slow_scontrol(directory: Path) -> Iterator[None]:
+    """As of a busy controller: what is submitted meanwhile, and the test itself, wait for its answers."""
+    directory.mkdir()
+    program = directory / "scontrol"
+    program.write_text(f'#!/bin/sh\nsleep 0.6\nexec {shutil.which("scontrol")} "$@"\n')
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+        yield
 
 
 @contextmanager

@@ -40,6 +40,12 @@ def limit_to_this_minute(slurm: MiniSlurm, job_id: str) -> None:
     slurm.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={limit}")
 
 
+def with_time_again(slurm: MiniSlurm, job_id: str) -> None:
+    """The second attempt is not to come to the first one's limit before its Ray is up."""
+    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
+    slurm.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=30")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
@@ -50,6 +56,7 @@ def test_a_command_that_has_not_saved_when_the_job_ends_is_ended_and_requeued(
     out = tmp_path / f"out-{job_id}.txt"
     wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
     limit_to_this_minute(slurm, job_id)
+    with_time_again(slurm, job_id)
     assert_came_back(slurm, job_id, out, because="75", timeout_s=300)
     text = out.read_text()
     assert "got USR1" in text and "got TERM" not in text and "TIME LIMIT" not in text
@@ -66,6 +73,7 @@ def test_a_job_that_its_time_limit_ends_is_requeued(
     out = tmp_path / f"out-{job_id}.txt"
     wait_until("the command", lambda: out.exists() and "SLEEPING" in out.read_text(), 300, shown=out)
     limit_to_this_minute(slurm, job_id)
+    with_time_again(slurm, job_id)
     assert_came_back(slurm, job_id, out, because="143", timeout_s=300)
     assert "got TERM" in out.read_text() and "DUE TO TIME LIMIT" in out.read_text()
 

@@ -28,6 +28,7 @@ from tests.slurm.jobs import (
     launched_job,
     little_shared_memory,
     overrides,
+    slow_scontrol,
     wait_until,
 )
 from tests.slurm.minislurm import MiniSlurm
@@ -90,7 +91,10 @@ def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
 def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed_run(
     slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path, devices: int
 ) -> None:
-    """devices: of each node. The model is at a URL; the other node does not see what the first has in /tmp."""
+    """devices: of each node. The model is at a URL; the other node does not see what the first has in /tmp.
+
+    Slurm's controller answers slowly: a notice has to get through all the same.
+    """
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(1)
     more = (
@@ -99,7 +103,7 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     )
     own_cache = Path(tempfile.gettempdir(), f"scalerl-{os.getuid()}")
     own_cache.mkdir(mode=0o700, exist_ok=True)
-    with hidden(slurm, "n2", own_cache):
+    with hidden(slurm, "n2", own_cache), slow_scontrol(tmp_path / "bin"):
         job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, *more)))
         run_over_a_requeue(slurm, run_dir, job_id, pause)
     text = (run_dir / f"logs/slurm-{job_id}.out").read_text()
