@@ -76,7 +76,7 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     from scalerl.data import PromptRow
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
-    from scalerl.runtime.garbage import collect_garbage
+    from scalerl.runtime.garbage import collect_garbage, collect_rarely
     from scalerl.servers.requests import GenerateOutput, GenerateRequest, SamplingParams
     from scalerl.servers.slots import slots_of
     from scalerl.servers.wire import output_of, read_events
@@ -90,6 +90,7 @@ def measure(samples: int, tokens: int, repeats: int) -> dict[str, Any]:
     slots = slots_of(request, PROMPT_TOKENS + tokens)
     # As the rollout worker does before its first generation.
     collect_garbage()
+    collect_rarely()
 
     async def chunks() -> AsyncIterator[bytes]:
         for event in events:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scalerl.errors import RunError
@@ -72,12 +72,15 @@ class GenerateOutput:
     def finished(self) -> bool:
         return self.finish_reason in FINISHED
 
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Yields (first token, end, version of the weights that drew them) of each span of tokens, in order."""
+        ends = [start for start, _ in self.version_spans[1:]] + [len(self.output_ids)]
+        for (start, version), end in zip(self.version_spans, ends, strict=True):
+            yield start, end, version
+
     def token_versions(self) -> list[int]:
         """[len(output_ids)] the version of the weights that drew each token."""
-        ends = [start for start, _ in self.version_spans[1:]] + [len(self.output_ids)]
-        return [
-            version for (start, version), end in zip(self.version_spans, ends, strict=True) for _ in range(start, end)
-        ]
+        return [version for start, end, version in self.spans() for _ in range(start, end)]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from scalerl.servers.requests import (
 from scalerl.servers.slots import Slot
 
 EVENT_END = b"\n\n"
+DATA = b"data: "
 LAST_EVENT = b"[DONE]"
 
 
@@ -26,21 +27,37 @@ async def read_events(chunks: AsyncIterable[bytes], who: str) -> AsyncGenerator[
 
     Raises ServerLostError for a stream that ends too early.
     """
-    rest = b""
+    pending, num_searched = bytearray(), 0
     async for chunk in chunks:
-        *events, rest = (rest + chunk).split(EVENT_END)
-        for event in events:
-            data = event.removeprefix(b"data: ")
+        pending += chunk
+        begin = 0
+        while (end := _event_end(pending, max(begin, num_searched))) >= 0:
+            data = pending[begin + len(DATA) if pending.startswith(DATA, begin) else begin : end]
             if data == LAST_EVENT:
                 return
             yield orjson.loads(data)
+            begin = end + len(EVENT_END)
+        del pending[:begin]
+        # The first half of an event's end may have arrived.
+        num_searched = max(0, len(pending) - 1)
     raise ServerLostError(f"the answer to {who} ends before its last event")
+
+
+def _event_end(stream: bytearray, start: int) -> int:
+    """The position of the first EVENT_END at `start` or behind it; -1 if there is none.
+
+    JSON has no line breaks, and one byte is found many times as fast as two.
+    """
+    line_end = stream.find(b"\n", start)
+    while line_end >= 0 and not stream.startswith(EVENT_END, line_end):
+        line_end = stream.find(b"\n", line_end + 1)
+    return line_end
 
 
 def output_of(slot: Slot, answer: dict[str, Any], *, undone_by_abort: int = 0) -> GenerateOutput:
     """Reads the sample of an event.  Raises RolloutError when the answer contradicts itself or the request.
 
-    undone_by_abort: the engine's `Engine.undone_by_abort`.
+    undone_by_abort: `SharedProtocol.undone_by_abort` of the engine.
     """
     who = f"request {slot.request_id!r} sample {slot.sample_index}"
     meta = answer["meta_info"]

@@ -69,7 +69,8 @@ def _token_columns(trajectories: Sequence[Trajectory]) -> dict[str, Jagged]:
             if isinstance(part, GenerateOutput):
                 mask[start:end] = True
                 logprobs[start:end] = part.logprobs
-                versions[start:end] = part.token_versions()
+                for first, stop, version in part.spans():
+                    versions[start + first : start + stop] = version
         start = end
     cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]))
     columns = {"input_ids": ids, "response_mask": mask, "rollout_logprobs": logprobs, "policy_versions": versions}

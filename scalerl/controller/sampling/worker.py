@@ -18,7 +18,7 @@ from scalerl.controller.sampling.held_batches import HeldBatches
 from scalerl.controller.sampling.sample_columns import to_batch
 from scalerl.controller.sampling.texts import decoded, texts_of
 from scalerl.protocol import DataProto
-from scalerl.runtime.garbage import collect_garbage
+from scalerl.runtime.garbage import collect_garbage, collect_rarely
 from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class RolloutWorker(HeldBatches, Reusable):
         self._replacements = Replacements(clients, replicas)
         # Answers are millions of small objects.
         collect_garbage()
+        collect_rarely()
 
     @property
     def clients(self) -> list[RolloutClient]:

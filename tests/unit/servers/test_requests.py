@@ -136,6 +136,12 @@ def test_events_are_read_wherever_the_stream_is_cut(size: int) -> None:
     assert asyncio.run(_read([whole[at : at + size] for at in range(0, len(whole), size)])) == EVENTS
 
 
+def test_a_single_line_break_ends_no_event() -> None:
+    lines = b'data: {"index":\n0}' + EVENT_END
+    stream = [lines[:16], lines[16:-1], lines[-1:] + b"data: " + LAST_EVENT + EVENT_END]
+    assert asyncio.run(_read(stream)) == [{"index": 0}]
+
+
 @pytest.mark.parametrize("sent", [b"", STREAM, STREAM[:-1]])
 def test_a_stream_without_its_last_event_is_a_lost_server(sent: bytes) -> None:
     with pytest.raises(ServerLostError, match="the answer to request 'p' ends before its last event"):
