@@ -12,7 +12,7 @@ import numpy as np
 from scalerl.balance import StepPlan
 from scalerl.cluster.dispatch import MicroBatches
 
-# The rollout's token columns as one Column of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
+# The rollout's token columns as one TokenColumn of a PlacedBatch: input_ids, response_mask, rollout_logprobs.
 TOKENS = "tokens"
 
 
@@ -79,14 +79,14 @@ class BatchRef:
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """Token columns of the whole batch. fragments[dp_rank]: a reference to a DataProto with the rows of
     plan.rows(dp_rank), in that order."""
 
     plan: StepPlan
     fragments: tuple[Any, ...]
     # id of another plan of the batch -> the column, dealt to the ranks of that one.
-    dealt: dict[int, Column] = field(default_factory=dict, compare=False, repr=False)
+    dealt: dict[int, TokenColumn] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         ranks = self.plan.dp_size
@@ -138,7 +138,7 @@ class ShardedBatch:
 
     plan: StepPlan
     samples: dict[str, np.ndarray]
-    columns: tuple[Column, ...] = ()
+    columns: tuple[TokenColumn, ...] = ()
 
     def shard_samples(self, dp_rank: int) -> dict[str, np.ndarray]:
         start, end = self.plan.starts[dp_rank : dp_rank + 2]
@@ -156,10 +156,10 @@ class ShardedBatch:
         return {name: np.concatenate([shard[name] for shard in shards])[order] for name in shards[0]}
 
     def parts(self, dp_rank: int) -> list[ColumnFragments]:
-        """The rank's Part of each column, in the order of `columns`."""
+        """The `ColumnFragments` of each column for a rank, in the order of `columns`."""
         return [self._part(column, dp_rank) for column in self.columns]
 
-    def _part(self, column: Column, dp_rank: int) -> ColumnFragments:
+    def _part(self, column: TokenColumn, dp_rank: int) -> ColumnFragments:
         if id(column) in self._under_this_plan:
             return ColumnFragments((column.fragments[dp_rank],))
         fragment_S, position_S, sizes = column.places
@@ -181,15 +181,15 @@ class ShardedBatch:
 class PlacedBatch:
     """A step's batch as the training loop holds it.
 
-    samples: column -> [S] in the batch's order.  plans: role -> split over its ranks.  columns: name -> Column.
+    samples: column -> [S] in the batch's order.  plans: role -> split over its ranks.  columns: name -> TokenColumn.
     deal: makes the fragments of a column under another plan; None: each rank puts its rows together from the fragments
     that have any, which with many ranks are nearly all of them.
     """
 
     samples: dict[str, np.ndarray]
     plans: Mapping[str, StepPlan]
-    columns: Mapping[str, Column] = field(default_factory=dict)
-    deal: Callable[[Column, StepPlan], Sequence[Any]] | None = None
+    columns: Mapping[str, TokenColumn] = field(default_factory=dict)
+    deal: Callable[[TokenColumn, StepPlan], Sequence[Any]] | None = None
 
     def shards(self, role: str, *columns: str) -> ShardedBatch:
         """The samples and the named columns, to be cut for that role's ranks. Raises KeyError for a missing column."""
@@ -199,17 +199,17 @@ class PlacedBatch:
         plan = self.plans[role]
         return ShardedBatch(plan, self.samples, tuple(self._under(plan, self.columns[name]) for name in columns))
 
-    def _under(self, plan: StepPlan, column: Column) -> Column:
+    def _under(self, plan: StepPlan, column: TokenColumn) -> TokenColumn:
         # Plans of equal numbers are equal, whoever made them.
         if self.deal is None or column.plan.micro_batches == plan.micro_batches:
             return column
         if id(plan) not in column.dealt:
-            column.dealt[id(plan)] = Column(plan, tuple(self.deal(column, plan)))
+            column.dealt[id(plan)] = TokenColumn(plan, tuple(self.deal(column, plan)))
         return column.dealt[id(plan)]
 
     def with_column(self, name: str, role: str, fragments: Sequence[Any]) -> PlacedBatch:
         """The batch with one more token column.  fragments[dp_rank]: of the rows of that role's rank, in its order."""
-        return replace(self, columns={**self.columns, name: Column(self.plans[role], tuple(fragments))})
+        return replace(self, columns={**self.columns, name: TokenColumn(self.plans[role], tuple(fragments))})
 
     def with_samples(self, **columns: np.ndarray) -> PlacedBatch:
         return replace(self, samples=self.samples | columns)

@@ -23,7 +23,7 @@ Export = Callable[[int, "Needed"], Iterator[NamedTensors]]
 class Delivery:
     """One weight sync as a trainer rank sees it: which servers take part, which ones it leads, and which failed.
 
-    feeds: of the replicas that take part, the same on every rank. led: those whose server this rank talks to.
+    feeds: of the replicas that take part, the same on every rank. led_feeds: those whose server this rank talks to.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Delivery:
         """
         self.feeds, self.rank, self.policy_version, self.verify = feeds, rank, policy_version, verify
         self.bucket_bytes = bucket_bytes
-        self.led = [feed for feed in feeds if feed.lead == rank]
+        self.led_feeds = [feed for feed in feeds if feed.lead == rank]
         self.expected = expected
         # Index of a replica that this rank leads -> how its server failed.
         self.failed: dict[int, str] = {}
@@ -55,10 +55,10 @@ class Delivery:
         # Of the servers that this rank leads.
         self.orders = {
             feed.index: SyncOrder(feed.replica.url, serving=False) if orders is None else orders[feed.index]
-            for feed in self.led
+            for feed in self.led_feeds
         }
 
-    def tell(self, feed: Feed, step: Step | None, call: Callable[[RolloutClient], Any]) -> Any:
+    def call(self, feed: Feed, step: Step | None, request: Callable[[RolloutClient], Any]) -> Any:
         """Calls one server and returns its answer; None from a server that failed now or earlier in this sync.
 
         A failure does not end the sync: other ranks wait for this one in collectives, other servers for their weights.
@@ -70,12 +70,12 @@ class Delivery:
         if step is not None:
             self.orders[feed.index].advance(step)
         try:
-            return call(self._clients[feed.replica.url])
+            return request(self._clients[feed.replica.url])
         except RolloutError as error:
-            self.fail(feed, str(error))
+            self.mark_failed(feed, str(error))
             return None
 
-    def fail(self, feed: Feed, why: str) -> None:
+    def mark_failed(self, feed: Feed, why: str) -> None:
         """Notes that a server failed; the first reason is kept."""
         self.failed.setdefault(feed.index, why)
 

@@ -21,7 +21,7 @@ from scalerl.families import ModelShape
 from scalerl.metrics import Metric
 
 GIB = 2**30
-Point = Literal[
+HandoverPoint = Literal[
     "before_release",
     "after_release_kv",
     "after_release",
@@ -51,7 +51,7 @@ _SAVE_ADVICE = (
     f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save "
     "and a load bring parameters and optimizer to the device"
 )
-_ADVICE: dict[Point, str] = {
+_ADVICE: dict[HandoverPoint, str] = {
     "after_release": (
         f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), "
         "keep other models off the device (param_offload of the reference's and the critic's megatron), or have the "
@@ -92,7 +92,7 @@ class RankMemory:
 
 
 # A point after a release -> what servers gave back, and the point before that release.
-_RELEASES: dict[Point, tuple[str, Point]] = {
+_RELEASES: dict[HandoverPoint, tuple[str, HandoverPoint]] = {
     "after_release_kv": ("kv", "before_release"),
     "after_release": ("weights", "after_release_kv"),
 }
@@ -102,20 +102,20 @@ class Handover:
     """The driver's record of free memory, from one hand-over to the next."""
 
     def __init__(self) -> None:
-        self._free: dict[Point, dict[int, int]] = {}
-        self._used: dict[Point, int] = {}
+        self._free: dict[HandoverPoint, dict[int, int]] = {}
+        self._used: dict[HandoverPoint, int] = {}
         # Device -> bytes that its servers gave back last.
         self._released: dict[str, dict[str, int]] = {"kv": {}, "weights": {}}
 
-    def see_released(
+    def record_released(
         self,
-        point: Point,
+        point: HandoverPoint,
         measure: Callable[[], Sequence[RankMemory]],
         *,
         wait_s: float = RELEASE_WAIT_S,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Calls `see` once the released memory is free, as a server answers when only its first rank is done.
+        """Calls `record` once the released memory is free, as a server answers when only its first rank is done.
 
         Waits while a device has less than servers gave back there the last time or than what follows needs, and the
         first time until it gains nothing more; at most wait_s.
@@ -128,9 +128,9 @@ class Handover:
             before = {memory.rank: memory.free_bytes for memory in ranks}
             ranks = measure()
             gained = any(memory.free_bytes > before[memory.rank] + SETTLED_BYTES for memory in ranks)
-        self.see(point, ranks)
+        self.record(point, ranks)
 
-    def _expects_more(self, point: Point, ranks: Sequence[RankMemory], *, gained: bool) -> bool:
+    def _expects_more(self, point: HandoverPoint, ranks: Sequence[RankMemory], *, gained: bool) -> bool:
         what, before = _RELEASES.get(point, ("", point))
         last = self._released.get(what)
         if before not in self._free or not last:
@@ -140,7 +140,9 @@ class Handover:
             return True
         return bool(short_of(ranks, self._needed(point, ranks, ranks)))
 
-    def see(self, point: Point, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None) -> None:
+    def record(
+        self, point: HandoverPoint, ranks: Sequence[RankMemory], *, servers: Collection[int] | None = None
+    ) -> None:
         """Records a measurement of every rank. Raises HandoverError if a device lacks room for what follows the point.
 
         servers: the ranks on whose devices servers take back what they released; None: all.
@@ -155,7 +157,7 @@ class Handover:
             check_room(point, ranks, needed)
 
     def _needed(
-        self, point: Point, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
+        self, point: HandoverPoint, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
     ) -> dict[str, dict[str, int]]:
         """Device -> what comes there next -> bytes."""
         devices = {memory.device for memory in with_servers}
@@ -226,7 +228,7 @@ def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]
     ]
 
 
-def check_room(point: Point, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
+def check_room(point: HandoverPoint, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
     """Raises HandoverError, naming the rank that lacks the most, if a device has too little free memory.
 
     needed: device -> what comes there -> bytes.

@@ -109,11 +109,11 @@ class WeightSync:
         start = time.perf_counter()
         bucket_bytes = self._agree_on_buckets(verify=verify)
         delivery = self._delivery(policy_version, verify=verify, orders=orders, bucket_bytes=bucket_bytes)
-        for feed in delivery.led:
-            delivery.tell(feed, "begin", self._begin)
+        for feed in delivery.led_feeds:
+            delivery.call(feed, "begin", self._begin)
         num_bytes, num_buckets = self.transport.send(delivery)
-        for feed in delivery.led:
-            delivery.tell(feed, "end", lambda client: client.end_weight_update(policy_version))
+        for feed in delivery.led_feeds:
+            delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
         sent_s = time.perf_counter() - start
         if verify:
             self._verify(delivery)
@@ -179,11 +179,11 @@ class WeightSync:
         for feed in delivery.feeds:
             if self.rank in feed.ranks:
                 expected[feed.index] = self.groups.gather(feed, delivery.expected[feed.index].by_rank())
-        for feed in delivery.led:
+        for feed in delivery.led_feeds:
             self._compare(delivery, feed, expected[feed.index])
 
     def _compare(self, delivery: Delivery, feed: Feed, expected: Mapping[int, dict[str, str]]) -> None:
-        served = delivery.tell(feed, "check", RolloutClient.checksums)
+        served = delivery.call(feed, "check", RolloutClient.checksums)
         if served is None:
             return
         wrong = checksum_differences([expected[rank] for rank in sorted(expected)], served)

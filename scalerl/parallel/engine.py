@@ -363,10 +363,10 @@ class MegatronEngine:
 
     def _read_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
         """Reads the value after each token of whole sequences.  values: [1, P / cp, 1] of a ValueHead."""
-        return (batch.about_token(gather_replicated(values.flatten(), self.groups.cp)),)
+        return (batch.to_described_token(gather_replicated(values.flatten(), self.groups.cp)),)
 
     def _read_own_values(self, batch: MicroBatch, values: Tensor) -> tuple[Tensor]:
-        return (batch.of_token(gather_replicated(values.flatten(), self.groups.cp)),)
+        return (batch.to_own_token(gather_replicated(values.flatten(), self.groups.cp)),)
 
     def _read_logprobs(self, temperature: float, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Computes log-prob and entropy of each token of whole sequences.
@@ -385,7 +385,7 @@ class MegatronEngine:
         # Whole sequences on every cp rank: an objective never sees how they were split.
         gathered_P2 = gather_replicated(torch.stack([logprobs, entropy], dim=-1), self.groups.cp)
         logprobs_P, entropy_P = gathered_P2.unbind(-1)
-        return batch.about_token(logprobs_P), batch.about_token(entropy_P)
+        return batch.to_described_token(logprobs_P), batch.to_described_token(entropy_P)
 
     def export_buckets(self, bucket_bytes: int, needed: Needed | None = None) -> Iterator[list[tuple[str, Tensor]]]:
         """Yields full HF tensors in the family table's order; all ranks must consume all buckets.

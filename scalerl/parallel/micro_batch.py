@@ -69,14 +69,14 @@ class MicroBatch:
     num_padded_tokens: int
     packing: Packing
 
-    def about_token(self, results_P: Tensor) -> Tensor:
+    def to_described_token(self, results_P: Tensor) -> Tensor:
         """Moves results that each token holds about the next one to that token: [T], 0 for first tokens.
 
         results_P: [P], those of all cp ranks end to end.
         """
         return results_P[self.prediction_indices].masked_fill(self.is_first, 0.0)
 
-    def of_token(self, results_P: Tensor) -> Tensor:
+    def to_own_token(self, results_P: Tensor) -> Tensor:
         """Selects the real tokens' results: [P] of all cp ranks end to end -> [T] in packed order."""
         return results_P[self.token_indices]
 

@@ -92,7 +92,7 @@ def recorded_experts(
         assert recorded is not None, "the pass did not record"
         for layer, experts_TK in sorted(recorded.items()):
             whole = _gathered(experts_TK, groups.tp) if sequence_parallel else experts_TK
-            column_T[:, layer] = batch.of_token(_gathered(whole, groups.cp))
+            column_T[:, layer] = batch.to_own_token(_gathered(whole, groups.cp))
         columns.append(column_T)
     return unpack(num_rows, batches, columns)
 

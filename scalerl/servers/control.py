@@ -30,7 +30,7 @@ class ServerControl:
         """Interrupts running samples where they are; they wait. Returns index -> error, of servers that failed."""
         return self._ask_each(RolloutClient.pause, range(len(self.clients)))
 
-    def go_on(self) -> dict[int, str]:
+    def continue_generation(self) -> dict[int, str]:
         """Continues what `pause` interrupted, under the weights that its server has now. Returns as `pause`."""
         paused = [index for index, client in enumerate(self.clients) if client.paused]
         return self._ask_each(RolloutClient.continue_generation, paused)

@@ -109,8 +109,8 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
             kl=KLController.of(cfg.algorithm.kl_ctrl) if cfg.algorithm.use_kl_in_reward else None,
-            worker_groups=unique(groups),
-            planners=planners(cfg, inputs),
+            worker_groups=distinct_groups(groups),
+            planners=make_planners(cfg, inputs),
             mfu_bases=mfu_bases(cfg, inputs, groups),
             tracker=tracker,
             timers=Timers(on_enter=tracker.phase),
@@ -154,7 +154,7 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
 
     The parts of a model that its offload keys name have left the device when this returns.
     """
-    join(unique(groups))
+    join(distinct_groups(groups))
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     groups["actor"].call(
@@ -272,12 +272,12 @@ def start_groups(lease: Lease, cfg: PPOConfig, pool: ResourcePool, device: str) 
     return groups
 
 
-def unique(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
+def distinct_groups(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
     """The worker groups of all roles, each once, the actor's first."""
     return list({id(group): group for group in groups.values()}.values())
 
 
-def planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
+def make_planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
     """The packing planner of each role, the actor first: the rollout's tokens are sharded by its plan.
 
     A role whose rules the actor's plans obey shares the actor's planner.

@@ -16,7 +16,7 @@ import numpy as np
 from scalerl.balance import StepPlan
 from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
-from scalerl.controller.sampling.groups import Enough, SampleGroup
+from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.controller.training.background_save import Writing
 from scalerl.metrics import Metric
@@ -27,7 +27,9 @@ Metrics = dict[str, Metric]
 class Rollout(Protocol):
     """The sampler and its reward manager, which hold the samples; the training loop sees one row per sample."""
 
-    def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
+    def begin(
+        self, groups: Sequence[SampleGroup], *, enough: EarlyEnd | None = None, carry: bool = False
+    ) -> Generation:
         """Starts to sample n responses for each group of training prompts; returns at once.
 
         enough: when to stop before all groups are finished.  carry: unfinished samples are continued when their group

@@ -12,7 +12,7 @@ import numpy as np
 
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.sampling.groups import Enough, GroupFilter, SampleGroup, kept_uids
+from scalerl.controller.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
 from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError
@@ -109,7 +109,7 @@ class SampleStream:
         # Without oversampling all groups are used, in the order of the prompts: taking those that finish first would
         # prefer short responses.
         oversampled = self.gen_batch_size > self.batch_size
-        enough = Enough(missing or self.batch_size, self.keep) if oversampled else None
+        enough = EarlyEnd(missing or self.batch_size, self.keep) if oversampled else None
         return _Asked(step, groups, self.rollout.begin(groups, enough=enough, carry=self.carries))
 
     def _size_of_round(self, rounds: Sequence[Finished], kept: Sequence[Sequence[int]]) -> int:

@@ -284,7 +284,7 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
     from scalerl.metrics import Timers
     from scalerl.runtime.stop import StopRequest
     from scalerl.trainer.beginning import StartPhases
-    from scalerl.trainer.build import build_models, planners, start_groups, start_pool, unique
+    from scalerl.trainer.build import build_models, distinct_groups, make_planners, start_groups, start_pool
     from scalerl.trainer.ppo import Run
     from scalerl.trainer.run_host import LOGS
     from scalerl.trainer.saves import Saves
@@ -308,8 +308,8 @@ def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, process
             critic=MegatronCritic(groups["critic"], cfg.critic) if "critic" in groups else None,
             reward_model=MegatronRewardModel(groups["reward_model"]) if "reward_model" in groups else None,
             kl=kl,
-            worker_groups=unique(groups),
-            planners=planners(cfg, inputs),
+            worker_groups=distinct_groups(groups),
+            planners=make_planners(cfg, inputs),
             mfu_bases={},
             tracker=cast("Any", None),
             timers=Timers(),

@@ -105,7 +105,7 @@ def test_a_hand_over_is_measured_and_refused_where_something_else_has_the_memory
     books, trainer = Handover(), Parked()
 
     def see(point: str) -> None:
-        books.see(point, [measure(0, "cuda", {"actor": trainer})])
+        books.record(point, [measure(0, "cuda", {"actor": trainer})])
 
     see("before_release")
     client.release(["kv_cache"])

@@ -31,7 +31,7 @@ from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.roles import MegatronActor
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import RLHFDataset, load_tokenizer
-from scalerl.hybrid.handover import HandoverError, Point
+from scalerl.hybrid.handover import HandoverError, HandoverPoint
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import rollout_diff_metrics, to_floats
 from scalerl.parallel.layout import Layout
@@ -52,7 +52,7 @@ HANDED_OVER: list[Step] = [
 ]  # fmt: skip
 SYNCED: list[Step] = ["begin", "bucket", "end", "check"]
 # Where a server is killed -> the last step that it was asked for.
-STRIKES: dict[Point, Step] = {
+STRIKES: dict[HandoverPoint, Step] = {
     # It does not release its KV cache, and is not asked for the weights.
     "before_release": "release_weights",
     "after_release_kv": "release_weights",
@@ -82,10 +82,10 @@ class HandingOver(PolicyServers):
     # Of what other processes give back nothing follows.
     _release_wait_s = 0.0
     # Where memory is measured -> what happens there, once.
-    at: dict[Point, Callable[[], None]]
+    at: dict[HandoverPoint, Callable[[], None]]
 
-    def _see(self, point: Point, *args: Any, **kwargs: Any) -> None:
-        super()._see(point, *args, **kwargs)
+    def _measure_memory(self, point: HandoverPoint, *args: Any, **kwargs: Any) -> None:
+        super()._measure_memory(point, *args, **kwargs)
         if point in self.at:
             self.at.pop(point)()
 
@@ -330,7 +330,7 @@ def generate_one(client: RolloutClient) -> None:
     ("point", "index"),
     mostly_full([(point, at % 2) for at, point in enumerate(STRIKES)], lambda case: case[0] == "after_release_kv"),
 )
-def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: Point, index: int) -> None:
+def test_a_server_that_is_lost_comes_back_with_the_weights(run: Run, point: HandoverPoint, index: int) -> None:
     before, urls = run.checksums(), run.urls
     for order in run.servers.orders.values():
         order.taken.clear()

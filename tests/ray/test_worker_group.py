@@ -18,7 +18,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.cluster.batch import BatchRef, Column, ShardedBatch
+from scalerl.cluster.batch import BatchRef, ShardedBatch, TokenColumn
 from scalerl.cluster.dispatch import WorkerMethod
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Processes
@@ -55,7 +55,7 @@ def place(lengths: list[int], max_tokens: int = 8) -> ShardedBatch:
         for dp_rank in range(2)
     )
     samples = {"uid": np.arange(len(lengths)), "length": np.array(lengths)}
-    return ShardedBatch(plan, samples, (Column(plan, fragments),))
+    return ShardedBatch(plan, samples, (TokenColumn(plan, fragments),))
 
 
 def test_rank_zero(group: WorkerGroup) -> None:
@@ -214,7 +214,7 @@ def test_collected_columns_reach_the_next_call(group: WorkerGroup) -> None:
 
 
 def with_column(batch: ShardedBatch, fragments: list[ray.ObjectRef]) -> ShardedBatch:
-    return replace(batch, columns=(*batch.columns, Column(batch.plan, tuple(fragments))))
+    return replace(batch, columns=(*batch.columns, TokenColumn(batch.plan, tuple(fragments))))
 
 
 def test_columns_of_another_plan_reach_the_rows_of_this_one(group: WorkerGroup) -> None:

@@ -81,11 +81,11 @@ def test_it_is_fed_and_proven(client: RolloutClient, replica: Replica) -> None:
     delivery = Delivery(
         [feed], {replica.url: client}, {}, rank=0, policy_version=7, bucket_bytes=1, verify=False
     )  # fmt: skip
-    delivery.tell(feed, "begin", RolloutClient.begin_weight_update)
+    delivery.call(feed, "begin", RolloutClient.begin_weight_update)
     for tensor in weights:
         load(delivery, feed, Bucket([tensor]))
-    delivery.tell(feed, "end", lambda client: client.end_weight_update(7))
-    served = delivery.tell(feed, "check", RolloutClient.checksums)
+    delivery.call(feed, "end", lambda client: client.end_weight_update(7))
+    served = delivery.call(feed, "check", RolloutClient.checksums)
     assert delivery.failed == {}
     assert checksum_differences(expected_checksums(weights, {}, 1, ThirdEngine.name), served) == []
     wrong = [*weights[:1], ("spare", torch.zeros(4))]
@@ -101,7 +101,7 @@ def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replic
     def interrupt() -> None:
         failed.append(control.pause())
         client.set_policy_version(4)
-        failed.append(control.go_on())
+        failed.append(control.continue_generation())
 
     interrupting = threading.Thread(target=interrupt)
 

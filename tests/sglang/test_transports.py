@@ -67,10 +67,10 @@ def deliver(
     clients = {engine.server.url: engine.client for engine in engines}
     delivery = Delivery(feeds, clients, expected, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True)
     for feed in feeds:
-        delivery.tell(feed, "begin", lambda client: client.begin_weight_update())
+        delivery.call(feed, "begin", lambda client: client.begin_weight_update())
     transport.send(delivery)
     for feed in feeds:
-        delivery.tell(feed, "end", lambda client: client.end_weight_update(policy_version))
+        delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
     return delivery
 
 
@@ -159,7 +159,7 @@ def test_outside_of_a_session_the_engine_refuses(
     delivery = Delivery(
         [feed], {engine.server.url: engine.client}, {}, rank=0, policy_version=9, bucket_bytes=1, verify=True
     )
-    delivery.tell(feed, "begin", lambda client: None)
+    delivery.call(feed, "begin", lambda client: None)
     transport.send(delivery)
     assert "must run between" in delivery.failed[0]
     assert transport.groups == {}, "a group whose members are at different places is no use"

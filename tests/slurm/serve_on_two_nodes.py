@@ -86,9 +86,9 @@ class Sync:
             bucket_bytes=1,
             verify=True,
         )
-        delivery.tell(feed, "begin", RolloutClient.begin_weight_update)
+        delivery.call(feed, "begin", RolloutClient.begin_weight_update)
         self.transport.send(delivery)
-        delivery.tell(feed, "end", lambda client: client.end_weight_update(policy_version))
+        delivery.call(feed, "end", lambda client: client.end_weight_update(policy_version))
         served = client.checksums()
         return {
             "failed": delivery.failed,

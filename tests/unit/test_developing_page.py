@@ -93,8 +93,8 @@ class Transport:
     def send(self, delivery):
         leads = {feed.lead for feed in delivery.feeds}
         for named in self.export(delivery.bucket_bytes, lambda number: leads):
-            for feed in delivery.led:
-                delivery.tell(feed, "bucket", lambda client: client.load(named))
+            for feed in delivery.led_feeds:
+                delivery.call(feed, "bucket", lambda client: client.load(named))
             delivery.hash(named)
         return 0, 0
 
@@ -167,7 +167,7 @@ def test_a_transport_is_one_class(tmp_path: Path) -> None:
     client: Any = SimpleNamespace(load=lambda named: loaded.extend(name for name, _ in named))
     feed = Feed(0, Replica("http://server", "embedded", 1, "key"), (0,))
     delivery = Delivery([feed], {"http://server": client}, {}, rank=0, policy_version=1, bucket_bytes=1, verify=False)
-    delivery.tell(feed, "begin", lambda client: None)
+    delivery.call(feed, "begin", lambda client: None)
     transport.send(delivery)
-    delivery.tell(feed, "end", lambda client: None)
+    delivery.call(feed, "end", lambda client: None)
     assert loaded == ["a", "b"] and delivery.failed == {}

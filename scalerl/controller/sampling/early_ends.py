@@ -1,4 +1,4 @@
-"""`EarlyEnds`: tells when a generation that several rollout workers share has enough groups."""
+"""`EarlyEndCount`: tells when a generation that several rollout workers share has enough groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from scalerl.controller.sampling.scoring import GroupScores
 
 
-class EarlyEnds:
+class EarlyEndCount:
     """One worker's part in early ends: each tells the first worker how many groups it has; enough of them end all."""
 
     def __init__(self, number: int, workers: Sequence[Any]) -> None:

@@ -62,7 +62,7 @@ class GroupFilter:
 
 
 @dataclass(frozen=True)
-class Enough:
+class EarlyEnd:
     """When a generation may end early: as soon as this many groups are finished, scored and kept."""
 
     num_groups: int

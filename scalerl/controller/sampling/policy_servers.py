@@ -21,7 +21,7 @@ from scalerl.controller.sampling.rollout_workers import RolloutWorkers
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
-from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, HandoverError, Point, RankMemory
+from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, HandoverError, HandoverPoint, RankMemory
 from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import Metric, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
@@ -42,11 +42,11 @@ def verification_is_due(num_syncs: int, every: int) -> bool:
 
 
 class PolicyServers:
-    """The servers of the policy: which of them serve or rest, have the weights, and have the device.
+    """The servers of the policy: which of them serve, have the weights, and have the device.
 
     They hold the device between the trainer's phases (`free_cache_engine`), share the CPU with it, or have a pool of
-    their own. They generate between `generate` and `rest`. The rollout workers send them prompts; this object makes all
-    other requests.
+    their own. They generate between `mark_serving` and `mark_drained`. The rollout workers send them prompts; this
+    object makes all other requests.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class PolicyServers:
 
     # --- generating, or not ---
 
-    def generate(self) -> None:
+    def mark_serving(self) -> None:
         """Marks every server as serving, before samples are asked for."""
         self._advance("continue", [index for index, order in self.orders.items() if not order.serving])
 
-    def rest(self, failed: Mapping[int, str] | None = None) -> None:
-        """Marks every server as resting: no sample runs any more.
+    def mark_drained(self, failed: Mapping[int, str] | None = None) -> None:
+        """Marks every server as drained: no sample runs any more.
 
         failed: index -> why, of servers that could not be paused.
         """
@@ -183,19 +183,22 @@ class PolicyServers:
         self.server_set.end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
-        """Interrupts running samples where they are; `rest` follows. Returns index -> error of servers that failed."""
+        """Interrupts running samples where they are; `mark_drained` follows.
+
+        Returns index -> error of servers that failed.
+        """
         return self.control.pause()
 
-    def go_on(self) -> None:
+    def resume_interrupted(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
-        self.server_set.end_failed(self.control.go_on())
+        self.server_set.end_failed(self.control.continue_generation())
         self.recovery.serve()
-        self.generate()
+        self.mark_serving()
 
     def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:
         """Ends what is left of lost servers, and starts successors with the weights that the generation began with."""
         if self.recovery.replace(lost) and generating:
-            self.generate()
+            self.mark_serving()
 
     # --- the device ---
 
@@ -212,16 +215,16 @@ class PolicyServers:
         failed: dict[int, str] = {}
         if self._hands_over:
             self.workers.readings = None
-            self._see("before_release")
+            self._measure_memory("before_release")
             self._advance("release_kv", self.orders)
             with self._timed("gen/release_kv"):
                 failed |= self.control.release("kv_cache")
-            self._see("after_release_kv", wait_s=self._release_wait_s)
+            self._measure_memory("after_release_kv", wait_s=self._release_wait_s)
             self._advance("release_weights", self.orders)
             with self._timed("gen/release_weights"):
                 failed |= self.control.release("weights", skip=failed)
             self.server_set.end_failed(failed)
-        self._see("after_release", wait_s=self._release_wait_s if self._hands_over else 0.0)
+        self._measure_memory("after_release", wait_s=self._release_wait_s if self._hands_over else 0.0)
 
     @contextlib.contextmanager
     def lend_device(self) -> Iterator[None]:
@@ -240,7 +243,7 @@ class PolicyServers:
         if not beside_weights:
             self._advance("release_weights", self.orders)
             self.server_set.end_failed(failed | self.control.release("weights", skip=failed))
-            self._see("before_save_alone", wait_s=self._release_wait_s)
+            self._measure_memory("before_save_alone", wait_s=self._release_wait_s)
         yield
         self.workers.readings = None
         if not beside_weights:
@@ -250,15 +253,15 @@ class PolicyServers:
                 self.recovery.serve(range(len(self.replicas)))
                 self.parts_s = parts_s
             return
-        self._see("after_save")
+        self._measure_memory("after_save")
         self._advance("resume_kv", self.orders)
         self.server_set.end_failed(failed | self.control.resume("kv_cache"))
         if self.num_syncs:
             self.recovery.serve()
 
-    def _have_room(self, point: Point) -> bool:
+    def _have_room(self, point: HandoverPoint) -> bool:
         try:
-            self._see(point, wait_s=self._release_wait_s)
+            self._measure_memory(point, wait_s=self._release_wait_s)
         except HandoverError:
             return False
         return True
@@ -266,7 +269,9 @@ class PolicyServers:
     # Seconds within which released memory is free on every rank.
     _release_wait_s = RELEASE_WAIT_S
 
-    def _see(self, point: Point, indices: Iterable[int] | None = None, *, wait_s: float = 0.0) -> None:
+    def _measure_memory(
+        self, point: HandoverPoint, indices: Iterable[int] | None = None, *, wait_s: float = 0.0
+    ) -> None:
         """Measures free memory on the trainer's devices; does nothing for servers with a pool of their own.
 
         indices: of the replicas that next take back what they released; None: all.
@@ -279,12 +284,12 @@ class PolicyServers:
             return self.workers.call(MegatronWorker.device_memory)
 
         if wait_s:
-            self.handover.see_released(point, measure, wait_s=wait_s)
+            self.handover.record_released(point, measure, wait_s=wait_s)
             return
         feeds = plan_feeds(self.replicas, self.workers.layout.world_size)
         servers = None if indices is None else {rank for index in indices for rank in feeds[index]}
         # The last call's readings hold as long as no server took or gave back memory since.
-        self.handover.see(point, self.workers.readings or measure(), servers=servers)
+        self.handover.record(point, self.workers.readings or measure(), servers=servers)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -295,7 +300,7 @@ class PolicyServers:
     # --- weights ---
 
     def sync(self, policy_version: int) -> Metrics:
-        """Gives all resting servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
+        """Gives all drained servers the trainer's weights: weights back on the device -> sync -> KV cache back."""
         self.policy_version = policy_version
         rounds: list[list[dict[str, Any]]] = []
         # What the ranks measured before the first sync is reported in the first step.
@@ -339,7 +344,7 @@ class PolicyServers:
         every = self.rollout.verify_weights_every
         # Restarted servers are new, or what they served is not known.
         verify = verification_is_due(self.num_syncs, every) or (bool(successors) and every > 0)
-        self._see("before_sync", running)
+        self._measure_memory("before_sync", running)
         failed = self._resume("weights", running) if running else {}
         synced = sorted({*running, *successors} - failed.keys())
         reports = self.workers.call(
@@ -357,7 +362,7 @@ class PolicyServers:
         if rounds is not None:
             rounds.append(reports)
         synced = set(running) - failed.keys()
-        self._see("after_sync", synced)
+        self._measure_memory("after_sync", synced)
         return failed | (self._resume("kv_cache", synced) if running else {})
 
     def _resume(self, part: str, indices: Collection[int]) -> dict[int, str]:
@@ -365,12 +370,12 @@ class PolicyServers:
         # Before the first sync only a load has released anything, and that only where memory is short.
         if not self._hands_over or not any(step in self.orders[index].allowed for index in indices):
             return {}
-        point: Point = "after_resume_weights" if part == "weights" else "after_resume_kv"
+        point: HandoverPoint = "after_resume_weights" if part == "weights" else "after_resume_kv"
         self._advance(step, indices)
         with self._timed(f"update_weights/{step}"):
             failed = self.control.resume(part)
         self.workers.readings = None
-        self._see(point)
+        self._measure_memory(point)
         return failed
 
     def _advance(self, step: Step, indices: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from scalerl.cluster.pools import ActorSpec
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import CustomRewardFunctionConfig, PPOConfig, ProgramConfig
 from scalerl.controller.sampling.dump import parts_at, parts_of, update_columns
-from scalerl.controller.sampling.groups import Enough, SampleGroup
+from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.controller.sampling.judge import JudgeServers
 from scalerl.controller.sampling.policy_servers import PolicyServers
 from scalerl.controller.sampling.rollout_workers import (
@@ -120,7 +120,9 @@ class HybridRollout:
     def lend_device(self) -> AbstractContextManager[None]:
         return self.servers.lend_device()
 
-    def begin(self, groups: Sequence[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Generation:
+    def begin(
+        self, groups: Sequence[SampleGroup], *, enough: EarlyEnd | None = None, carry: bool = False
+    ) -> Generation:
         """Starts n samples for each group of training prompts; `finish` waits for them.
 
         enough, carry: as `RolloutWorker.generate` has them.
@@ -159,7 +161,7 @@ class HybridRollout:
     def _begin(
         self, dataset: str, groups: Sequence[SampleGroup], n: int, sampling: SamplingParams, **kwargs: Any
     ) -> Generation:
-        self.servers.generate()
+        self.servers.mark_serving()
         number = next(self.numbers)
         calls = {
             worker: self.workers.handles[worker].generate.remote(
@@ -190,7 +192,7 @@ class HybridRollout:
             self.num_resubmitted += generated.num_resubmitted
             if not self.running:
                 # A server that replaced a lost one meanwhile is still idle, or generates like the others.
-                self.servers.rest()
+                self.servers.mark_drained()
         return generation.result
 
     def join(self, parts: Sequence[tuple[BatchRef, Sequence[int]]]) -> BatchRef:
@@ -264,7 +266,7 @@ class HybridRollout:
         wait_s = time.monotonic() - began
         metrics = self.servers.sync(policy_version)
         if interrupted:
-            self.servers.go_on()
+            self.servers.resume_interrupted()
         return {"timing_s/update_weights/wait": Metric(wait_s, "max"), **metrics}
 
     def _interrupt(self) -> bool:
@@ -278,7 +280,7 @@ class HybridRollout:
         down = self.servers.server_set.down
         lost = self.workers.news_so_far()
         failed |= {server.index: server.why for server in lost if server.index not in down}
-        self.servers.rest(failed)
+        self.servers.mark_drained(failed)
         return True
 
     def faults(self) -> Metrics:

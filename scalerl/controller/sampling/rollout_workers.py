@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from scalerl.cluster.ask import values_of
-from scalerl.cluster.batch import BatchRef, Column, HeldRows, places_by_label
+from scalerl.cluster.batch import BatchRef, HeldRows, TokenColumn, places_by_label
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.pools import PooledActor
 from scalerl.cluster.worker_group import LEAVE_TIMEOUT_S
@@ -198,7 +198,11 @@ class RolloutWorkers:
         return dealt if len(orders) > 1 else [dealt]
 
     def dump(
-        self, held: HeldRows, made: Sequence[Column], samples: Mapping[str, np.ndarray], parts: Mapping[Path, range]
+        self,
+        held: HeldRows,
+        made: Sequence[TokenColumn],
+        samples: Mapping[str, np.ndarray],
+        parts: Mapping[Path, range],
     ) -> None:
         """Writes rows of a step's batch, as `RolloutWorker.dump`; each worker one part at most, and fetches no others.
 
@@ -239,7 +243,7 @@ class RolloutWorkers:
     def num_dump_parts(self) -> int:
         return min(len(self), MAX_DUMP_PARTS)
 
-    def redealt(self, column: Column, plan: StepPlan) -> list[ray.ObjectRef]:
+    def redealt(self, column: TokenColumn, plan: StepPlan) -> list[ray.ObjectRef]:
         """References to a token column of each data-parallel rank's rows under another plan, in that plan's order.
 
         A rank's rows are in the fragments of nearly all others. So workers deal the fragments to groups of ranks, and
@@ -261,7 +265,7 @@ class RolloutWorkers:
         return refs
 
     def _dealt_by(
-        self, column: Column, label_S: np.ndarray, ranks_per_call: int
+        self, column: TokenColumn, label_S: np.ndarray, ranks_per_call: int
     ) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
         """(label, which rows of the step have it, reference to the column's values of them); a label has several.
 

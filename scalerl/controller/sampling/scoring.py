@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scalerl.controller.sampling.groups import Enough
+    from scalerl.controller.sampling.groups import EarlyEnd
     from scalerl.rewards import ScoreResult
     from scalerl.rollout.program import Trajectory
 
@@ -16,7 +16,7 @@ class GroupScores:
     """The scores of one generation with n samples per group."""
 
     def __init__(
-        self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: Enough | None
+        self, n: int, score: Callable[[Trajectory], Coroutine[Any, Any, ScoreResult]], enough: EarlyEnd | None
     ) -> None:
         self.n, self.score, self.enough = n, score, enough
         self.samples: dict[int, list[Trajectory]] = {}

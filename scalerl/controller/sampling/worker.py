@@ -13,7 +13,7 @@ import numpy as np
 
 from scalerl.cluster.pools import Reusable
 from scalerl.controller.sampling.draws import sample_seed, sampling_of
-from scalerl.controller.sampling.early_ends import EarlyEnds
+from scalerl.controller.sampling.early_ends import EarlyEndCount
 from scalerl.controller.sampling.held_batches import HeldBatches
 from scalerl.controller.sampling.sample_columns import to_batch
 from scalerl.controller.sampling.texts import decoded, texts_of
@@ -23,7 +23,7 @@ from scalerl.user_code import forget_files, import_files
 
 if TYPE_CHECKING:
     from scalerl.config.schema import CustomRewardFunctionConfig, ProgramConfig, RewardModelConfig
-    from scalerl.controller.sampling.groups import Enough, SampleGroup
+    from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
     from scalerl.controller.sampling.judge import Judge
     from scalerl.data import PromptRow
     from scalerl.rollout.program import Ask, Trajectory
@@ -102,7 +102,7 @@ class RolloutWorker(HeldBatches, Reusable):
         self.generations: set[asyncio.Task] = set()
         # uid of a group -> where an early end left it.
         self.interrupted: dict[int, Interrupted] = {}
-        self.early_ends = EarlyEnds(0, [])
+        self.early_ends = EarlyEndCount(0, [])
 
     @property
     def replacements(self) -> Replacements:
@@ -152,7 +152,7 @@ class RolloutWorker(HeldBatches, Reusable):
 
         self.seed = seed
         self.servers = list(range(len(replicas))) if servers is None else list(servers)
-        self.early_ends = EarlyEnds(number, workers)
+        self.early_ends = EarlyEndCount(number, workers)
         self._replacements = Replacements(clients, replicas)
         # Answers are millions of small objects.
         collect_garbage()
@@ -164,7 +164,7 @@ class RolloutWorker(HeldBatches, Reusable):
         return [self.replacements.clients[index] for index in self.servers]
 
     async def count_kept(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
-        """Counts the groups of a worker (`EarlyEnds.count`); on the first worker."""
+        """Counts the groups of a worker (`EarlyEndCount.count`); on the first worker."""
         self.early_ends.count(generation, worker, num_kept, num_groups)
 
     async def end_early(self, generation: int) -> None:
@@ -205,7 +205,7 @@ class RolloutWorker(HeldBatches, Reusable):
         sampling: SamplingParams,
         *,
         keep: bool,
-        enough: Enough | None = None,
+        enough: EarlyEnd | None = None,
         carry: bool = False,
         generation: int = 0,
     ) -> GeneratedBatch:

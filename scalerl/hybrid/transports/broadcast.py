@@ -52,11 +52,11 @@ class BroadcastTransport:
 
     def send(self, delivery: Delivery) -> tuple[int, int]:
         total = num_buckets = 0
-        for feed in delivery.led:
+        for feed in delivery.led_feeds:
             if feed.index not in self.groups and feed.index not in delivery.failed:
                 self._join(delivery, feed)
         sending: list[Future] = []
-        with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
+        with ThreadPoolExecutor(max(1, len(delivery.led_feeds))) as threads:
             leads = {feed.lead for feed in delivery.feeds}
             for named in self.export(delivery.bucket_bytes, lambda number: leads):
                 # What is sent meanwhile is a copy, which goes before that of this bucket is made.
@@ -64,9 +64,9 @@ class BroadcastTransport:
                 sending.clear()
                 named = in_sending_order(named)
                 total, num_buckets = total + sum(tensor.nbytes for _, tensor in named), num_buckets + 1
-                if delivery.led:
+                if delivery.led_feeds:
                     layout, flat = [_described(*item) for item in named], pack_bytes(named)
-                    sending += [threads.submit(self._send, delivery, feed, layout, flat) for feed in delivery.led]
+                    sending += [threads.submit(self._send, delivery, feed, layout, flat) for feed in delivery.led_feeds]
                     del flat
                     delivery.hash(named)
             wait_all(sending)
@@ -88,7 +88,7 @@ class BroadcastTransport:
         size = 1 + feed.replica.tp_size
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
-            delivery.tell,
+            delivery.call,
             feed,
             None,
             lambda client: client.join_update_group(
@@ -110,7 +110,7 @@ class BroadcastTransport:
         if feed.index in delivery.failed:
             return
         if error := here.exception():
-            delivery.fail(feed, f"no process group with {feed.replica.url}: {error}; see the server's log")
+            delivery.mark_failed(feed, f"no process group with {feed.replica.url}: {error}; see the server's log")
         else:
             self.groups[feed.index] = name, here.result()
 
@@ -120,7 +120,7 @@ class BroadcastTransport:
         name, group = self.groups[feed.index]
         threads = ThreadPoolExecutor(2)
         server = threads.submit(
-            delivery.tell,
+            delivery.call,
             feed,
             "bucket",
             lambda client: client.update_weights_from_group(
@@ -132,7 +132,9 @@ class BroadcastTransport:
         threads.shutdown(wait=False)
         server.result()
         if feed.index not in delivery.failed and (error := here.exception()):
-            delivery.fail(feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log")
+            delivery.mark_failed(
+                feed, f"broadcast of weights to {feed.replica.url} failed: {error}; see the server's log"
+            )
         if feed.index in delivery.failed:
             self.forget(feed.index)
 

@@ -109,15 +109,15 @@ class DiskTransport:
             os.fsync(descriptor)
 
     def _load(self, delivery: Delivery, target: Path) -> None:
-        with ThreadPoolExecutor(max(1, len(delivery.led))) as threads:
+        with ThreadPoolExecutor(max(1, len(delivery.led_feeds))) as threads:
             wait_all([
                 threads.submit(
-                    delivery.tell,
+                    delivery.call,
                     feed,
                     "bucket",
                     lambda client: client.update_weights_from_disk(str(target), policy_version=delivery.policy_version),
                 )
-                for feed in delivery.led
+                for feed in delivery.led_feeds
             ])  # fmt: skip
 
     def _remove_all_but(self, target: Path) -> None:

@@ -25,7 +25,7 @@ class SharedTransport:
         """Sends all buckets: while the ranks write one, servers load and leads hash the one before."""
         num_bytes = 0
         pending: list[Future] = []
-        num_threads = max(1, len(delivery.led) + len(delivery.expected))
+        num_threads = max(1, len(delivery.led_feeds) + len(delivery.expected))
         with self.buckets.room(delivery.bucket_bytes), ThreadPoolExecutor(num_threads) as threads:
             for number in range(len(self.buckets)):
                 bucket = self.buckets.write(number)
@@ -33,7 +33,7 @@ class SharedTransport:
                 wait_all(pending)
                 # Now this bucket is whole, and nobody reads from where the next one goes.
                 dist.barrier()
-                pending = [threads.submit(load, delivery, feed, bucket) for feed in delivery.led]
+                pending = [threads.submit(load, delivery, feed, bucket) for feed in delivery.led_feeds]
                 pending += [threads.submit(checksums.add, bucket.named) for checksums in delivery.expected.values()]
             wait_all(pending)
         return num_bytes, len(self.buckets)
@@ -52,7 +52,7 @@ def load_blobs(delivery: Delivery, feed: Feed, blobs: list[str], *, is_mapped: b
     """Has one server load a bucket. blobs: one per engine rank.  is_mapped: as `Bucket.is_mapped`."""
     # Cached prefixes were computed with the old weights. SGLang's /flush_cache would collect garbage besides, up to a
     # second of every step on a CPU.
-    delivery.tell(
+    delivery.call(
         feed,
         "bucket",
         lambda client: client.update_weights(

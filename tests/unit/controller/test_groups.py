@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalerl.controller.sampling.groups import Enough, GroupFilter, SampleGroup, kept_uids
+from scalerl.controller.sampling.groups import EarlyEnd, GroupFilter, SampleGroup, kept_uids
 from scalerl.controller.sampling.scoring import GroupScores
 from scalerl.rewards import ScoreResult
 from scalerl.rollout.program import Trajectory
@@ -71,7 +71,7 @@ def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-        scores = GroupScores(2, score, Enough(1, GroupFilter("score")))
+        scores = GroupScores(2, score, EarlyEnd(1, GroupFilter("score")))
         for sample in (sample_of(1, 0), sample_of(1, 1), sample_of(2, 1)):
             scores.add(sample)
         await let((1, 0), (1, 1), (2, 1))
@@ -93,7 +93,7 @@ def test_a_scoring_that_fails_ends_the_generation_and_is_raised() -> None:
         async def score(sample: Trajectory) -> ScoreResult:
             raise RuntimeError("the reward function is broken")
 
-        scores = GroupScores(1, score, Enough(5))
+        scores = GroupScores(1, score, EarlyEnd(5))
         scores.add(sample_of(1, 0))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

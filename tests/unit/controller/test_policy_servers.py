@@ -61,8 +61,8 @@ def policy_servers(ranks: Any, num_servers: int = 2) -> PolicyServers:
 def test_nothing_is_asked_of_anybody_where_nothing_happened() -> None:
     """After a generation without a loss, and for news of none."""
     servers = policy_servers(Nobody())
-    servers.generate()
-    servers.rest({})
+    servers.mark_serving()
+    servers.mark_drained({})
     servers.replace([], generating=False)
 
 
@@ -77,7 +77,7 @@ def test_a_sync_without_a_loss_asks_the_ranks_once_and_nobody_else() -> None:
 
 def test_a_server_that_serves_is_refused_where_its_weights_would_be_sent() -> None:
     servers = policy_servers(Ranks())
-    servers.generate()
+    servers.mark_serving()
     with pytest.raises(WrongOrderError, match="http://0: begin is out of order"):
         servers.sync(1)
 

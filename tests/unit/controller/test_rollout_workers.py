@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalerl.balance import StepPlan, plan_step
-from scalerl.cluster.batch import BatchRef, Column, HeldRows, PlacedBatch
+from scalerl.cluster.batch import BatchRef, HeldRows, PlacedBatch, TokenColumn
 from scalerl.controller.sampling.dump import parts_of
-from scalerl.controller.sampling.early_ends import EarlyEnds
-from scalerl.controller.sampling.groups import Enough, SampleGroup
+from scalerl.controller.sampling.early_ends import EarlyEndCount
+from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.controller.sampling.held_batches import TRAINED_COLUMNS
 from scalerl.controller.sampling.rollout_workers import (
     MAX_DUMP_PARTS,
@@ -258,13 +258,13 @@ def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_si
     assert sum(count["deal"] for count in returned) == dp_size
 
 
-def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> Column:
+def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> TokenColumn:
     """A column whose tokens are the number of their row and a half."""
     ranks = [
         DataProto({name: Jagged.from_list([[row + 0.5] * lengths[row] for row in plan.rows(rank)], torch.float32)})
         for rank in range(plan.dp_size)
     ]
-    return Column(plan, tuple(ranks))
+    return TokenColumn(plan, tuple(ranks))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_references_of_a_dump_do_not_grow_with_ranks_times_workers(
     ]
     parts = parts_of(2 * dp_size, workers.num_dump_parts)
     files = {tmp_path / str(number): part for number, part in enumerate(parts)}
-    workers.dump(held, [Column(plan, tuple(ranks))], {"prompt_length": np.ones(2 * dp_size, np.int64)}, files)
+    workers.dump(held, [TokenColumn(plan, tuple(ranks))], {"prompt_length": np.ones(2 * dp_size, np.int64)}, files)
     returned = [handle.returned for handle in workers.handles]
     assert sum(count["deal"] for count in returned) <= dp_size + len(parts)
     assert all(count["cut"] <= min(num_workers, MAX_DUMP_PARTS) for count in returned)
@@ -361,7 +361,7 @@ def test_a_group_comes_to_the_same_worker_again_and_all_have_their_share() -> No
 class Handle:
     """Of a worker, whose calls arrive at once."""
 
-    def __init__(self, ends: EarlyEnds) -> None:
+    def __init__(self, ends: EarlyEndCount) -> None:
         self.count_kept = self.Method(ends.count)
         self.end_early = self.Method(ends.over.add)
 
@@ -372,8 +372,8 @@ class Handle:
 
 @pytest.mark.parametrize("num_kept", [(3, 2), (0, 5), (5, 0), (1, 1)])
 def test_groups_of_all_workers_end_a_generation(num_kept: tuple[int, int]) -> None:
-    scores = [GroupScores(1, None, Enough(5)) for _ in num_kept]
-    ends = [EarlyEnds(number, []) for number in range(2)]
+    scores = [GroupScores(1, None, EarlyEnd(5)) for _ in num_kept]
+    ends = [EarlyEndCount(number, []) for number in range(2)]
     handles = [Handle(end) for end in ends]
     for end in ends:
         end.workers = handles
@@ -383,7 +383,7 @@ def test_groups_of_all_workers_end_a_generation(num_kept: tuple[int, int]) -> No
     [end.is_over(3, own) for end, own in zip(ends, scores, strict=True)]
     over = [end.is_over(3, own) for end, own in zip(ends, scores, strict=True)]
     assert over == [sum(num_kept) >= 5] * 2
-    assert not any(end.is_over(4, GroupScores(1, None, Enough(5))) for end in ends), "another generation"
+    assert not any(end.is_over(4, GroupScores(1, None, EarlyEnd(5))) for end in ends), "another generation"
     for end in ends:
         end.forget(3)
         assert end.over == set()

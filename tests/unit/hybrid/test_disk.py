@@ -71,7 +71,7 @@ def deliver(transport: DiskTransport, policy_version: int, client: Any) -> tuple
     delivery = Delivery(
         [feed], {"server": client}, {}, rank=0, policy_version=policy_version, bucket_bytes=1, verify=True
     )
-    delivery.tell(feed, "begin", lambda client: None)
+    delivery.call(feed, "begin", lambda client: None)
     return transport.send(delivery)
 
 

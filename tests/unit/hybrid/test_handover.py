@@ -32,11 +32,11 @@ def rank(number: int, free_gib: float, *, device: str | None = None, returning: 
 
 def a_step(books: Handover, *, released: tuple[float, float, float], before_sync: float, after_sync: float) -> None:
     """One rank; free GiB at each point. released: before, with the KV cache gone, with the weights gone."""
-    books.see("before_release", [rank(0, released[0])])
-    books.see("after_release_kv", [rank(0, released[1])])
-    books.see("after_release", [rank(0, released[2], returning={"actor": ACTOR, "ref": REF})])
-    books.see("before_sync", [rank(0, before_sync, returning={"actor": {"params": 10 * GIB}})])
-    books.see("after_sync", [rank(0, after_sync)])
+    books.record("before_release", [rank(0, released[0])])
+    books.record("after_release_kv", [rank(0, released[1])])
+    books.record("after_release", [rank(0, released[2], returning={"actor": ACTOR, "ref": REF})])
+    books.record("before_sync", [rank(0, before_sync, returning={"actor": {"params": 10 * GIB}})])
+    books.record("after_sync", [rank(0, after_sync)])
 
 
 def test_a_step_that_fits_exactly() -> None:
@@ -79,7 +79,7 @@ def test_too_little_is_an_error_that_says_what_to_change(
 def test_the_rank_that_lacks_most_is_named_and_the_others_are_counted() -> None:
     ranks = [rank(number, free, returning={"actor": ACTOR}) for number, free in enumerate((59, 70, 40, 58))]
     with pytest.raises(HandoverError, match=r"rank 2 on node GPU-2 has 40\.00 .*\(2 other ranks lack memory too\)"):
-        Handover().see("after_release", ranks)
+        Handover().record("after_release", ranks)
 
 
 def test_models_take_turns_and_ranks_of_one_machine_do_not() -> None:
@@ -88,24 +88,24 @@ def test_models_take_turns_and_ranks_of_one_machine_do_not() -> None:
     assert trainer_needs(ranks, role="actor", parts=["params"]) == {"node cpu": {"the trainer's actor": 20 * GIB}}
     assert trainer_needs([rank(0, 1)]) == {}
     with pytest.raises(HandoverError, match=r"on node cpu has 100\.00 .*120\.00 GiB are needed"):
-        Handover().see("after_release", ranks)
+        Handover().record("after_release", ranks)
 
 
 def test_a_server_that_has_its_memory_needs_none() -> None:
     """One that was restarted meanwhile."""
     books = Handover()
     a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
-    books.see("before_sync", [rank(0, 0)], servers=[])
-    books.see("after_sync", [rank(0, 0)], servers=[])
+    books.record("before_sync", [rank(0, 0)], servers=[])
+    books.record("after_sync", [rank(0, 0)], servers=[])
     with pytest.raises(HandoverError, match="KV cache"):
-        books.see("after_sync", [rank(0, 0)], servers=[0])
+        books.record("after_sync", [rank(0, 0)], servers=[0])
 
 
 def test_nothing_was_released_so_nothing_comes_back() -> None:
     """As on a CPU, and before the first sync."""
     books = Handover()
     for point in ("after_release", "before_sync", "after_sync"):
-        books.see(point, [rank(0, 0)])
+        books.record(point, [rank(0, 0)])
     assert len(books.metrics()) == 6
 
 
@@ -174,9 +174,9 @@ class Device:
 
 def release(books: Handover, kv: Device, weights: Device, *, wait_s: float = 1.0) -> None:
     """Of a server on two devices, which had 10 GiB free."""
-    books.see("before_release", Device((10, 10))())
-    books.see_released("after_release_kv", kv, wait_s=wait_s, pause=lambda _: None)
-    books.see_released("after_release", weights, wait_s=wait_s, pause=lambda _: None)
+    books.record("before_release", Device((10, 10))())
+    books.record_released("after_release_kv", kv, wait_s=wait_s, pause=lambda _: None)
+    books.record_released("after_release", weights, wait_s=wait_s, pause=lambda _: None)
 
 
 def released(books: Handover) -> dict[str, float]:
@@ -218,16 +218,16 @@ def test_a_save_without_room_though_the_servers_weights_left_is_an_error() -> No
     waiting = rank(0, 39, returning={"actor": ACTOR, "ref": REF})
     said = r"before_save_alone: rank 0 .* has 39\.00 of 80\.00 GiB free, and 40\.00 GiB are needed: .*actor 40\.00"
     with pytest.raises(HandoverError, match=said):
-        books.see_released("before_save_alone", lambda: [waiting], pause=lambda _: None)
-    books.see_released("before_save_alone", lambda: [rank(0, 40, returning={"actor": ACTOR})], pause=lambda _: None)
+        books.record_released("before_save_alone", lambda: [waiting], pause=lambda _: None)
+    books.record_released("before_save_alone", lambda: [rank(0, 40, returning={"actor": ACTOR})], pause=lambda _: None)
 
 
 def test_a_save_needs_parameters_and_optimizer_and_the_cache_comes_back_after_it() -> None:
     books = Handover()
     release(books, Device((50, 50)), Device((60, 60)))
-    books.see("before_save", Device((40, 40), returning={"actor": ACTOR, "ref": REF})())
+    books.record("before_save", Device((40, 40), returning={"actor": ACTOR, "ref": REF})())
     with pytest.raises(HandoverError, match=r"before_save: rank 1 .* 39\.00 of .* 40\.00 GiB are needed.*actor 40\.00"):
-        books.see("before_save", Device((40, 39), returning={"actor": ACTOR, "ref": REF})())
-    books.see("after_save", Device((40, 40))())
+        books.record("before_save", Device((40, 39), returning={"actor": ACTOR, "ref": REF})())
+    books.record("after_save", Device((40, 40))())
     with pytest.raises(HandoverError, match=r"after_save: rank 0 .*KV cache 40\.00.*gpu_memory_utilization"):
-        books.see("after_save", Device((39, 40))())
+        books.record("after_save", Device((39, 40))())

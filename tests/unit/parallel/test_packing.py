@@ -120,8 +120,8 @@ def test_results_find_their_token(case: Case) -> None:
         own = torch.cat([micro_batch.input_ids[0] for micro_batch in ranks])
         about_next = torch.cat([micro_batch.labels for micro_batch in ranks])
         for micro_batch in ranks:
-            assert torch.equal(micro_batch.of_token(own), ids)
-            about = micro_batch.about_token(about_next.float())
+            assert torch.equal(micro_batch.to_own_token(own), ids)
+            about = micro_batch.to_described_token(about_next.float())
             assert torch.equal(about, ids.float().masked_fill(micro_batch.is_first, 0.0))
 
 
@@ -129,5 +129,5 @@ def test_results_about_tokens_pass_the_gradient() -> None:
     """Each result gets its token's weight; the last of a sequence is about no token and gets none."""
     packed = pack_rows(batch_of([2, 3]), [0, 1], device="cpu")
     values = torch.arange(5.0, requires_grad=True)
-    (packed.about_token(values) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
+    (packed.to_described_token(values) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).sum().backward()
     assert values.grad.tolist() == [2.0, 0.0, 4.0, 5.0, 0.0]

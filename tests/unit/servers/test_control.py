@@ -81,9 +81,9 @@ def asked(servers: list[Server]) -> list[list[str]]:
 
 def test_all_are_asked_at_the_same_time(servers: list[Server], control: ServerControl) -> None:
     assert control.pause() == {}
-    assert control.go_on() == {}
+    assert control.continue_generation() == {}
     assert asked(servers) == [["/pause_generation", "/continue_generation"]] * NUM_SERVERS
-    assert control.go_on() == {}
+    assert control.continue_generation() == {}
     assert asked(servers) == [[]] * NUM_SERVERS, "nothing was paused"
 
 
@@ -116,7 +116,7 @@ def test_a_successor_has_all_its_memory_and_is_not_paused(servers: list[Server],
     asked(servers)
     for server in servers:
         server.together = None
-    control.go_on()
+    control.continue_generation()
     control.resume("kv_cache")
     assert asked(servers) == [["/continue_generation", "/resume_memory_occupation kv_cache"]] * 2 + [[]]
 

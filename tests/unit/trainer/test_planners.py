@@ -11,7 +11,7 @@ from scalerl.balance import Alignment
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig, compose
 from scalerl.families import ModelShape
-from scalerl.trainer.build import REPORT_S, collective_timeout_s, planners, start_order
+from scalerl.trainer.build import REPORT_S, collective_timeout_s, make_planners, start_order
 from scalerl.trainer.checkpoints import Resumed
 from scalerl.trainer.packing_rules import Planner
 from scalerl.trainer.preflight import PPOInputs
@@ -79,7 +79,7 @@ def planners_of(tmp_path: Path, *overrides: str) -> dict[str, Planner]:
         ],
     )
     inputs = PPOInputs({"actor": shape, "critic": shape, "ref": shape}, None, None, None, "cpu", Resumed(None, {}))
-    return planners(cfg, inputs)
+    return make_planners(cfg, inputs)
 
 
 def test_collectives_give_up_after_the_driver() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from scalerl.cluster.batch import BatchRef
 from scalerl.config import PPOConfig
-from scalerl.controller.sampling.groups import Enough, SampleGroup, kept_uids
+from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup, kept_uids
 from scalerl.controller.sampling.rollout import Finished
 from scalerl.data import PromptCursor
 from scalerl.trainer.ledger import ConservationError, Ledger
@@ -34,7 +34,7 @@ class Servers:
     # uid -> version under which an interrupted group began.
     interrupted: dict[int, int] = field(default_factory=dict)
 
-    def begin(self, groups: list[SampleGroup], *, enough: Enough | None = None, carry: bool = False) -> Any:
+    def begin(self, groups: list[SampleGroup], *, enough: EarlyEnd | None = None, carry: bool = False) -> Any:
         self.begun.append(list(groups))
         return list(groups), enough, carry, self.version
 
