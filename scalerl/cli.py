@@ -1,16 +1,20 @@
-"""The `scalerl` command: finds the program of a subcommand and runs it. Imports nothing heavy before it must."""
+"""The `scalerl` command: finds the program of a subcommand and runs it.
+
+Imports next to nothing before `main` runs: until then Ctrl-C would end in Python's own traceback.
+"""
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import scalerl
-from scalerl.config import help_text
-from scalerl.config.schema import Kind
 from scalerl.errors import EXIT_USER_ERROR, run_main
+
+if TYPE_CHECKING:
+    from scalerl.config.schema import Kind
 
 USAGE = """\
 usage: scalerl COMMAND ...
@@ -196,7 +200,10 @@ def keys_usage(command: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the subcommand that `argv` names; returns its exit code, 2 for an error that the user can correct."""
-    argv = sys.argv[1:] if argv is None else argv
+    return run_main(_run, sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: list[str]) -> int | None:
     if not argv:
         print(USAGE, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -208,13 +215,17 @@ def main(argv: list[str] | None = None) -> int:
         _print(f"scalerl {scalerl.__version__}")
         return 0
     if command not in COMMANDS:
+        import difflib
+
         nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         print(f"error: there is no command {command}; did you mean scalerl {nearest}?\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER_ERROR
     if command in SCHEMA_OF and not {"-h", "--help"}.isdisjoint(rest):
+        from scalerl.config import help_text
+
         _print(f"{keys_usage(command)}\n{help_text(SCHEMA_OF[command])}")
         return 0
-    return run_main(COMMANDS[command], rest)
+    return COMMANDS[command](rest)
 
 
 if __name__ == "__main__":

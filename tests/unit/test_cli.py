@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -178,6 +179,35 @@ def test_help_imports_nothing_heavy(arguments: str):
     )
     imported = set(done.stdout.splitlines()[-1].split()[1:])
     assert "scalerl" in imported and not imported & HEAVY
+
+
+# Sends itself Ctrl-C where the first module is imported that is neither Python's own nor of `AT_ONCE`.
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+AT_ONCE = {"scalerl", "scalerl.cli", "scalerl.errors"}
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] not in sys.stdlib_module_names and name not in AT_ONCE:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+from scalerl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("arguments", ["train data.train_files=none", "train --help", "launch slurm", "doctor"])
+def test_an_interrupt_while_programs_are_imported_is_no_traceback(arguments: str):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, *arguments.split()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    # Python may pass the interrupt on to its own process, which a shell also reports as 130.
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stdout == "" and done.stderr == "Interrupted.\n"
 
 
 def test_a_reader_may_stop_early():
