@@ -1,21 +1,26 @@
-"""SGLang's checksums of a model with latent attention, which it loads on a CPU, too; nothing here samples from it."""
+"""A model with latent attention in SGLang on a CPU: its checksums, and the tokens that it samples before and after."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scalerl.families import ModelShape, family_of
 from scalerl.parallel.export import plan_buckets
+from scalerl.servers.client import SamplingParams
 from scalerl.servers.engines.sglang import LATENT
 from scalerl.servers.weights import checksum_differences, expected_checksums, serialize_bucket
-from tests.sglang.conftest import Engine, Model, make_model
+from tests.sglang.conftest import PROMPTS, Engine, Model, make_model
+from tests.sglang.test_contract import assert_logprobs_match, requests_for
 from tests.sglang.test_sync_mixture import TWO_CORES
 
-# As DeepSeek-V3's own config.json has them, and SGLang needs them.
-CONFIG = {
+# As transformers writes it: without keys that SGLang needs, and without yarn.
+PLAIN = {"max_position_embeddings": 512}
+# As DeepSeek-V3's own config.json has them.
+YARN = {
     "max_position_embeddings": 512,
     "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
@@ -36,13 +41,29 @@ def test_every_family_that_is_said_to_be_known_is_here() -> None:
     assert LATENT == ("deepseek_v3",)
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=[TWO_CORES, pytest.mark.full])])
-def test_checksums_and_what_sglang_drops(start_engine: Callable[..., Engine], tmp_path: Path, tp_size: int) -> None:
+def assert_samples_are_of(model: Model, engine: Engine, policy_version: int) -> None:
+    """Twice: the second time the prompts are in the cache."""
+    for _ in range(2):
+        outputs = engine.generate(requests_for(PROMPTS, SamplingParams(max_new_tokens=12, temperature=1.0), n=2))
+        for output in outputs:
+            assert_logprobs_match(model, PROMPTS[int(str(output.request_id)[1:])], output, temperature=1.0)
+            assert output.policy_version == policy_version
+
+
+@pytest.mark.parametrize(
+    ("config_keys", "tp_size"),
+    [(YARN, 1), (PLAIN, 1), pytest.param(YARN, 2, marks=[TWO_CORES, pytest.mark.full])],
+    ids=["yarn", "plain", "yarn-tp2"],
+)
+def test_samples_checksums_and_what_sglang_drops(
+    start_engine: Callable[..., Engine], tmp_path: Path, config_keys: dict[str, Any], tp_size: int
+) -> None:
     """A down projection that comes in a bucket without the other is dropped without a word; the checksum names it."""
-    old, new = (Model.load(make_model(tmp_path / str(seed), "deepseek_v3", seed, **CONFIG)) for seed in (0, 1))
+    old, new = (Model.load(make_model(tmp_path / str(seed), "deepseek_v3", seed, **config_keys)) for seed in (0, 1))
     config, weights = new.hf.config.to_dict(), dict(new.weights())
     engine = start_engine("sglang", old.path, tp_size=tp_size)
     try:
+        assert_samples_are_of(old, engine, 0)
         found = engine.client.checksums()
         assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), found) == []
         assert any("shared_experts.gate_up_proj" in name for name in found[0])
@@ -65,5 +86,6 @@ def test_checksums_and_what_sglang_drops(start_engine: Callable[..., Engine], tm
         planned = plan_buckets(family_of(shape), shape, 4, bucket_bytes=40_000)
         buckets = [[name for param in bucket for name in param.hf] for bucket in planned]
         assert len(buckets) > 5 and differences_after(buckets, 4) == []
+        assert_samples_are_of(new, engine, 4)
     finally:
         engine.server.stop()

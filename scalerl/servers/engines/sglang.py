@@ -14,6 +14,7 @@ from scalerl.config import server_violations
 from scalerl.config.schema import RolloutConfig, ServerConfig
 from scalerl.config.suggestions import divisors_text
 from scalerl.families import read_config, weight_block
+from scalerl.families.shape import max_positions
 from scalerl.runtime.cuda_toolkit import toolkit_environment
 from scalerl.runtime.process_environment import sglang_environment
 from scalerl.servers.context_length import check_context_length
@@ -43,8 +44,10 @@ CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 MAPPED_LOADER = "scalerl.servers.mapped.load"
 # Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
-# Those with latent attention; SGLang on a CPU loads them (tests/sglang/test_sync_latent.py).
+# Those with latent attention; tests/sglang/test_sync_latent.py samples from them on a CPU.
 LATENT = ("deepseek_v3",)
+# Keys without which SGLang does not start; DeepSeek's own config.json has them, one that transformers writes does not.
+LATENT_CONFIG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # With what SGLang on a GPU keeps experts as they are loaded, so that their checksums are known: other kernels reorder
 # their rows, and so does Triton's with the activation fused in.
 PLAIN_EXPERTS = {"moe_runner_backend": "triton"}
@@ -112,10 +115,13 @@ class SGLangEngine(Engine):
             }
             # Otherwise SGLang asks the network which of the node's addresses others can reach.
             env["SGLANG_HOST_IP"] = launch.host
+        changes = _latent_changes(launch.model_path, on_cpu)
         if launch.synced and weight_block(read_config(launch.model_path)) is not None:
             # Trainers send weights that are not quantized, so the server's are as they would be without.
-            arguments["json_model_override_args"] = json.dumps({"quantization_config": None})
+            changes["quantization_config"] = None
             arguments["load_format"] = "dummy"
+        if changes:
+            arguments["json_model_override_args"] = json.dumps(changes)
         if config.kv_cache_tokens is not None:
             arguments["max_total_tokens"] = config.kv_cache_tokens
         arguments |= {key.replace("-", "_"): value for key, value in _own_arguments(config).items()}
@@ -186,11 +192,6 @@ class SGLangEngine(Engine):
                 f"known with more ranks than the model's {kv_heads} key/value heads; set one of "
                 f"{divisors_text(kv_heads)}, or {section}.verify_weights_every=0"
             )
-        if device == "cpu" and shape.kv_lora_rank is not None and shape.rope_scaling is None:
-            yield (
-                f"{section}.name = sglang: SGLang on a CPU has no rotary embedding for latent attention without yarn, "
-                f"and the config.json of this {shape.model_type} model has no rope_scaling; set {section}.name=embedded"
-            )
         if shape.num_experts:
             yield from _mixture_violations(config, shape, section, verify_weights_every)
 
@@ -209,6 +210,28 @@ class SGLangEngine(Engine):
 
 def _own_arguments(config: ServerConfig) -> dict[str, Any]:
     return config.engine_kwargs.get(SGLangEngine.name) or {}
+
+
+def _latent_changes(model_path: str, on_cpu: bool) -> dict[str, Any]:
+    """Changes of config.json with which SGLang serves a model with latent attention; {} for any other."""
+    try:
+        config = read_config(model_path)
+    except ValueError:
+        # The server will report what is wrong with the directory.
+        return {}
+    if config.get("model_type") not in LATENT:
+        return {}
+    changes = {key: value for key, value in LATENT_CONFIG.items() if key not in config}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if on_cpu and (rope.get("rope_type") or rope.get("type") or "default") == "default":
+        # The only rotary embedding that SGLang has there is yarn; with the factor 1 it is the plain one.
+        changes["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": max_positions(config),
+        }
+    return changes
 
 
 def _memory_fraction(config: ServerConfig) -> float:

@@ -31,8 +31,13 @@ def register() -> None:
 
 
 def _create_backend(model_runner: ModelRunner) -> AttentionBackend:
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
     from scalerl.servers.sglang.cpu_attention_backend import BatchedAttnBackend
 
+    # Otherwise SGLang computes the prompt's latent attention as for triton, whose keys and values are not in the cache.
+    AttentionBackendRegistry.register(ATTENTION_BACKEND, lambda *_: AttnForwardMethod.MLA)
     return BatchedAttnBackend(model_runner)
 
 

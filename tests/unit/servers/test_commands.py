@@ -114,6 +114,24 @@ def test_sglang_takes_the_plans_cache_and_not_what_its_share_leaves(share: float
     assert min(profiled, int(value_of(command, "--max-total-tokens"))) == plan.kv_tokens
 
 
+def test_what_sglang_needs_of_a_latent_models_config_is_given_where_it_is_absent(tmp_path: Path) -> None:
+    def given(device: str, **config: Any) -> dict[str, Any]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | config))
+        command, _ = ENGINES["sglang"].command(Launch(str(tmp_path), RolloutConfig(), device, 64, port=4000))
+        flag = "--json-model-override-args"
+        return json.loads(value_of(command, flag)) if flag in command else {}
+
+    needed = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    plain = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 512, "rope_theta": 5e5}
+    assert given("cuda") == needed
+    assert given("cuda", **needed) == given("cpu", **needed, rope_scaling=yarn) == {}
+    assert given("cpu", **needed, max_position_embeddings=512, rope_theta=5e5) == {"rope_parameters": plain}
+    version_5 = {"rope_type": "default", "rope_theta": 5e5}
+    assert given("cpu", max_position_embeddings=512, rope_parameters=version_5) == needed | {"rope_parameters": plain}
+    assert given("cpu", model_type="qwen3_moe") == {}
+
+
 def test_a_gpu_server_whose_experts_are_checked_keeps_them_as_they_are_loaded(tmp_path: Path) -> None:
     def started(
         model_type: str, device: str = "cuda", synced: bool = True, every: int = 10

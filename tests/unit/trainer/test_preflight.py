@@ -94,15 +94,6 @@ def test_checksums_of_sglang_are_refused_where_they_are_not_known(directory: Pat
         assert found.startswith(f"{VERIFY} = 2: ") and f"engine_kwargs.sglang.{own.partition('=')[0]}," in found
 
 
-def test_latent_attention_that_sglang_does_not_start_with_on_a_cpu(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = violation(directory, "deepseek_v3", "sglang", 0)
-    assert found.startswith("actor_rollout_ref.rollout.name = sglang: ") and "has no rope_scaling; set " in found
-    monkeypatch.setattr(preflight, "resolve_device", lambda device: {"auto": "cuda"}[device])
-    assert check_ppo(config(directory, "deepseek_v3", "sglang", 0, "trainer.device=auto")) is not None
-
-
 def test_dense_layers_that_sglang_would_not_see_are_refused(directory: Path) -> None:
     found = violation(directory, "with_dense_layers", "sglang", 0)
     assert found.startswith("actor_rollout_ref.rollout.name = sglang: ") and "in layers 1 (mlp_only_layers" in found
@@ -122,6 +113,7 @@ def test_checksums_of_a_mixture_on_a_gpu_are_known(
     [
         ("deepseek_v3_yarn", "sglang", 0),
         ("deepseek_v3_yarn", "sglang", 1),
+        ("deepseek_v3", "sglang", 1),
         ("deepseek_v3", "embedded", 1),
         ("qwen3", "sglang", 1),
         ("qwen3_moe", "sglang", 1),
