@@ -46,16 +46,16 @@ BUCKET_FREE_FRAC = 0.5
 BUCKET_COPIES = 3
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
-_UTILIZATION = "lower actor_rollout_ref.rollout.gpu_memory_utilization"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_UTILIZATION = f"lower {_ROLLOUT}.gpu_memory_utilization"
 _SAVE_ADVICE = (
     f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size): a save "
     "and a load bring parameters and optimizer to the device"
 )
 _ADVICE: dict[HandoverPoint, str] = {
     "after_release": (
-        f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), "
-        "keep other models off the device (param_offload of the reference's and the critic's megatron), or have the "
-        "server keep less (actor_rollout_ref.rollout.engine_kwargs.sglang.disable_cuda_graph=true)"
+        f"split the model over more devices ({_MEGATRON}.tensor_model_parallel_size, pipeline_model_parallel_size), or "
+        "keep other models off the device (param_offload of the reference's and the critic's megatron)"
     ),
     "before_sync": (
         f"{_UTILIZATION}, or set {_MEGATRON}.grad_offload=true and {_MEGATRON}.optimizer_offload=true, which a sync "
@@ -101,7 +101,9 @@ _RELEASES: dict[HandoverPoint, tuple[str, HandoverPoint]] = {
 class Handover:
     """The driver's record of free memory, from one hand-over to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_less: str | None = None) -> None:
+        """Has seen nothing yet.  keep_less: of the servers' engine, for errors."""
+        self._keep_less = keep_less
         self._free: dict[HandoverPoint, dict[int, int]] = {}
         self._used: dict[HandoverPoint, int] = {}
         # Device -> bytes that its servers gave back last.
@@ -154,7 +156,7 @@ class Handover:
         with_servers = [memory for memory in ranks if servers is None or memory.rank in servers]
         needed = self._needed(point, with_servers, ranks)
         if needed:
-            check_room(point, ranks, needed)
+            check_room(point, ranks, needed, self._keep_less)
 
     def _needed(
         self, point: HandoverPoint, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
@@ -228,10 +230,15 @@ def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]
     ]
 
 
-def check_room(point: HandoverPoint, ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> None:
+def check_room(
+    point: HandoverPoint,
+    ranks: Iterable[RankMemory],
+    needed: Mapping[str, Mapping[str, int]],
+    keep_less: str | None = None,
+) -> None:
     """Raises HandoverError, naming the rank that lacks the most, if a device has too little free memory.
 
-    needed: device -> what comes there -> bytes.
+    needed: device -> what comes there -> bytes.  keep_less: as `Engine.keep_less`.
     """
     short = short_of(ranks, needed)
     if not short:
@@ -244,6 +251,7 @@ def check_room(point: HandoverPoint, ranks: Iterable[RankMemory], needed: Mappin
         f"{worst.total_bytes / GIB:.2f} GiB free, and {sum(parts.values()) / GIB:.2f} GiB are needed: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
         + f"{others}. To change: {_ADVICE[point]}"
+        + (f", or have the server keep less ({_ROLLOUT}.{keep_less})" if keep_less and point == "after_release" else "")
     )
 
 
@@ -300,7 +308,7 @@ def check_largest(ranks: Sequence[tuple[int, str]], *, largest_bytes: int, num_c
         raise HandoverError(
             f"weight sync: rank {rank} on {device} has {free_bytes / GIB:.2f} GiB free, and the largest tensor needs "
             f"{num_copies * largest_bytes / GIB:.2f} GiB ({num_copies} copies of {largest_bytes / GIB:.2f}), however "
-            f"small actor_rollout_ref.rollout.update_weights_bucket_megabytes is. To change: {_ADVICE['before_sync']}"
+            f"small {_ROLLOUT}.update_weights_bucket_megabytes is. To change: {_ADVICE['before_sync']}"
         )
 
 

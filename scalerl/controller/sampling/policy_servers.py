@@ -26,6 +26,7 @@ from scalerl.hybrid.order import Step, SyncOrder
 from scalerl.metrics import Metric, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.control import ServerControl
+from scalerl.servers.engines import ENGINES
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import LostServer, ServerRecovery
 from scalerl.servers.replica import ClientSettings, Replica
@@ -75,7 +76,7 @@ class PolicyServers:
         self.timeout_s = config.trainer.timeout_s
         self.num_syncs = 0
         self.policy_version = 0
-        self.handover = Handover()
+        self.handover = Handover(ENGINES[self.rollout.name].keep_less)
         # Part of a phase -> seconds, until the next sync reports them.
         self.parts_s: dict[str, float] = {}
         self.gpu_ids, self.log_dir = gpu_ids, log_dir

@@ -62,6 +62,8 @@ class Engine(SharedProtocol, ABC):
     name: ClassVar[str]
     # Tokens at the end of a server's context that a prompt cannot have.
     prompt_slack: ClassVar[int] = 0
+    # Its setting with which a server that has released its memory keeps less of a GPU; None: it has none.
+    keep_less: ClassVar[str | None] = None
 
     @abstractmethod
     def command(self, launch: Launch) -> Command:

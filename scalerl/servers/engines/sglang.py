@@ -62,6 +62,7 @@ EXPERT_ARGUMENTS += ("disable_shared_experts", "enforce_shared_experts")
 class SGLangEngine(Engine):
     name = "sglang"
     prompt_slack = PROMPT_SLACK
+    keep_less = "engine_kwargs.sglang.disable_cuda_graph=true"
     # SGLang adds one more token after an abort without checking if it ends the sample.
     undone_by_abort = 1
 

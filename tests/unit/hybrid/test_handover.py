@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from scalerl.hybrid.handover import (
     measure,
     trainer_needs,
 )
+from scalerl.servers.engines import ENGINES
 
 MIB = 2**20
 ACTOR = {"params": 10 * GIB, "grads": 20 * GIB, "optimizer": 30 * GIB}
@@ -210,6 +212,16 @@ def test_a_release_that_comes_late_is_no_error_and_one_that_does_not_come_is() -
     with pytest.raises(HandoverError, match=r"after_release: rank 1 on node GPU-1 has 55\.00"):
         release(books, Device((50, 50)), never, wait_s=2.0)
     assert never.num_looks == 1 + round(2.0 / handover.RELEASE_LOOK_S)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_server_keeps_is_made_less_by_a_setting_of_its_own_engine(engine: str) -> None:
+    waiting = rank(0, 39, returning={"actor": ACTOR})
+    for point in ("after_release", "before_save_alone"):
+        with pytest.raises(HandoverError) as error:
+            Handover(ENGINES[engine].keep_less).see(point, [waiting])
+        said = re.findall(r"engine_kwargs\.(\w+)\.", str(error.value))
+        assert said == (["sglang"] if engine == "sglang" and point == "after_release" else [])
 
 
 def test_a_save_without_room_though_the_servers_weights_left_is_an_error() -> None:
