@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +14,7 @@ import aiohttp
 import orjson
 
 from scalerl.servers.access import authorization
+from scalerl.servers.connection import ask, watched_socket
 from scalerl.servers.engines import ENGINES
 from scalerl.servers.engines.protocol import CacheSize, Call
 from scalerl.servers.purpose import POLICY, Purpose
@@ -38,20 +36,6 @@ IDLE_WAIT_S = 30.0
 HEALTH_TIMEOUT_S = 60.0
 HEALTH_POLL_S = 0.2
 JSON = {"Content-Type": "application/json"}
-# A machine that is switched off ends no connection; one that works answers these probes, however busy its server is. So
-# it is given up after 30 + 6 x 10 seconds of silence, not at the request's time limit. Not every system has them all.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
-
-
-def watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Makes the socket of a connection that breaks when the other machine answers no more (see KEEP_ALIVE)."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
 
 
 class RolloutClient:
@@ -389,22 +373,17 @@ class RolloutClient:
         Raises RolloutError unless the answer is a success.
         """
         where = self.url + call.path
-        request = urllib.request.Request(
-            where,
-            method=call.method,
-            data=None if call.body is None else json.dumps(call.body).encode(),
-            headers=JSON | authorization(self.key),
-        )
+        body = None if call.body is None else json.dumps(call.body).encode()
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-                text = response.read().decode()
-        except urllib.error.HTTPError as error:
-            if error.code == 404 and call.is_optional:
-                return None
-            message = self.engine.read_error(error.read().decode())
-            raise RolloutError(f"{where} refused (HTTP {error.code}): {message}") from error
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+            status, text = ask(
+                where, call.method, body, headers=JSON | authorization(self.key), timeout_s=self.timeout_s
+            )
+        except (http.client.HTTPException, OSError) as error:
             raise RolloutError(f"{where} got no answer: {error}; see the server's log") from error
+        if status == 404 and call.is_optional:
+            return None
+        if status != 200:
+            raise RolloutError(f"{where} refused (HTTP {status}): {self.engine.read_error(text)}")
         try:
             answer = json.loads(text) if text else {}
         except json.JSONDecodeError:  # SGLang answers a flush in prose

@@ -11,9 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ import psutil
 from scalerl.errors import EXIT_USER_ERROR, RunError, UserError
 from scalerl.runtime.process_environment import inherited_by_servers
 from scalerl.servers.access import KEY_VARIABLE, OPEN_PATH, new_key
+from scalerl.servers.connection import ask
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.supervise import descendants
 
@@ -221,10 +220,10 @@ class RolloutServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(self.url + self.ready_path, timeout=5.0) as response:
-                return response.status == 200
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError):
+            status, _ = ask(self.url + self.ready_path, headers={}, timeout_s=5.0)
+        except (http.client.HTTPException, OSError):
             return False
+        return status == 200
 
     def _listens(self) -> bool:
         """True if a process of this server listens on its port, or if the system does not tell."""

@@ -1,27 +1,33 @@
-"""`python ask_silent_server.py URL`: asks a server that never says a word for samples, and prints what became of it."""
+"""`python ask_silent_server.py samples|control URL`: asks a server that never says a word for samples, or to flush its
+cache, and prints what became of it."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 
-from scalerl.servers import client
-from scalerl.servers.requests import GenerateRequest, SamplingParams, ServerLostError
+from scalerl.servers import connection
+from scalerl.servers.client import RolloutClient
+from scalerl.servers.requests import GenerateRequest, RolloutError, SamplingParams
 
 # A thirtieth of what a run waits.
-client.KEEP_ALIVE.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2, TCP_USER_TIMEOUT=3000)
+connection.KEEP_ALIVE.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_KEEPCNT=2, TCP_USER_TIMEOUT=3000)
 
 
-async def ask(url: str) -> None:
-    asked = client.RolloutClient(url, "embedded", key="key", max_model_len=64, timeout_s=600)
+async def ask_for_samples(client: RolloutClient) -> None:
     request = GenerateRequest("prompt", [5, 6], 1, SamplingParams(max_new_tokens=4), seeds=[7])
-    async with asked.connected():
-        async for output in asked.generate([request]):
+    async with client.connected():
+        async for output in client.generate([request]):
             raise AssertionError(f"nobody is there who could have made {output}")
 
 
 if __name__ == "__main__":
+    what, url = sys.argv[1:]
+    asked = RolloutClient(url, "embedded", key="key", max_model_len=64, timeout_s=600)
     try:
-        asyncio.run(ask(sys.argv[1]))
-    except ServerLostError as error:
-        print("LOST", error)
+        if what == "samples":
+            asyncio.run(ask_for_samples(asked))
+        else:
+            asked.flush_cache()
+    except RolloutError as error:
+        print(type(error).__name__, error)

@@ -57,10 +57,19 @@ def assert_serves(said: list[dict[str, Any]], model: Model, version: int) -> Non
 
 
 @pytest.mark.full
-def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_of_a_request(slurm: MiniSlurm) -> None:
+@pytest.mark.parametrize(
+    ("what", "lost"),
+    [
+        ("samples", "ServerLostError http://10.99.0.12:7100 went away during "),
+        ("control", "RolloutError http://10.99.0.12:7100/flush_cache got no answer: "),
+    ],
+)
+def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_of_a_request(
+    slurm: MiniSlurm, what: str, lost: str
+) -> None:
     """A process has the port there and takes no connection: the kernel alone answers, as for a server that is busy."""
     holder = slurm.occupy(7100, "n2")
-    command = (sys.executable, str(REPO / "tests/slurm/ask_silent_server.py"), "http://10.99.0.12:7100")
+    command = (sys.executable, str(REPO / "tests/slurm/ask_silent_server.py"), what, "http://10.99.0.12:7100")
     connections = ("ss", "-Htn", "state", "established", "dport = :7100")
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(slurm.run, *command, host="n1", timeout_s=120)
@@ -75,7 +84,7 @@ def test_a_server_on_a_node_that_is_switched_off_is_lost_long_before_the_limit_o
         finally:
             slurm.run("ip", "link", "set", "eth0", "up", host="n2")
             slurm.run("kill", holder, host="n2")
-    assert said.startswith("LOST http://10.99.0.12:7100 went away during ")
+    assert said.startswith(lost)
 
 
 @pytest.mark.full
