@@ -219,7 +219,7 @@ def test_what_a_server_keeps_is_made_less_by_a_setting_of_its_own_engine(engine:
     waiting = rank(0, 39, returning={"actor": ACTOR})
     for point in ("after_release", "before_save_alone"):
         with pytest.raises(HandoverError) as error:
-            Handover(ENGINES[engine].keep_less).see(point, [waiting])
+            Handover(ENGINES[engine].keep_less).record(point, [waiting])
         said = re.findall(r"engine_kwargs\.(\w+)\.", str(error.value))
         assert said == (["sglang"] if engine == "sglang" and point == "after_release" else [])
 
