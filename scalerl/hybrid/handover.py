@@ -102,7 +102,7 @@ class Handover:
     """The driver's record of free memory, from one hand-over to the next."""
 
     def __init__(self, keep_less: str | None = None) -> None:
-        """Has seen nothing yet.  keep_less: of the servers' engine, for errors."""
+        """Starts without a measurement.  keep_less: of the servers' engine, for errors."""
         self._keep_less = keep_less
         self._free: dict[HandoverPoint, dict[int, int]] = {}
         self._used: dict[HandoverPoint, int] = {}
