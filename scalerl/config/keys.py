@@ -133,7 +133,7 @@ class KeyTable:
     def unknown(self, key: str, origin: str = "") -> str:
         """The violation of a user who wrote `key`, which does not exist."""
         nearest = self.nearest(key)
-        advice = f"did you mean {nearest}?" if nearest else "`scalerl COMMAND --help` lists them all; leave it out"
+        advice = f"did you mean {nearest}?" if nearest else "--help lists them all; leave it out"
         return f"{key}: no such key{origin}; {advice}"
 
 

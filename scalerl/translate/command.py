@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.errors import CommandParser, UserError
-from scalerl.translate.report import command_of, report_on
+from scalerl.translate.report import command_of, merge_command, report_on
 from scalerl.translate.script import Command, LaunchScript, read_script
 
 
@@ -26,6 +26,9 @@ def translated(text: str) -> str:
         script = _arguments_by_line(text, script.notes)
     blocks = []
     for command in script.commands:
+        if "model_merger" in command.program:
+            blocks.append(merge_command(command.arguments))
+            continue
         known = command_of(command.program)
         if known is None:
             blocks.append(

@@ -37,7 +37,7 @@ prints the command of scalerl and a row for each key. The script is read, not ru
 whole-number arithmetic, arrays, `"${ARGS[@]}"`, heredocs, `if [ ... ]` and `case` of known values are followed.
 What it cannot know (a command in `$(...)`, a variable of the environment, a sourced file) is listed with its line,
 and stays in the command for your shell; a program in a loop or a function is named, and not translated. What a run
-would refuse of the translated command (sizes that do not fit each other, a missing path) ends the table. Defaults
+would refuse of the translated command (sizes that do not fit each other, a missing key) ends the table. Defaults
 of verl that decide what is trained, and are others here, are written out where the script is silent
 (`algorithm.adv_estimator=gae`, `trainer.total_epochs=30`,
 `actor_rollout_ref.rollout.tensor_model_parallel_size=2`).

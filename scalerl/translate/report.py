@@ -27,6 +27,14 @@ DEFAULTS_OF_VERL = {
     "trainer.total_epochs": "30",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "2",
 }
+# Options of verl's merger that scalerl's has not -> how many values they take.
+_OF_MERGER_ALONE = {
+    "--tie-word-embedding": 0,
+    "--is-value-model": 0,
+    "--trust-remote-code": 0,
+    "--use_cpu_initialization": 0,
+    "--hf_model_path": 1,
+}
 _STEPS = re.compile(r"((actor_rollout_ref\.actor|critic)\.optim\.(lr_warmup_steps|lr_decay_steps))=(\d+)")
 
 # A field of megatron in this section may be a key of the section around it.
@@ -82,6 +90,24 @@ def command_of(program: str) -> tuple[str, str] | None:
     """The command of scalerl and the kind of its configuration for a module or file of verl; None if there is none."""
     name = program.rpartition("/")[2].removesuffix(".py")
     return next((command for part, command in PROGRAMS.items() if part in name.rpartition(".")[2]), None)
+
+
+def merge_command(arguments: list[str]) -> str:
+    """The command of scalerl for the arguments of verl's merger, and those that it does without, as text."""
+    kept = [text for text in arguments if text != "merge"]
+    dropped = []
+    for option, num_values in _OF_MERGER_ALONE.items():
+        if option in kept:
+            place = kept.index(option)
+            dropped.append(" ".join(kept[place : place + 1 + num_values]))
+            del kept[place : place + 1 + num_values]
+    quoted = [f'"{text}"' if re.search(r"\$[\w(]|`", text) else shlex.quote(text) for text in kept]
+    command = " ".join(["scalerl merge", *quoted])
+    if not dropped:
+        return command
+    return f"{command}\n\nalready so ({len(dropped)}):\n" + "\n".join(
+        f"  {text}: the checkpoint says it" for text in dropped
+    )
 
 
 def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[str, str] | None = None) -> Report:

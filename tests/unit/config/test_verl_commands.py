@@ -204,6 +204,62 @@ def test_tokens_of_a_device_in_sft(section: str):
     assert found.translations[0].becomes == ("data.max_tokens_per_micro_batch=6000",)
 
 
+# Values that would change what is computed or sampled; `already so` would be a lie.
+NOT_ALREADY_SO = [
+    (f"{ROLLOUT}.n_agent=4", f"leave it out, and set {ROLLOUT}.n"),
+    (f"{ROLLOUT}.qat.enable=True", "servers have the trainer's weights, unchanged; leave it out"),
+    ("trainer.v1.trainer_mode=separate_async", f"set trainer.max_staleness, .*{ROLLOUT}.resource_pool"),
+    ("trainer.v1.trainer_mode=colocate_async", f"set trainer.max_staleness, .*{ROLLOUT}.resource_pool"),
+    ("algorithm.rollout_is_mode=mask", r"rollout_is_threshold=\[lower,upper\]"),
+]
+
+
+@pytest.mark.parametrize(("argument", "advice"), NOT_ALREADY_SO)
+def test_what_changes_numbers_is_not_said_to_be_so(argument: str, advice: str):
+    (violation,) = [text for text in violations([*REQUIRED, argument]) if key_of(argument) in text]
+    assert re.search(rf"{advice}$", violation), violation
+
+
+def test_neutral_values_of_the_same_keys_pass():
+    given = (f"{ROLLOUT}.n_agent=1", f"{ROLLOUT}.qat.enable=False", "trainer.v1.trainer_mode=sync")
+    assert {found.verdict for found in translations(*given).values()} == {"already so"}
+
+
+def test_weights_of_older_scripts_keep_their_level():
+    section = "algorithm.rollout_correction"
+    for written, becomes in (
+        (["algorithm.rollout_is=True"], "token"),
+        (["algorithm.rollout_is=True", "algorithm.rollout_is_level=sequence"], "sequence"),
+        (["algorithm.rollout_is=geometric"], "geometric"),
+        (["algorithm.rollout_is=False"], None),
+    ):
+        rest = ["algorithm.rollout_is_mode=truncate", "algorithm.rollout_is_veto_threshold=1e-4"]
+        threshold = ["algorithm.rollout_is_threshold=2.0"] if becomes else []
+        correction = composed("ppo", [*REQUIRED, *written, *rest, *threshold]).config.algorithm.rollout_correction
+        assert (correction.rollout_is, correction.rollout_token_veto_threshold) == (becomes, 1e-4), section
+
+
+def test_types_of_fsdp_are_those_of_megatron():
+    for key, value, dtype in (
+        ("fsdp_config.dtype", "float16", "float16"),
+        ("fsdp_config.mixed_precision.param_dtype", "fp32", "float32"),
+        ("fsdp_config.dtype", "bfloat16", "bfloat16"),
+    ):
+        found = composed("ppo", [*REQUIRED, f"{ACTOR}.{key}={value}", f"critic.model.{key}={value}"]).config
+        assert (found.actor_rollout_ref.actor.megatron.dtype, found.critic.megatron.dtype) == (dtype, dtype)
+
+
+def test_keys_of_the_older_fine_tuning_are_understood():
+    given = ["data.train_files=a", "model.partial_pretrain=m", "trainer.total_training_steps=50"]
+    cfg = composed(
+        "sft", [*given, "optim.warmup_steps_ratio=0.1", "optim.lr_scheduler=cosine", "trainer.seed=1"]
+    ).config
+    assert (cfg.optim.lr_warmup_steps, cfg.optim.lr_decay_style, cfg.data.seed) == (5, "cosine", 1)
+    for key in ("prompt_key=question", "response_dict_keys=[answer]"):
+        with pytest.raises(ConfigError, match=r"`scalerl data own --sft`$"):
+            composed("sft", [*given, f"+data.{key}"])
+
+
 def test_keys_of_fine_tuning_are_understood():
     given = [
         "data.train_files=a",

@@ -83,6 +83,15 @@ def test_other_programs(program: str, start: str):
     assert translated(f"torchrun -m {program} trainer.nnodes=1").startswith(start)
 
 
+def test_the_merger_takes_its_arguments():
+    given = "merge --backend megatron --tie-word-embedding --hf_model_path m --local_dir out --target_dir $HF"
+    command, _, rest = translated(f"python3 -m verl.model_merger {given}").partition("\n\n")
+    assert command == 'scalerl merge --backend megatron --local_dir out --target_dir "$HF"'
+    assert rest.startswith("already so (2):\n  --tie-word-embedding: ") and "\n  --hf_model_path m: " in rest
+    tested = translated("python -m verl.model_merger test --backend fsdp --local_dir a --test_hf_dir b")
+    assert tested == "scalerl merge test --backend fsdp --local_dir a --test_hf_dir b"
+
+
 def test_what_a_run_would_refuse_of_the_command_is_said():
     sizes = f"{ACTOR}.megatron.tensor_model_parallel_size=3 trainer.n_gpus_per_node=8"
     files = "data.train_files=a data.val_files=b actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4"

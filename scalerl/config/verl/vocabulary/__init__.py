@@ -6,7 +6,7 @@ docs/from-verl.md prints this table.
 
 from __future__ import annotations
 
-from scalerl.config.verl.entry import Entry
+from scalerl.config.verl.entry import Entry, same
 from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
 from scalerl.config.verl.vocabulary.actor import ACTOR_KEYS
 from scalerl.config.verl.vocabulary.algorithm import ALGORITHM
@@ -35,6 +35,6 @@ ENTRIES: dict[str, list[Entry]] = {
         *TRAINER,
     ],
     "sft": [*SFT, *model_entries("model"), *optimizer_entries("()"), *OVERRIDE_ENTRIES, *DATA, *TRAINER],
-    "generation": TRAINER,
+    "generation": [same("rollout.n", 1, None, why="data.n_samples says it"), *TRAINER],
     "eval": TRAINER,
 }

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from scalerl.config.verl.entry import absent, goes_with, renamed, same
+import re
+from typing import Any
+
+from scalerl.config.verl.entry import Becomes, Context, Outcome, absent, computed, goes_with, renamed, same
 from scalerl.config.verl.vocabulary.words import OFF
+
+
+def _importance_weights(_: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Reads the switch of weights in older scripts, whose level is another key; newer ones have the level here."""
+    if value is True:
+        value = context.foreign("algorithm.rollout_is_level") or "token"
+    return Becomes({"algorithm.rollout_correction.rollout_is": value or None}, "the level at which ratios are taken")
+
 
 ALGORITHM = [
     renamed(
@@ -48,11 +59,20 @@ ALGORITHM = [
     goes_with("algorithm.gdpo_*", "algorithm.adv_estimator=gdpo"),
     same("algorithm.rollout_correction.loss_type", "ppo_clip", why="actor.policy_loss.loss_mode says the loss"),
     renamed(
-        "algorithm.(rollout_is|rollout_is_threshold|rollout_rs|rollout_rs_threshold|rollout_token_veto_threshold)",
+        "algorithm.(rollout_is_threshold|rollout_rs|rollout_rs_threshold|rollout_token_veto_threshold)",
         r"algorithm.rollout_correction.\1",
     ),
+    renamed("algorithm.rollout_is_veto_threshold", "algorithm.rollout_correction.rollout_token_veto_threshold"),
+    computed(
+        "algorithm.rollout_is",
+        "`algorithm.rollout_correction.rollout_is`, at the level of `algorithm.rollout_is_level`",
+        "the level at which ratios are taken",
+        _importance_weights,
+    ),
+    goes_with("algorithm.rollout_is_level", "algorithm.rollout_is"),
     absent(
-        "algorithm.(rollout_is_threshold_lower|rollout_is_level|rollout_is_mode)",
+        "algorithm.(rollout_is_threshold_lower|rollout_is_mode)",
+        "truncate",
         None,
         why="a threshold has both bounds",
         instead="set algorithm.rollout_correction.rollout_is_threshold=[lower,upper]",

@@ -25,6 +25,10 @@ def _seconds(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _dtype(value: Any) -> Any:
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value)
+
+
 def _converted_weights(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """Reads the directory of converted weights, which is refused where it is used: they may be other weights."""
     if is_one_of(value, NONE) or context.foreign(f"{match[1]}.megatron.use_dist_checkpointing") is not True:
@@ -91,6 +95,12 @@ MEGATRON_KEYS = [
         f"({ACTOR}|{REF}|critic).(fsdp_config.|)ulysses_sequence_parallel_size",
         r"\1.megatron.context_parallel_size",
         why="devices that share a sequence, by Ulysses",
+    ),
+    renamed(
+        f"({ACTOR}|{REF}|critic)(.model|).fsdp_config.(dtype|mixed_precision.param_dtype)",
+        r"\1.megatron.dtype",
+        convert=_dtype,
+        why="of parameters and arithmetic",
     ),
     same(
         f"{ANY}(.model|).(fsdp_config|fsdp).**",

@@ -20,7 +20,8 @@ from scalerl.config.verl.entry import (
 )
 
 
-def _warmup_style(match: re.Match[str], value: Any, _: Context) -> Outcome:
+def warmup_style(match: re.Match[str], value: Any, _: Context) -> Outcome:
+    """Reads the shape of the learning rate after its warm-up, by its name."""
     if value in ("constant", "cosine", "linear"):
         return Becomes({f"{match[1]}optim.lr_decay_style": value}, "the shape of the learning rate after its warm-up")
     return Refused("must be constant, linear or cosine, as optim.lr_decay_style")
@@ -41,7 +42,7 @@ def optimizer_entries(trained: str) -> list[Entry]:
             asks_others=True,
         ),
         same(f"{trained}optim.total_training_steps", why="lr_decay_steps says where the learning rate ends"),
-        computed(f"{trained}optim.(warmup_style|lr_scheduler_type)", "`....optim.lr_decay_style`", "", _warmup_style),
+        computed(f"{trained}optim.(warmup_style|lr_scheduler_type)", "`....optim.lr_decay_style`", "", warmup_style),
         absent(f"{trained}optim.lr_warmup_init", 0, None, why="warm-up starts from 0"),
         absent(
             f"{trained}optim.min_lr_ratio",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scalerl.config.schema import MegatronConfig
-from scalerl.config.verl.batch_units import tokens_of_a_device
+from scalerl.config.verl.batch_units import lr_warmup_ratio, tokens_of_a_device
 from scalerl.config.verl.entry import (
     AlreadySo,
     Becomes,
@@ -22,6 +22,7 @@ from scalerl.config.verl.entry import (
 )
 from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
 from scalerl.config.verl.vocabulary.actor import save_contents
+from scalerl.config.verl.vocabulary.optimizer import warmup_style
 from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATRON, NONE, OFF, PACKED, PACKING
 
 _MEGATRON_FIELDS = "|".join(name for name in MegatronConfig.__dataclass_fields__ if not name.startswith("override_"))
@@ -128,5 +129,20 @@ SFT = [
     ),
     same("(model.fsdp_config|engine).**|engine", why=MEGATRON),
     renamed("optim.clip_gradient|optim.grad_clip", "optim.clip_grad"),
+    computed(
+        "()optim.warmup_steps_ratio",
+        "as `optim.lr_warmup_steps_ratio`",
+        "a number of optimizer updates",
+        lr_warmup_ratio,
+        asks_others=True,
+    ),
+    computed("()optim.lr_scheduler", "`optim.lr_decay_style`", "", warmup_style),
+    absent(
+        "data.(prompt_key|response_key|prompt_dict_keys|response_dict_keys)",
+        None,
+        why="a row is a conversation, a list of messages in data.messages_key",
+        instead="leave it out, and write such files with `scalerl data own --sft`",
+    ),
+    renamed("trainer.seed", "data.seed", why="the order of the rows"),
     goes_with("trainer.profile_interval", "global_profiler.steps"),
 ]

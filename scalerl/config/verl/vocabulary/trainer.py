@@ -20,6 +20,9 @@ from scalerl.config.verl.entry import (
 )
 from scalerl.config.verl.vocabulary.words import ACTOR, ANY, NONE, OFF, POLICY, ROLLOUT
 
+_ASYNCHRONOUS = "a run is asynchronous by trainer.max_staleness"
+_TO_BE_ASYNCHRONOUS = f"leave it out; set trainer.max_staleness, {POLICY}.hybrid_engine=false, {ROLLOUT}.resource_pool"
+
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -78,7 +81,9 @@ TRAINER = [
         why="trainer.log_val_generations shows the samples of a validation",
     ),
     same("trainer.ray_wait_register_center_timeout", why="trainer.timeout_s limits every call of a worker"),
-    same("trainer.(use_legacy_worker_impl|use_v1|v1.**|sync.**)", why="there is one trainer"),
+    same("trainer.(use_legacy_worker_impl|use_v1|sync.**)", why="there is one trainer"),
+    absent("trainer.v1.trainer_mode", "sync", None, why=_ASYNCHRONOUS, instead=_TO_BE_ASYNCHRONOUS),
+    goes_with("trainer.v1.**", "trainer.v1.trainer_mode"),
     absent("trainer.esi_redundant_time", 0, None, why="a run that is asked to stop saves first (SIGUSR1)"),
     renamed("trainer.profile_steps", "trainer.profile_steps", only=NONE, neutral=NONE, convert=lambda _: []),
     renamed("global_profiler.steps", "trainer.profile_steps", neutral=(*NONE, [])),
@@ -157,8 +162,8 @@ TRAINER = [
     ),
     absent(
         "async_training.**",
-        why="a run is asynchronous by trainer.max_staleness",
-        instead=f"leave it out; set trainer.max_staleness, {POLICY}.hybrid_engine=false, {ROLLOUT}.resource_pool",
+        why=_ASYNCHRONOUS,
+        instead=_TO_BE_ASYNCHRONOUS,
     ),
     absent(
         "hydra(.**|/**|)",
