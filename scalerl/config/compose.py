@@ -260,6 +260,10 @@ def _parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> _
             [f"--config-path {flags.config_path}: write --config-dir DIR --config-name NAME for a file of your own"]
         )
     config_dir = Path(flags.config_dir).absolute() if flags.config_dir is not None else None
+    named_files = [text for text in (*rest, *filter(None, [flags.config_dir])) if _is_config_file(text)]
+    if named_files and with_files:
+        file = Path(named_files[0])
+        raise ConfigError([f"{file}: write --config-dir {file.parent} --config-name {file.stem} for this file"])
     if config_dir is not None and not config_dir.is_dir():
         raise ConfigError([f"--config-dir {flags.config_dir}: no such directory (looked in {Path.cwd()})"])
     name = (flags.config_name or kind).removesuffix(".yaml")
@@ -274,6 +278,10 @@ def _parse(kind: str, arguments: Sequence[str], *, with_files: bool = True) -> _
     for text in rest:
         _parse_override(request, group_names, text)
     return request
+
+
+def _is_config_file(text: str) -> bool:
+    return "=" not in text and text.endswith(".yaml") and Path(text).is_file()
 
 
 def _parse_override(request: _Request, group_names: set[str], text: str) -> None:

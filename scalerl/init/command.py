@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     directory = arguments.directory.expanduser().resolve()
+    if directory.is_file():
+        raise UserError(f"{directory} is a file; give a directory, which is made if it is not there")
     model = _model(arguments.model)
 
     from scalerl.families import ModelShape
@@ -39,7 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="scalerl init", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="made if it is not there; no file is replaced")
     parser.add_argument(
-        "--model", metavar="DIR", help=f"Hugging Face model directory; asked for if not given ({QUICKSTART_MODEL}?)"
+        "--model",
+        metavar="DIR",
+        help=f"Hugging Face model directory, or its name on the hub; asked for if not given ({QUICKSTART_MODEL}?)",
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are some"
@@ -48,14 +52,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model(path: str | None) -> Path:
-    """The model's directory, asked for if it is not given; absolute, since the run may be started from elsewhere."""
+    """The model's directory, asked for if it is not given; absolute, since the run may be started from elsewhere.
+
+    Raises ModelSourceError for a model that is no directory and cannot be fetched.
+    """
     proposed = QUICKSTART_MODEL if QUICKSTART_MODEL.is_dir() else None
     if path is None and sys.stdin.isatty():
         path = input(f"Model directory{f' [{proposed}]' if proposed else ''}: ").strip() or str(proposed or "")
     if not path:
         hint = f"; here is the quickstart's: --model {proposed}" if proposed else ""
-        raise UserError(f"no model: give --model DIR, a Hugging Face model directory{hint}")
-    return Path(path).expanduser().resolve()
+        raise UserError(
+            f"no model: give --model DIR, a Hugging Face model directory, or a name on its hub (Qwen/Qwen3-0.6B){hint}"
+        )
+
+    from scalerl.data.model_source import model_directory
+
+    return Path(model_directory(path, "--model")).expanduser().resolve()
 
 
 def _write(directory: Path, files: dict[str, str]) -> None:

@@ -113,6 +113,13 @@ def test_the_list_of_shipped_files_is_not_empty():
 # Wrong input
 
 
+@pytest.mark.parametrize("before", [(), ("--config",), ("--config-dir",)])
+def test_a_file_of_ones_own_is_told_how_to_be_named(tmp_path: Path, before: tuple[str, ...]):
+    (tmp_path / "mine.yaml").write_text("trainer: {nnodes: 1}\n")
+    (found,) = violations("ppo", *before, f"{tmp_path}/mine.yaml", "data.train_files=a")
+    assert found == f"{tmp_path}/mine.yaml: write --config-dir {tmp_path} --config-name mine for this file"
+
+
 def test_everything_wrong_is_named_at_once():
     found = violations(
         "ppo",

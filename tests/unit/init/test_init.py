@@ -73,6 +73,22 @@ def test_the_model_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert config_of(tmp_path / "run").actor_rollout_ref.model.path == str(tmp_path / command.QUICKSTART_MODEL)
 
 
+def test_a_model_may_be_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for as that of a run is; this hub does not answer."""
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"--model = me/other: there is no such directory.*hf download me/other"):
+        command.main(["run", "--model", "me/other"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_no_directory_for_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="run is a file; give a directory"):
+        command.main([str(tmp_path / "run"), "--model", str(tmp_path)])
+
+
 def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"--model {tmp_path}"):
         command.main([str(tmp_path / "run"), "--model", str(tmp_path)])
