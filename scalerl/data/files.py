@@ -59,7 +59,8 @@ def resolve_files(
         elif not path.is_file():
             problems.append(f"data file {path} does not exist (working directory {Path.cwd()}); correct the path")
         elif path.suffix not in suffixes:
-            problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(suffixes)}")
+            made = " (`scalerl data own` makes one of a csv)" if path.suffix == ".csv" else ""
+            problems.append(f"data file {path} has suffix '{path.suffix}'; use one of {', '.join(suffixes)}{made}")
     if problems:
         # Raised before anything is copied.
         raise DataError(problems)
@@ -111,7 +112,7 @@ def add_bad_column(problems: FileProblems, column: str, present: Sequence[str]) 
         problems.add(f"{present.count(column)} columns of this name", "keep one", column=column)
         return
     near = difflib.get_close_matches(column, present, n=1)
-    hint = f"rename '{near[0]}'" if near else "add it"
+    hint = f"rename '{near[0]}'" if near else "name one of these, or add it" if present else "add it"
     problems.add(f"no such column (the file has: {', '.join(present) or 'none'})", hint, column=column)
 
 

@@ -104,7 +104,8 @@ class ChatServer:
             advice = f"; set {API_KEY} to the key that it was started with" if error.code in (401, 403) else ""
             raise UserError(f"{self.url} answers {error.code}: {said}{advice}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise UserError(f"no server answers at {self.url} ({error}); start one: scalerl serve MODEL") from None
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UserError(f"no server answers at {self.url} ({reason}); start one: scalerl serve MODEL") from None
 
 
 def _talk(server: ChatServer, system: list[dict[str, str]]) -> None:

@@ -105,6 +105,7 @@ def test_the_folder_of_a_hub_data_set(tmp_path: Path) -> None:
     ("name", "text", "arguments", "parts"),
     [
         ("m.csv", "text,a\n1,2\n", ["--prompt", "txt"], ["m.csv", "column 'txt'", "has: text, a", "rename 'text'"]),
+        ("m.csv", "q,a\n1,2\n", ["--prompt", "text"], ["has: q, a); name one of these, or add it"]),
         ("m.csv", "q,a\n1,2\n3\n", ["--prompt", "q"], ["m.csv", "row 1", "1 fields, where the header has 2", "quote"]),
         ("m.csv", "q,a\n1,2\n3, \n", ["--prompt", "q", "--answer", "a"], ["row 1", "column 'a'", "empty text"]),
         ("m.jsonl", '{"q": "x"}\n{"q": null}\n', ["--prompt", "q"], ["m.jsonl", "row 1", "column 'q'", "null"]),

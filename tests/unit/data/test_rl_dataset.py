@@ -404,7 +404,8 @@ def test_no_file(tokenizer, data_files):
 
 def test_unknown_suffix(tmp_path, tokenizer):
     (tmp_path / "train.csv").write_text("a,b\n")
-    assert "use one of .parquet, .json, .jsonl" in problems_of(str(tmp_path / "train.csv"), tokenizer)
+    said = problems_of(str(tmp_path / "train.csv"), tokenizer)
+    assert "use one of .parquet, .json, .jsonl (`scalerl data own` makes one of a csv)" in said
 
 
 def test_file_that_is_no_parquet(tmp_path, tokenizer):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.errors import UserError
+from scalerl.inference import chat
 from scalerl.inference.serve import API_KEY, main
 from tests.tiny_models import make_tiny_model
 
@@ -39,6 +40,11 @@ def test_what_the_model_does_not_allow(tmp_path: Path, options: list[str], messa
     model = make_tiny_model(tmp_path / "model")
     with pytest.raises(UserError, match=message):
         main([str(model), "--port", "0", "--device", "cpu", *options])
+
+
+def test_nobody_answers_a_question() -> None:
+    with pytest.raises(UserError, match=r"^no server answers at \S+ \(\[Errno \d+\] Conn[^<>]*\); start"):
+        chat.main(["--url", "http://127.0.0.1:1", "hello"])
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
