@@ -42,14 +42,14 @@ def find_nvidia_device(root: Path = Path("/")) -> NvidiaDevice | None:
 
 
 def _driver_has_devices(root: Path) -> bool:
-    """Whether the driver has found a device; a driver that does not tell is there for one."""
-    found = root / _DRIVER_DEVICES
-    return not found.is_dir() or any(found.iterdir())
+    """Whether the driver lists a device; True for a driver without a list, which nobody installs without a device."""
+    devices = root / _DRIVER_DEVICES
+    return not devices.is_dir() or any(devices.iterdir())
 
 
 @functools.cache
 def _lists_devices(tool: Path) -> bool:
-    """Whether nvidia-smi, asked for the devices, lists one; one that does not answer in time waits for a device."""
+    """Whether nvidia-smi lists a device; True too if it does not answer in time, as it then waits for a device."""
     try:
         done = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:

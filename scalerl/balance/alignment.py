@@ -38,3 +38,6 @@ class Alignment:
         num_tokens: the tokens of its padded sequences together.
         """
         return -(-num_tokens // self.micro_batch) * self.micro_batch
+
+
+NO_ALIGNMENT = Alignment()

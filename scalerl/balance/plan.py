@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scalerl.balance.alignment import Alignment
+from scalerl.balance.alignment import NO_ALIGNMENT, Alignment
 from scalerl.balance.bin_packing import (
     Bins,
     bin_sums,
@@ -29,7 +29,6 @@ from scalerl.balance.bin_packing import (
 from scalerl.balance.refine import even_out
 
 MicroBatch = tuple[int, ...]
-NO_ALIGNMENT = Alignment()
 # From this many samples of a mini-batch on, one attempt at packing takes a tenth of a second.
 _MANY = 65536
 
@@ -44,10 +43,10 @@ class SampleNames(Protocol):
 class SizeKeys:
     """The configuration's names of two sizes, for errors.
 
-    max_tokens: the key of max_tokens_per_micro_batch.  mini_batch: of a mini-batch's samples.
+    max_tokens_per_micro_batch: its key.  mini_batch: name of the number of a mini-batch's samples.
     """
 
-    max_tokens: str = "max_tokens_per_micro_batch"
+    max_tokens_per_micro_batch: str = "max_tokens_per_micro_batch"
     mini_batch: str = "the samples of a mini-batch"
 
 
@@ -192,8 +191,8 @@ def _plan_mini_batch(
     if count > len(sizes):
         raise ValueError(
             f"mini-batch {number} of {len(sizes)} samples needs {count} micro-batches of {cap} tokens (a multiple of "
-            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise {keys.max_tokens}, "
-            f"or make {keys.mini_batch} a multiple of {step}"
+            f"dp_size {dp_size} x micro_batch_multiple {multiple}), more than it has samples: raise "
+            f"{keys.max_tokens_per_micro_batch}, or make {keys.mini_batch} a multiple of {step}"
         )
     if ranks is None:
         ranks = _deal(bins, workload, count, dp_size)
@@ -322,7 +321,8 @@ def _check_samples(
         (num_tokens_S < 1, "has {tokens} tokens: a sample needs at least one"),
         (
             sizes_S > cap,
-            f"has {size}, over the {{cap}} of one micro-batch: set {keys.max_tokens} to at least {{needed}}, or "
+            f"has {size}, over the {{cap}} of one micro-batch: set {keys.max_tokens_per_micro_batch} to at least "
+            "{needed}, or "
             "shorten the data",
         ),
         (~(np.isfinite(workload_S) & (workload_S > 0)), "has workload {work}: must be positive and finite"),

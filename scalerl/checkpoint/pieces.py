@@ -23,7 +23,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
-from scalerl.checkpoint.torch_dist import INDEX_NAME, METADATA_NAME, as_bytes
+from scalerl.checkpoint.store import PIECES_INDEX_NAME
+from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes
 from scalerl.checkpoint.writeback import Writeback
 from scalerl.whole_file import whole_file
 
@@ -228,7 +229,7 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     for name, data in (
         ("common.pt", state.getvalue()),
         ("metadata.json", json.dumps(megatron).encode()),
-        (INDEX_NAME, json.dumps(index, separators=(",", ":")).encode()),
+        (PIECES_INDEX_NAME, json.dumps(index, separators=(",", ":")).encode()),
         (METADATA_NAME, pickle.dumps(content)),
     ):
         with whole_file(directory / name) as file:

@@ -40,7 +40,7 @@ _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 # Keys of the manifest. Another one is damage: it may be one of these, with a flipped bit.
 _MANIFEST_KEYS = ("step", "files", "algorithm", "digests", "sha256")
 # File with the digests of files of tensors, left by their writers (checkpoint.pieces).
-_INDEX_NAME = "pieces.json"
+PIECES_INDEX_NAME = "pieces.json"
 _MAX_THREADS = 8
 
 
@@ -166,7 +166,9 @@ def integrity_problem(
         return f"its digests are {manifest['algorithm']!r}, this version makes {_algorithm()}"
     wanted = [name for name in saved if name.startswith(f"{below}/" if below else "")]
     if not data:
-        wanted = [name for name in wanted if not (_is_data(name) and str(Path(name).with_name(_INDEX_NAME)) in saved)]
+        wanted = [
+            name for name in wanted if not (_is_data(name) and str(Path(name).with_name(PIECES_INDEX_NAME)) in saved)
+        ]
     for name, digest in _digests(directory, wanted).items() if digests else ():
         if digest != saved[name]:
             return f"file {name} is not what was saved{_damaged_tensor(directory / name)}"
@@ -304,7 +306,7 @@ def _become(tmp: Path, final: Path, step: int) -> Path:
 def _written_digests(root: Path) -> dict[str, str]:
     """The digests that the writers of files have left, so that these files need not be read again."""
     digests = {}
-    for index in root.rglob(_INDEX_NAME):
+    for index in root.rglob(PIECES_INDEX_NAME):
         for name, digest in json.loads(index.read_text(encoding="utf-8"))["digests"].items():
             digests[str((index.parent / name).relative_to(root))] = digest
     return digests

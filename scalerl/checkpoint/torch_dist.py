@@ -25,10 +25,10 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
+from scalerl.checkpoint.store import PIECES_INDEX_NAME
 from scalerl.errors import UserError
 
 METADATA_NAME = ".metadata"
-INDEX_NAME = "pieces.json"
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (item.__module__, item.__qualname__): item
@@ -106,7 +106,7 @@ class DistCheckpoint:
         self.dir = Path(directory)
         # FileSystemReader.read_metadata would unpickle whatever is there.
         self._metadata = _read_metadata(self.dir / METADATA_NAME)
-        self._index = _read_index(self.dir / INDEX_NAME)
+        self._index = _read_index(self.dir / PIECES_INDEX_NAME)
         self._files: dict[str, int] = {}
         # (file, start) of the pieces whose digests have been compared.
         self._verified: set[tuple[str, int]] = set()

@@ -13,7 +13,8 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)
 _WRITE = 2
 # Bytes that are written between two starts.
 _EVERY_BYTES = 32 * 2**20
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What a system says of a disk, a quota or a file that can take no more.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reserve(file: int, num_bytes: int) -> None:
@@ -23,7 +24,7 @@ def reserve(file: int, num_bytes: int) -> None:
     """
     if hasattr(_libc, "fallocate") and _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
-        if number in _NO_ROOM:
+        if number in NO_ROOM:
             raise OSError(number, os.strerror(number))
 
 

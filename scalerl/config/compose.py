@@ -166,9 +166,9 @@ def refusals(kind: str, overrides: Sequence[str], left_open: Iterable[str]) -> l
     for override in request.values:
         partial.put_override(override)
     missing, config = partial.finish()
-    found = [*request.violations, *partial.violations, *missing, *VALIDATORS[kind](config)]
+    violations = [*request.violations, *partial.violations, *missing, *VALIDATORS[kind](config)]
     names = [re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])") for key in left_open]
-    return [text for text in dict.fromkeys(found) if not any(name.search(text) for name in names)]
+    return [text for text in dict.fromkeys(violations) if not any(name.search(text) for name in names)]
 
 
 def _checked(request: _Request, groups: list[str], with_rules: bool) -> Composed:

@@ -192,7 +192,7 @@ class PartialConfig:
             OmegaConf.update(self._config, key, merged, merge=False)
 
     def finish(self) -> tuple[list[str], Any]:
-        """Finishes it; returns (violations of missing or unresolvable values, the configuration as a dataclass).
+        """Returns (violations of missing or unresolvable values, the configuration as a dataclass).
 
         The instance holds a placeholder where a value is missing, and the default where it could not be resolved.
         """

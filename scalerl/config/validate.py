@@ -71,9 +71,9 @@ def validate_except(cfg: Any, is_doubtful: Callable[[str], bool]) -> list[str]:
         rules = [*rules, *([] if "trainer.device" in outside else device_rules(cfg, None))]
     for rule in rules:
         reads: set[str] = set()
-        found = list(rule.check(recording_reads(cfg, reads))) if outside.keys().isdisjoint(rule.keys) else []
+        broken = list(rule.check(recording_reads(cfg, reads))) if outside.keys().isdisjoint(rule.keys) else []
         if not any(map(is_doubtful, reads)):
-            violations += found
+            violations += broken
     # A name is right or wrong by itself.
     return list(dict.fromkeys([*violations, *validate_names(cfg)]))
 

@@ -150,9 +150,9 @@ def _json_chunks(path: str, columns: Sequence[str], problems: FileProblems, opti
         missing = [column for column in columns if column not in record]
         for column in missing:
             near = difflib.get_close_matches(column, record, n=1)
-            found = f"no such key (the first row has: {', '.join(first) or 'none'})"
+            problem = f"no such key (the first row has: {', '.join(first) or 'none'})"
             hint = f"; rename '{near[0]}'" if near else ""
-            problems.add(found, f"every row needs the keys {', '.join(columns)}{hint}", row=row, column=column)
+            problems.add(problem, f"every row needs the keys {', '.join(columns)}{hint}", row=row, column=column)
         if not missing:
             chunk.append((row, {column: record[column] for column in [*columns, *optional] if column in record}))
         if len(chunk) == CHUNK_ROWS:

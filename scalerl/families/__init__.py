@@ -5,11 +5,19 @@ from __future__ import annotations
 from scalerl.families.block_scales import weight_block, without_quantization
 from scalerl.families.registry import FAMILIES, family_of
 from scalerl.families.shape import Head, ModelShape, read_config, value_model_config
-from scalerl.families.table import CHECKPOINT_MODEL_PREFIX, Family, Param, RowRange, padded_vocab_size
+from scalerl.families.table import (
+    CHECKPOINT_MODEL_PREFIX,
+    CHECKPOINT_MODEL_ROOTS,
+    Family,
+    Param,
+    RowRange,
+    padded_vocab_size,
+)
 from scalerl.families.weights import HFWeights, copy_beside_weights
 
 __all__ = [
     "CHECKPOINT_MODEL_PREFIX",
+    "CHECKPOINT_MODEL_ROOTS",
     "FAMILIES",
     "Family",
     "HFWeights",

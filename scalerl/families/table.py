@@ -28,6 +28,8 @@ Where = Literal["every", "dense", "mixture"]
 
 # A model tensor's key in a distributed checkpoint is this and Param.name.
 CHECKPOINT_MODEL_PREFIX = "model."
+# How the keys of a model begin in a checkpoint of its own; those of its optimizer begin with `optimizer.`.
+CHECKPOINT_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 # Prefix of the names of layer i's tensors in Hugging Face files.
 _HF_LAYER = "model.layers.{i}."
 

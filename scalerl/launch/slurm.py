@@ -92,8 +92,8 @@ def _partition(fields: dict[str, str]) -> Partition:
 
 def kill_wait_s() -> int:
     """Seconds that a process of a job which ends has from SIGTERM to SIGKILL, on this site; 0: it does not say."""
-    found = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
-    return 0 if found is None else int(found[1])
+    setting = re.search(r"^KillWait\s*=\s*(\d+)", _run("scontrol", "show", "config"), re.MULTILINE)
+    return 0 if setting is None else int(setting[1])
 
 
 def test_only(script: Path) -> str:

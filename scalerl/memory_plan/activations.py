@@ -36,7 +36,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What all formulas of a layer need.  part: share of the tokens that norms and residuals see."""
+    """The sizes that the formulas of a layer use.  part: share of the tokens that norms and residuals see."""
 
     shape: ModelShape
     layout: Layout

@@ -47,16 +47,16 @@ def _num_samples(cfg: PPOConfig | SFTConfig) -> int:
 def _balance(cfg: PPOConfig | SFTConfig, shape: ModelShape, num_tokens_S: np.ndarray) -> UpdateBalance:
     layout = trained_layout(cfg)
     if isinstance(cfg, SFTConfig):
-        megatron, max_tokens = cfg.megatron, cfg.data.max_tokens_per_micro_batch
+        megatron, max_tokens_per_micro_batch = cfg.megatron, cfg.data.max_tokens_per_micro_batch
     else:
         actor = cfg.actor_rollout_ref.actor
-        megatron, max_tokens = actor.megatron, actor.max_tokens_per_micro_batch
+        megatron, max_tokens_per_micro_batch = actor.megatron, actor.max_tokens_per_micro_batch
     workload_S = flops_shape(shape).forward_each(num_tokens_S)
     plan = plan_step(
         num_tokens_S,
         dp_size=layout.dp_size,
         mini_batches=[range(len(num_tokens_S))],
-        max_tokens_per_micro_batch=max_tokens,
+        max_tokens_per_micro_batch=max_tokens_per_micro_batch,
         workload_S=workload_S,
         micro_batch_multiple=layout.micro_batch_multiple,
         alignment=Alignment.of_layout(

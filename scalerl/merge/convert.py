@@ -16,6 +16,7 @@ from scalerl.checkpoint.store import integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import (
     CHECKPOINT_MODEL_PREFIX,
+    CHECKPOINT_MODEL_ROOTS,
     Family,
     HFWeights,
     ModelShape,
@@ -28,7 +29,6 @@ from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.whole_directory import whole_directory
 from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
 
-MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -145,7 +145,7 @@ def _check_complete(checkpoint: DistCheckpoint, family: Family, shape: ModelShap
         problem = checkpoint.problem(key)
         if problem:
             problems.append(problem)
-    roots = (prefix,) if prefix else MODEL_ROOTS
+    roots = (prefix,) if prefix else CHECKPOINT_MODEL_ROOTS
     problems += [
         f"unexpected {k}" for k in sorted(tensors) if k.startswith(roots) and k not in known and "_extra_state" not in k
     ]

@@ -177,7 +177,7 @@ def _coordinates(file: TorchFile, rank: int, mesh: Any) -> list[tuple[int, int]]
 
 
 def _mesh(file: TorchFile, mesh: PickledObject) -> tuple[list[int], list[int], list[int]]:
-    """Sizes and strides of its dimensions, and the ranks in the order of its memory: versions of torch store either."""
+    """Sizes and strides of the mesh by dimension, and its ranks in memory order, from whatever torch stored it."""
     layout, whole = mesh.get("_layout"), mesh.get("mesh", "_mesh")
     if isinstance(layout, PickledObject):
         axes = layout.get("axes") or [layout]

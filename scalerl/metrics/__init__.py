@@ -5,7 +5,7 @@ from __future__ import annotations
 from scalerl.metrics.data_metrics import compute_data_metrics
 from scalerl.metrics.flops import FlopsShape, device_peak_flops, measured_matmul_peak, mfu
 from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics, memory_phase
-from scalerl.metrics.metric import Metric, merge_metrics, to_floats
+from scalerl.metrics.metric import Metric, Metrics, merge_metrics, to_floats
 from scalerl.metrics.mismatch import largest_differences, mismatch_metrics, worst_samples
 from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
@@ -17,6 +17,7 @@ __all__ = [
     "FlopsShape",
     "GPUMemoryLogger",
     "Metric",
+    "Metrics",
     "Progress",
     "Timers",
     "compute_data_metrics",

@@ -30,6 +30,10 @@ class Metric:
             raise ValueError(f"Metric weight {self.weight}: must be finite and at least 0")
 
 
+# Key -> metric.
+Metrics = dict[str, Metric]
+
+
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merges the parts of each key into one metric; a part may lack any key.
 

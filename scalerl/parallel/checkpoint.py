@@ -26,7 +26,7 @@ from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, writ
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader, StoredPiece
 from scalerl.errors import UserError
-from scalerl.families import ModelShape, Param, padded_vocab_size
+from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
 from scalerl.whole_file import whole_file
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
 
 COMMON = "common.pt"
-# Prefixes of the model's own keys; the optimizer's begin with `optimizer.`.
-_MODEL_ROOTS = ("embedding.", "decoder.", "output_layer.")
 _OPTIMIZER_KEY = "optimizer.state.{name}.{key}"
 # Parts of an engine that a checkpoint holds.
 _STATE = ("params", "optimizer")
@@ -323,7 +321,9 @@ def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
         elif stored[name] not in shapes:
             wrong.append(f"{name}: {stored[name]}, the model has {' or '.join(map(str, shapes))}")
     wrong += [
-        f"{key}: not in the model" for key in sorted(stored) if key.startswith(_MODEL_ROOTS) and key not in params
+        f"{key}: not in the model"
+        for key in sorted(stored)
+        if key.startswith(CHECKPOINT_MODEL_ROOTS) and key not in params
     ]
     if wrong:
         more = f"; and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""

@@ -65,8 +65,8 @@ def flash_attention_violation(impl: str, capabilities: Collection[tuple[int, int
     if not wrong:
         return None
     wanted = " or ".join(f"{major}.x" for major in majors)
-    found = ", ".join(f"{major}.{minor}" for major, minor in wrong)
-    return _refused(impl, f"torch runs it on GPUs of compute capability {wanted}, and here is {found}", installs=False)
+    here = ", ".join(f"{major}.{minor}" for major, minor in wrong)
+    return _refused(impl, f"torch runs it on GPUs of compute capability {wanted}, and here is {here}", installs=False)
 
 
 def head_size_violation(impl: str, head_size: int, model_path: str) -> str | None:

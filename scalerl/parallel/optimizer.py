@@ -164,7 +164,7 @@ def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, 
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(model's parameter, the one that is updated) of an optimizer that every data-parallel rank has whole."""
+    """Yields (model's parameter, main parameter) of an optimizer that every data-parallel rank has whole."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for ours, theirs in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(ours, theirs, strict=True)

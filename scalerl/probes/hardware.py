@@ -83,8 +83,8 @@ def check_driver_errors() -> Finding:
 
 def xid_lines(kernel_log: str) -> list[str]:
     """The lines of a kernel's log in which the driver reports a fault of a device; those of a program are left out."""
-    found = ((line.strip(), re.search(r"NVRM: Xid \([^)]*\): (\d+)", line)) for line in kernel_log.splitlines())
-    return [line for line, xid in found if xid is not None and int(xid[1]) not in APPLICATION_XIDS]
+    faults = ((line.strip(), re.search(r"NVRM: Xid \([^)]*\): (\d+)", line)) for line in kernel_log.splitlines())
+    return [line for line, xid in faults if xid is not None and int(xid[1]) not in APPLICATION_XIDS]
 
 
 def count_nvlinks() -> tuple[int, int] | None:

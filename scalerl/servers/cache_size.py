@@ -18,9 +18,9 @@ def small_caches(clients: Mapping[int, RolloutClient], tokens: int | None, purpo
     for index, client in clients.items():
         size = client.cache_size()
         if size is not None and size.is_below(tokens):
-            found = size.num_tokens
+            num_tokens = size.num_tokens
             yield (
-                f"{purpose.who} {index} ({client.url}) has a KV cache of {found} tokens, not the {tokens} of the "
+                f"{purpose.who} {index} ({client.url}) has a KV cache of {num_tokens} tokens, not the {tokens} of the "
                 f"memory plan or of {purpose.key('kv_cache_tokens')}: its device has less free memory than planned. "
-                f"Find what else is on it (nvidia-smi), or set {purpose.key('kv_cache_tokens')}={found}"
+                f"Find what else is on it (nvidia-smi), or set {purpose.key('kv_cache_tokens')}={num_tokens}"
             )

@@ -90,13 +90,13 @@ def _what_gives_epochs(cfg: PPOConfig | SFTConfig) -> dict[str, Any]:
     model = cfg.model if isinstance(cfg, SFTConfig) else cfg.actor_rollout_ref.model
     files = [data["train_files"]] if isinstance(data["train_files"], str) else list(data["train_files"])
     files += [data["chat_template_path"], data.get("custom_cls", {}).get("path")]
-    found = {
+    causes = {
         "trainer.total_epochs": cfg.trainer.total_epochs,
         "model": model.path,
         "data": data,
         "files": [_identity(file) for file in files if file is not None],
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(causes, default=str))
 
 
 def _identity(file: str) -> list[Any]:

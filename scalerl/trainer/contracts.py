@@ -19,9 +19,7 @@ from scalerl.config.schema import AlgorithmConfig
 from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.controller.sampling.rollout import Finished, Generation
 from scalerl.controller.training.background_save import Writing
-from scalerl.metrics import Metric
-
-Metrics = dict[str, Metric]
+from scalerl.metrics import Metrics
 
 
 class Rollout(Protocol):

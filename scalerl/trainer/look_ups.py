@@ -28,8 +28,8 @@ def composed_run(kind: Literal["ppo", "sft"], overrides: Sequence[str]) -> Compo
     except ConfigError as error:
         if error.config is None:
             raise
-        found = [*error.violations, *look_up_violations(error.config)]
-        raise ConfigError(list(dict.fromkeys(found))) from None
+        violations = [*error.violations, *look_up_violations(error.config)]
+        raise ConfigError(list(dict.fromkeys(violations))) from None
 
 
 def look_up_violations(cfg: PPOConfig | SFTConfig) -> list[str]:

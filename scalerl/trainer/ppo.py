@@ -232,7 +232,7 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def state_to_save(run: Run) -> dict[str, Any]:
-    """What of a checkpoint is no model: prompts, samples in flight, weight of the KL, MLflow run."""
+    """The state that a checkpoint holds beside the models: prompts, samples in flight, weight of the KL, MLflow run."""
     return {
         "prompts": run.samples.prompts.state_dict(),
         "samples": run.samples.state_dict(),

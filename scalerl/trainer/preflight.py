@@ -249,8 +249,8 @@ def _check_heads(errors: ErrorCollector, trainer: RunConfig, shapes: Mapping[str
         return
     from scalerl.parallel.flash_attention import head_size_violation
 
-    found = (head_size_violation(trainer.flash_attention_impl, shape.head_dim, path) for path, shape in shapes.items())
-    errors.violations.extend(filter(None, found))
+    wrong = (head_size_violation(trainer.flash_attention_impl, shape.head_dim, path) for path, shape in shapes.items())
+    errors.violations.extend(filter(None, wrong))
 
 
 def _check_memory(

@@ -26,7 +26,7 @@ REPLACE_NODE_S = 120.0
 
 
 class ReadyRun(Protocol):
-    """What is asked of a run that can train: `ppo.Run`, `sft.SFTRun`."""
+    """The part of a run (`ppo.Run`, `sft.SFTRun`) that its restarts read once it can train."""
 
     step: int
     saves: Saves
@@ -35,9 +35,10 @@ class ReadyRun(Protocol):
 
 @dataclass
 class Loss:
-    """What is lost by failures until a run is ready again.
+    """The work that failures cost, from the first of them until the run can train again.
 
-    steps: finished ones that are done again.  work_s: seconds since the state that the run goes on from.
+    since: time of the first failure.  steps: finished steps that are done again.
+    work_s: seconds of work since the state that the run continues from.
     """
 
     since: float
@@ -103,9 +104,9 @@ class RankRestarts:
         self._loss = None
 
     def survives(self, error: BaseException, pools: Sequence[ResourcePool]) -> bool:
-        """Whether the run is built again after this error; called while what is left of it is still there.
+        """Decides whether the run is built again after this error, and from which checkpoint.
 
-        pools: the run's.
+        Called before the processes that are left are ended.  pools: of the run.
         """
         if not isinstance(error, WorkerError) or not error.restart_helps or self._trainer.max_rank_restarts == 0:
             return False
@@ -128,7 +129,7 @@ class RankRestarts:
         return True
 
     def goes_on(self, error: WorkerError) -> bool:
-        """Whether `survives` said so of this error."""
+        """Whether the run is built again after this error, as `survives` has decided; asked once."""
         survived, self._survived = self._survived, None
         return survived is error
 

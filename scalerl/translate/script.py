@@ -134,9 +134,9 @@ class _Interpreter:
     def _skipped(self, statement: Statement) -> None:
         """Says of a program of verl in a loop or a function that it is not translated."""
         outside = next((block.name for block in self.blocks if block.kind == "skipped"), None)
-        found = _program([statement.raw(number) for number in range(len(statement.words))])
-        if outside is not None and found is not None:
-            self._note(f"{found[0]} is in {outside}, and not translated; put its command into a file of its own")
+        program = _program([statement.raw(number) for number in range(len(statement.words))])
+        if outside is not None and program is not None:
+            self._note(f"{program[0]} is in {outside}, and not translated; put its command into a file of its own")
 
     def _keyword(self, statement: Statement) -> bool:
         """Takes a keyword away if the first word is one, a condition as a whole.
@@ -382,15 +382,15 @@ def _launched(fields: list[str]) -> dict[str, str]:
     """The devices that torchrun was given: its arguments -> those of scalerl."""
     if not any(re.search(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$", text) for text in fields):
         return {}
-    found = {}
+    settings = {}
     for index, text in enumerate(fields):
         option, equals, value = text.partition("=")
         key = _OF_TORCHRUN.get(option.replace("-", "_").lstrip("_"))
         if key is not None and (equals or index + 1 < len(fields)):
             value = value if equals else fields[index + 1]
             if re.fullmatch(r"\d+|\$.*", value):
-                found[text if equals else f"{text} {value}"] = f"{key}={value}"
-    return found
+                settings[text if equals else f"{text} {value}"] = f"{key}={value}"
+    return settings
 
 
 def _until_redirection(arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What of two runs is the same: checkpoints tensor by tensor, metrics number by number, samples column by column."""
+"""Comparison of two runs: checkpoints tensor by tensor, metrics number by number, samples column by column."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _OPTIMIZER = "optimizer."
 class ComparedPart:
     """The result of one comparison.
 
-    what: that was compared.  compared: so much of it.  difference: the first one; None where all is the same.
-    is_compared: False where there was nothing to compare; `compared` says why.
+    what: name of the part.  compared: how much of it was compared.  difference: the first one; None if all is the same.
+    is_compared: False if there was nothing to compare; `compared` then says why.
     """
 
     what: str
@@ -47,12 +47,12 @@ def compared_part(what: str, compared: str, differences: Iterator[str]) -> Compa
     return ComparedPart(what, compared, next(differences, None))
 
 
-def table(findings: Collection[ComparedPart]) -> str:
-    """A line for each, and below the first difference of each that differs."""
-    rows = [(f.what, f.compared, f.result) for f in findings]
+def table(parts: Collection[ComparedPart]) -> str:
+    """The results as text: a line for each part, and below them the first difference of each part that differs."""
+    rows = [(f.what, f.compared, f.result) for f in parts]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {what:<{widths[0]}}  {compared:<{widths[1]}}  {result}" for what, compared, result in rows]
-    lines += [f"first difference, in {f.what}: {f.difference}" for f in findings if f.difference is not None]
+    lines += [f"first difference, in {f.what}: {f.difference}" for f in parts if f.difference is not None]
     return "\n".join(lines)
 
 
@@ -60,14 +60,14 @@ def table(findings: Collection[ComparedPart]) -> str:
 
 
 def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[ComparedPart]:
-    """Weights and optimizers of all models of two checkpoints, and their states beside tensors.
+    """Compares weights and optimizers of all models of two checkpoints, and their states beside tensors.
 
-    tolerance: of the largest number of a tensor; 0: bit for bit.
+    tolerance: largest difference allowed, as a share of the largest number of the tensor; 0: bit for bit.
     """
     roles = [{path.parent.name for path in at.glob("*/dist_ckpt")} for at in (one, other)]
     if roles[0] != roles[1]:
         return [ComparedPart("models", ", ".join(sorted(roles[0])), f"{sorted(roles[0])}, {sorted(roles[1])}")]
-    findings = []
+    parts = []
     for role in sorted(roles[0]):
         with DistCheckpoint(one / role / "dist_ckpt") as ours, DistCheckpoint(other / role / "dist_ckpt") as theirs:
             for what, wanted in (
@@ -76,14 +76,14 @@ def compare_models(one: Path, other: Path, *, tolerance: float = 0.0) -> list[Co
             ):
                 keys = [sorted(filter(wanted, stored.tensors)) for stored in (ours, theirs)]
                 differences = _tensors(ours, theirs, keys, tolerance)
-                findings.append(compared_part(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
+                parts.append(compared_part(f"{role}: {what}", f"{len(keys[0])} tensors", differences))
         updates = [torch.load(at / role / "dist_ckpt" / "common.pt", weights_only=True) for at in (one, other)]
         names = ("num_updates", "grad_scaler")
         states = [{name: common[name] for name in names if name in common} for common in updates]
-        findings.append(
+        parts.append(
             compared_part(f"{role}: number of updates", str(states[0]["num_updates"]), _values(states[0], states[1]))
         )
-    return findings
+    return parts
 
 
 def compare_random_states(one: Path, other: Path) -> ComparedPart:
@@ -156,7 +156,7 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def reproducible(data: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that are not measured by clocks."""
+    """The metrics of a step that two equal runs share: those that measure no time and no memory."""
     return {key: value for key, value in data.items() if not MEASURED.match(key)}
 
 
@@ -193,7 +193,7 @@ def _near(one: Any, other: Any, tolerance: float, is_loss: bool) -> bool:
 def compare_samples(
     one: Path, other: Path, steps: Collection[int], columns: Collection[str] | None = None
 ) -> ComparedPart:
-    """Dumps of steps, row by row. columns: None: all."""
+    """Compares the dumps of steps of two runs, row by row.  columns: None: all."""
     import pyarrow.parquet as pq
 
     num_rows = 0

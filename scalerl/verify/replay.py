@@ -68,7 +68,11 @@ _MADE = ("prompt", "response", "rewards", "num_loss_tokens", "mini_batch", "dp_r
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What a step is computed again from. before: None: the model that the run began with."""
+    """The files that a step is computed again from.
+
+    dump: of its samples.  before: checkpoint that the step began from; None: the model that the run began with.
+    after: checkpoint of the step, to compare with; None: there is none.
+    """
 
     run_dir: Path
     step: int
@@ -102,11 +106,11 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     shutil.rmtree(work, ignore_errors=True)
     try:
         metrics = compute(source, cfg, work, processes)
-        findings = compare(source, cfg, metrics, work)
+        parts = compare(source, cfg, metrics, work)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(table(findings))
-    return 0 if all(each.difference is None for each in findings) else 1
+    print(table(parts))
+    return 0 if all(each.difference is None for each in parts) else 1
 
 
 def config_of(run_dir: Path, keys: Sequence[str] = ()) -> PPOConfig:
@@ -132,7 +136,7 @@ def _others(cfg: PPOConfig) -> tuple[RefConfig, CriticConfig, RewardModelConfig]
 
 
 def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> ReplayedStep:
-    """Raises UserError naming what is not there."""
+    """Finds the step's dump and the checkpoints before and after it. Raises UserError naming what is not there."""
     if step < 1:
         raise UserError(f"step {step}: the first step of a run is 1")
     if not cfg.trainer.rollout_data_dir:
@@ -162,7 +166,7 @@ def find_source(run_dir: Path, step: int, cfg: PPOConfig) -> ReplayedStep:
 
 
 def _logged(run_dir: Path, step: int) -> dict[str, float]:
-    """Metrics of the step that are no clock's, as the run logged them."""
+    """The metrics that the run logged of the step, without times and memory; {} if it logged none."""
     return reproducible(read_metrics(run_dir).get(step, {}))
 
 
@@ -170,9 +174,9 @@ def _logged(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def read_dump(path: Path) -> tuple[DataProto, dict[str, np.ndarray]]:
-    """Token columns, and sample columns as the rollout made them.
+    """Reads a dump into token columns, and sample columns as the rollout made them.
 
-    Raises UserError for a dump that lacks some: it is of a version that did not write them.
+    Raises UserError for a dump without some of them, which an earlier version of scalerl wrote.
     """
     import numpy as np
     import pyarrow as pa
@@ -252,7 +256,7 @@ class DumpedSamples:
 
 
 def compute(source: ReplayedStep, cfg: PPOConfig, work: Path, processes: Processes | None) -> dict[str, float]:
-    """Metrics of the step; the models after it are in `work`, one directory for each."""
+    """Computes the step again; returns its metrics, and writes each model after it to a directory in `work`."""
     from scalerl.trainer.ppo import train_step
     from scalerl.trainer.preflight import check_ppo
     from scalerl.trainer.step_metrics import step_metrics
@@ -272,7 +276,7 @@ def compute(source: ReplayedStep, cfg: PPOConfig, work: Path, processes: Process
 
 @contextmanager
 def trainer_run(source: ReplayedStep, cfg: PPOConfig, inputs: PPOInputs, processes: Processes | None) -> Iterator[Run]:
-    """The run's models, where the checkpoint left them, with the dump in the place of servers."""
+    """Builds a run whose models are those of the checkpoint and whose samples are those of the dump."""
     from scalerl.algorithms import KLController
     from scalerl.cluster.processes import leased
     from scalerl.controller.training.roles import (
@@ -337,7 +341,7 @@ def compare(source: ReplayedStep, cfg: PPOConfig, metrics: Mapping[str, float], 
     if tolerance:
         both = [key for key in both if key in _ANY_LAYOUT]
     how = "bit for bit" if not tolerance else f"within {tolerance:g}, of another layout"
-    findings = []
+    parts = []
     for what, wanted in (
         ("loss", [key for key in both if key in ("actor/pg_loss", "critic/vf_loss")]),
         ("gradient norm", [key for key in both if key.endswith("/grad_norm")]),
@@ -347,16 +351,16 @@ def compare(source: ReplayedStep, cfg: PPOConfig, metrics: Mapping[str, float], 
             differences = metric_differences(
                 {source.step: logged}, {source.step: metrics}, wanted=set(wanted).__contains__, tolerance=tolerance
             )
-            findings.append(compared_part(what, f"{len(wanted)} numbers {how}", differences))
-    if not findings:
-        findings.append(
+            parts.append(compared_part(what, f"{len(wanted)} numbers {how}", differences))
+    if not parts:
+        parts.append(
             ComparedPart("loss", "the run has no metrics of it (trainer.logger without file)", is_compared=False)
         )
     if source.after is None:
-        findings.append(ComparedPart("weights", f"there is no global_step_{source.step}", is_compared=False))
+        parts.append(ComparedPart("weights", f"there is no global_step_{source.step}", is_compared=False))
     else:
-        findings += compare_models(source.after, work, tolerance=tolerance)
-    return findings
+        parts += compare_models(source.after, work, tolerance=tolerance)
+    return parts
 
 
 def is_same_layout(source: ReplayedStep, cfg: PPOConfig) -> bool:

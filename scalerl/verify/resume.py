@@ -98,15 +98,15 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     print(f"verify-resume: steps {at + 1} to {options.steps}, resumed", flush=True)
     train_in_new_process(run_keys(keys, pair.resumed, options.steps))
     is_exact = traits_of(cfg.actor_rollout_ref.rollout.name).repeats_draws
-    findings = compare(pair, is_exact=is_exact)
-    print(table(findings))
+    parts = compare(pair, is_exact=is_exact)
+    print(table(parts))
     if not is_exact:
         print(
             "  not compared: tokens, weights, optimizers and other metrics. "
             f"{cfg.actor_rollout_ref.rollout.name} draws others after a resume: its sampler has no state that could be "
             f"saved (rollout.name={engines_with(lambda traits: traits.repeats_draws)} has)"
         )
-    same = all(each.difference is None for each in findings)
+    same = all(each.difference is None for each in parts)
     if same and not options.keep:
         shutil.rmtree(root)
     else:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
 
 
 def run_keys(keys: Sequence[str], run_dir: Path, num_steps: int) -> list[str]:
-    """The user's, and those of a run of this verification."""
+    """The keys of a run of this verification: the user's own, then its length and its directories."""
     return [
         *keys,
         *_KEYS,
@@ -170,7 +170,7 @@ def compare(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
     metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
     dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]
     lr = {"actor/lr", "critic/lr"}
-    findings = [
+    parts = [
         ComparedPart("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
         compare_samples(dumps[0], dumps[1], steps, None if is_exact else _ASKED),
         compare_states(*pair.checkpoints),
@@ -179,11 +179,11 @@ def compare(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
         ),
     ]
     if is_exact:
-        findings += compare_models(*pair.checkpoints)
-        findings.append(compare_random_states(*pair.checkpoints))
+        parts += compare_models(*pair.checkpoints)
+        parts.append(compare_random_states(*pair.checkpoints))
         num_metrics = sum(map(len, metrics[0].values()))
-        findings.append(compared_part("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
-    return [*findings, _histories(pair, is_exact)]
+        parts.append(compared_part("metrics", f"{num_metrics} numbers", metric_differences(*metrics)))
+    return [*parts, _histories(pair, is_exact)]
 
 
 def _steps(metrics: dict[int, dict[str, float]], num_steps: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,17 @@ def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
         names = [name for _, name in imports(path)]
         assert not [name for name in names if name.split(".")[1:2] and name.split(".")[1] in MAKES_SAMPLES], path
         assert not [name for name in names if name.rpartition(".")[0] in made_by], path
+
+
+def layers_of_the_page() -> list[set[str]]:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", page.partition("## Layers")[2], re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(len(rows)))
+    return [set(re.findall(r"`(\w+)`", modules)) for _, modules in rows]
+
+
+def test_the_page_has_the_layers_of_this_test():
+    assert layers_of_the_page() == LAYERS
 
 
 def test_every_module_of_the_package_is_in_the_map():

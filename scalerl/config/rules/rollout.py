@@ -60,7 +60,7 @@ def own_pool_rule(section: str, has_servers: Callable[[PPOConfig], bool]) -> Rul
 
 @rule(*_ON_THE_TRAINER)
 def _replicas_on_nodes_of_the_trainer(cfg: PPOConfig) -> Iterator[str]:
-    """Holds on any device, as the rank that feeds an engine rank must be on its node."""
+    """Checks replicas on several nodes of the trainer, on any device: an engine rank is fed by a rank on its node."""
     if cfg.actor_rollout_ref.hybrid_engine and cfg.trainer.nnodes > 1:
         yield from _sizes_on_the_trainer(cfg)
         if _room(cfg).nodes_each > 1:

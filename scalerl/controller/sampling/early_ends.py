@@ -13,7 +13,7 @@ class EarlyEndCount:
     """One worker's part in early ends: each tells the first worker how many groups it has; enough of them end all."""
 
     def __init__(self, number: int, workers: Sequence[Any]) -> None:
-        """Knows who counts.  number: of this worker.  workers: handles of all workers; with at most one it is alone."""
+        """Begins with no generation.  number: of this worker.  workers: handles of all; one alone counts itself."""
         self.number, self.workers = number, list(workers)
         # Generations that have enough groups.
         self.over: set[int] = set()

@@ -57,5 +57,5 @@ class HeldBatches:
 
 
 def _one_each(made: list[DataProto]) -> DataProto | list[DataProto]:
-    """What a Ray method returns so that each has a reference of its own."""
+    """The objects as a Ray method must return them for each to get a reference of its own."""
     return made if len(made) > 1 else made[0]

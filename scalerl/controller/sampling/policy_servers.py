@@ -23,7 +23,7 @@ from scalerl.controller.training.worker import MegatronWorker
 from scalerl.hybrid.feeds import plan_feeds
 from scalerl.hybrid.handover import RELEASE_WAIT_S, Handover, HandoverError, HandoverPoint, RankMemory
 from scalerl.hybrid.order import Step, SyncOrder
-from scalerl.metrics import Metric, merge_metrics
+from scalerl.metrics import Metric, Metrics, merge_metrics
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.servers.control import ServerControl
 from scalerl.servers.engines import ENGINES
@@ -32,7 +32,6 @@ from scalerl.servers.recovery import LostServer, ServerRecovery
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.server_set import ServerSet
 
-Metrics = dict[str, Metric]
 # The number of syncs at the start of a run that are all verified.
 VERIFIED_FIRST = 3
 

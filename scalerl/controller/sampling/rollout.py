@@ -31,7 +31,7 @@ from scalerl.controller.sampling.rollout_workers import (
     share_servers,
 )
 from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
-from scalerl.metrics import Metric
+from scalerl.metrics import Metric, Metrics
 from scalerl.servers.client import SamplingParams
 from scalerl.servers.server_set import plan_replicas
 from scalerl.user_code import absolute
@@ -39,7 +39,6 @@ from scalerl.user_code import absolute
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Metrics = dict[str, Metric]
 GENERATION_TIMEOUT = "actor_rollout_ref.rollout.generation_timeout_s"
 
 

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratedBatch:
-    """What the controller learns of a batch. samples: column -> [S], of finished groups; gen_s, reward_wait_s: seconds.
+    """The part of a generated batch that the controller sees.
 
+    samples: column -> [S], of finished groups.  gen_s, reward_wait_s: seconds.
     num_resubmitted: samples that were asked again because of their server.  missing: servers that were lost and have no
     successor yet.  unfinished: groups that an early end left.
     """

@@ -14,9 +14,7 @@ from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, Ro
 from scalerl.controller.training.background_save import Writing, begin_save
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.worker import MegatronWorker
-from scalerl.metrics import Metric, explained_variance_metrics
-
-Metrics = dict[str, Metric]
+from scalerl.metrics import Metric, Metrics, explained_variance_metrics
 
 
 @dataclass(frozen=True)

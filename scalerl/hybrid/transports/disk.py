@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scalerl.checkpoint.writeback import NO_ROOM
 from scalerl.errors import UserError
 from scalerl.families import copy_beside_weights
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
@@ -26,7 +27,6 @@ PREFIX = "weights-of-version-"
 PARTIAL = ".tmp"
 # Most bytes of a bucket -> per bucket (name, shape, dtype) of what `Export` yields.
 Layout = Callable[[int], Sequence[Sequence[tuple[str, Sequence[int], torch.dtype]]]]
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Room beside the tensors for their names and the files that are not weights.
 SPARE_BYTES = 64 * 2**20
 

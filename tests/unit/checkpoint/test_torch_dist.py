@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from scalerl.checkpoint import torch_dist
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
-from scalerl.checkpoint.torch_dist import INDEX_NAME, DamagedCheckpointError, DistCheckpoint, PieceReader
+from scalerl.checkpoint.store import PIECES_INDEX_NAME
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader
 
 WHOLE = torch.arange(7 * 5 * 4, dtype=torch.float32).view(7, 5, 4)
 # (offsets, sizes): rows, a row in two parts, columns, and columns of columns.
@@ -52,7 +53,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_box_of_any_pieces(directory: Path, dtype: torch.dtype, with_index: bool) -> None:
     if not with_index:
-        (directory / INDEX_NAME).unlink()
+        (directory / PIECES_INDEX_NAME).unlink()
     with DistCheckpoint(directory) as stored:
         assert torch.equal(stored.read("whole"), WHOLE) and stored.read("number") == 3.0
         for offsets in [(0, 0, 0), (1, 0, 0), (2, 1, 0), (3, 2, 1)]:

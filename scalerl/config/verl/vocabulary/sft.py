@@ -45,7 +45,7 @@ class _OfEngine:
 
     def foreign(self, key: str) -> Any:
         names = (key, re.sub("^megatron", "engine", key))
-        return next((found for name in names if (found := self.context.foreign(name)) is not None), None)
+        return next((value for name in names if (value := self.context.foreign(name)) is not None), None)
 
 
 def _override(match: re.Match[str], value: Any, context: Context) -> Outcome | None:
@@ -55,8 +55,8 @@ def _override(match: re.Match[str], value: Any, context: Context) -> Outcome | N
         return AlreadySo("asks for nothing")
     if isinstance(value, dict):
         return None
-    found = ((entry, entry.regex.fullmatch(key)) for entry in OVERRIDE_ENTRIES)
-    outcomes = (entry.read(fits, value, _OfEngine(context)) for entry, fits in found if fits)
+    matches = ((entry, entry.regex.fullmatch(key)) for entry in OVERRIDE_ENTRIES)
+    outcomes = (entry.read(fits, value, _OfEngine(context)) for entry, fits in matches if fits)
     return next((outcome for outcome in outcomes if outcome is not None), Becomes({key: value}))
 
 
