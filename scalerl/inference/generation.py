@@ -26,7 +26,7 @@ from scalerl.data.tables import FileTable
 from scalerl.data.truncation import truncate
 from scalerl.inference.parts import Parts
 from scalerl.rollout.generation import generate_samples
-from scalerl.rollout.overrides import override_sampling
+from scalerl.rollout.prompt_sampling import override_sampling
 from scalerl.rollout.server_choice import max_in_flight
 from scalerl.runtime.threads import in_daemon
 from scalerl.servers.purpose import GENERATION

@@ -7,7 +7,6 @@ from scalerl.metrics.flops import FlopsShape, device_peak_flops, measured_matmul
 from scalerl.metrics.memory import GPUMemoryLogger, log_gpu_memory_usage, memory_metrics, memory_phase
 from scalerl.metrics.metric import Metric, Metrics, merge_metrics, to_floats
 from scalerl.metrics.mismatch import largest_differences, mismatch_metrics, worst_samples
-from scalerl.metrics.progress import Progress
 from scalerl.metrics.rollout_diff import rollout_diff_metrics, rollout_diff_sums
 from scalerl.metrics.timing import Timers, compute_throughput_metrics, compute_timing_metrics
 from scalerl.metrics.token_stats import explained_variance_metrics, explained_variance_sums, token_stat_sums
@@ -18,7 +17,6 @@ __all__ = [
     "GPUMemoryLogger",
     "Metric",
     "Metrics",
-    "Progress",
     "Timers",
     "compute_data_metrics",
     "compute_throughput_metrics",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scalerl.metrics.progress import Progress
 from scalerl.tracking.backend import RunInfo, register_backend
+from scalerl.tracking.progress import Progress
 
 _MAX_CELL = 200
 

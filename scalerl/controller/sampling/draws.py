@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def sampling_of(dataset: str, prompt: PromptRow, base: SamplingParams) -> SamplingParams:
     """`base` with the changes of the prompt's extra_info["sampling"]. Raises ValueError naming the prompt."""
-    from scalerl.rollout.overrides import override_sampling
+    from scalerl.rollout.prompt_sampling import override_sampling
 
     name = f"{dataset} prompt {prompt.uid}"
     sampling = override_sampling(base, prompt.extra_info, name)

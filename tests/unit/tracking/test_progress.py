@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from scalerl.metrics import Progress
-from scalerl.metrics.progress import duration, phase_seconds, trend
+from scalerl.tracking.progress import Progress, duration, phase_seconds, trend
 
 STEP = {
     "critic/score/mean": 0.63,
