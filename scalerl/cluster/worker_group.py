@@ -41,6 +41,9 @@ from scalerl.user_code import called, is_users_own, place_of
 LEAVE_TIMEOUT_S = 60.0
 # How long the driver waits for ranks before it looks whether one has failed; twice as long each time.
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.5
+# Arguments of more bytes that all ranks get go to the object store once, and each rank gets a reference: what holds an
+# entry for each server, as a weight sync's orders, would else grow with servers x ranks.
+MAX_BYTES_OF_EACH = 4096
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,9 @@ class WorkerGroup:
             isinstance(arg, ray.ObjectRef) for arg in (*args, *kwargs.values())
         ):
             # Once for all ranks, as in `_dp_compute`; a reference Ray must see, to resolve it.
-            packed = cloudpickle.dumps((name, args, kwargs))
+            packed: Any = cloudpickle.dumps((name, args, kwargs))
+            if len(packed) > MAX_BYTES_OF_EACH:
+                packed = ray.put(packed)
             refs = [actor.run_packed.remote(packed) for actor in self.ranks]
         else:
             positional, named = called(mode["dispatch_fn"], f"dispatch_fn of {name}", self, *args, **kwargs)

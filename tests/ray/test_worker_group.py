@@ -69,6 +69,18 @@ def test_one_to_all(group: WorkerGroup) -> None:
     ]
 
 
+@pytest.mark.parametrize(("num_bits", "num_objects"), [(80, 0), (80_000, 1)])
+def test_what_all_ranks_get_is_sent_once_where_it_is_large(
+    group: WorkerGroup, num_bits: int, num_objects: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: sizes.append(len(value)) or put(value))
+    factor = 1 << num_bits
+    assert [made for _, made, *_ in group.call(PlainWorker.everyone, factor=factor)] == [r * factor for r in range(4)]
+    assert len(sizes) == num_objects and all(size > num_bits // 8 for size in sizes)
+
+
 def test_only_registered_methods_are_called(group: WorkerGroup) -> None:
     with pytest.raises(TypeError, match=r"^PlainWorker.not_registered carries no @register: a group cannot call it$"):
         group.call(PlainWorker.not_registered)
