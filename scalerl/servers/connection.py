@@ -40,7 +40,7 @@ class WatchedConnection(http.client.HTTPConnection):
     """
 
     def __init__(self, host: str, timeout: float) -> None:
-        """host: with the port."""
+        """Prepares the connection, which the first request makes.  host: with the port."""
         super().__init__(host, timeout=timeout)
         self.answer_s = timeout
 
