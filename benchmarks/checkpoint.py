@@ -188,12 +188,14 @@ def main(arguments: list[str] | None = None) -> int:
         size = sum(file.stat().st_size for file in files)
         writes, reads = [], []
         for _ in range(args.repeats):
-            copies = [f"{root}/copy{number}" for number in range(len(files))]
-            count = max(1, size // len(files) // 2**24)
+            copies = {f"{root}/copy{number}": file.stat().st_size for number, file in enumerate(files)}
             writes.append(
-                dd([["if=/dev/zero", f"of={copy}", f"count={count}", "conv=fsync"] for copy in copies])
-                * size
-                / (count * 2**24 * len(files))
+                dd(
+                    [
+                        ["if=/dev/zero", f"of={copy}", f"count={num_bytes}", "iflag=count_bytes", "conv=fsync"]
+                        for copy, num_bytes in copies.items()
+                    ]
+                )
             )
             for copy in copies:
                 Path(copy).unlink()

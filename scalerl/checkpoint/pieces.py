@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -24,9 +25,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Data, Digest, digest_of_blocks
 from scalerl.checkpoint.store import PIECES_INDEX_NAME
-from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes
+from scalerl.checkpoint.torch_dist import METADATA_NAME, as_bytes, fresh_bytes
 from scalerl.checkpoint.writeback import Writeback
-from scalerl.whole_file import whole_file
+from scalerl.whole_file import flush
 
 # Subdirectory of a model's directory in a checkpoint.
 DIST_CKPT = "dist_ckpt"
@@ -101,43 +102,40 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tu
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> WrittenFile:
     """Writes one rank's file, which is on the disk on return. Tensors on a device come to the host one by one."""
-    with _File(path) as file, _without_crc32():
+    with _File(path) as file:
         for piece in pieces:
             file.add(piece)
     return file.written
 
 
 class _File:
-    """A file that torch.save writes to, which counts and hashes the bytes. Pieces begin at blocks of the digest."""
+    """A file of pieces, whose bytes are hashed while they are written. Pieces begin at blocks of the digest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb", buffering=_BUFFER_BYTES)
         self._writeback = Writeback(self._file.fileno())
         self._position = 0
-        self._digest = Digest()
         self._hashes: list[np.ndarray] = []
         self._pieces: list[WrittenPiece] = []
-        # Address of the numbers that are being written, and their position in the file.
-        self._address, self._payload = 0, None
 
     def add(self, piece: Piece) -> None:
         assert piece.tensor.is_contiguous(), piece.key
         start, sizes = self._position, tuple(piece.tensor.shape)
         host = piece.tensor.detach().to("cpu")
-        # Otherwise torch.save would write the whole storage that the piece is a part of.
-        alone = torch.frombuffer(as_bytes(host), dtype=host.dtype).view(sizes)
-        self._digest, self._payload, self._address = Digest(), None, alone.data_ptr()
-        try:
-            torch.save(alone, self)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
-        except RuntimeError as error:
-            # When a write has failed torch's writer ends with an error of its own, which hides the reason.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        assert self._payload is not None, f"torch.save did not write the numbers of {piece.key} in one stretch"
-        hashes = self._digest.block_hashes()
-        num_bytes = self._position - start
+        before, after = _around_numbers(host.dtype, sizes)
+        numbers = as_bytes(host)
+        # A small piece takes time for calls, not bytes; a part of a large one is written while the cache still has it.
+        if len(numbers) <= CACHED_BYTES:
+            parts: list[bytes | memoryview] = [b"".join((before, numbers, after))]
+        else:
+            cached = (numbers[first : first + CACHED_BYTES] for first in range(0, len(numbers), CACHED_BYTES))
+            parts = [before, *cached, after]
+        digest = Digest()
+        for part in parts:
+            digest.update(part)
+            self._write(part)
+        hashes, num_bytes = digest.block_hashes(), digest.num_bytes
         self._pieces.append(
             WrittenPiece(
                 piece.key,
@@ -147,29 +145,17 @@ class _File:
                 host.dtype,
                 start,
                 num_bytes,
-                self._payload - start,
+                len(before),
                 digest_of_blocks([hashes], num_bytes),
             )
         )
         self._hashes.append(hashes)
-        self._file.write(bytes(-num_bytes % BLOCK_BYTES))
-        self._position += -num_bytes % BLOCK_BYTES
+        self._write(bytes(-num_bytes % BLOCK_BYTES))
 
-    def write(self, data: Data) -> int:
-        view = np.frombuffer(data, np.uint8)
-        if view.size and view.ctypes.data == self._address:
-            self._payload = self._position
-        # A part is written while the processor's cache still has it.
-        for start in range(0, view.size, CACHED_BYTES):
-            part = view[start : start + CACHED_BYTES]
-            self._digest.update(part)
-            self._file.write(part.data)
-            self._writeback.written(part.size)
-        self._position += view.size
-        return view.size
-
-    def flush(self) -> None:
-        """Does nothing: the file is flushed when it is closed."""
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._writeback.written(len(data))
+        self._position += len(data)
 
     @property
     def written(self) -> WrittenFile:
@@ -185,6 +171,43 @@ class _File:
             if kind is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+
+
+# A model has few kinds of pieces, and torch.save takes longer for a small one than all the rest of a save.
+@lru_cache(maxsize=4096)
+def _around_numbers(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after a tensor's numbers. Without its checksums it depends on none of them."""
+    # Memory that is neither written nor read, and so takes no room.
+    tensor = fresh_bytes(prod(sizes) * dtype.itemsize).view(dtype).view(sizes)
+    recorder = _Recorder(tensor)
+    with _without_crc32():
+        torch.save(tensor, recorder)  # pyright: ignore[reportArgumentType]  # write and flush are all that it calls
+    before, after = recorder.around
+    return before, after
+
+
+class _Recorder:
+    """A file that torch.save writes one tensor to, which keeps what is not the tensor's numbers."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address, self._num_bytes = tensor.data_ptr(), tensor.nbytes
+        self._parts: list[list[bytes]] = [[]]
+
+    def write(self, data: Data) -> int:
+        view = np.frombuffer(data, np.uint8)
+        if view.size and view.ctypes.data == self._address and view.size == self._num_bytes:
+            self._parts.append([])
+        else:
+            self._parts[-1].append(view.tobytes())
+        return view.size
+
+    def flush(self) -> None:
+        """Does nothing."""
+
+    @property
+    def around(self) -> list[bytes]:
+        assert len(self._parts) == 2, "torch.save did not write the numbers in one stretch"
+        return [b"".join(parts) for parts in self._parts]
 
 
 class _without_crc32:
@@ -226,14 +249,15 @@ def write_index(directory: Path, files: Sequence[WrittenFile], common: Mapping[s
     torch.save(dict(common), state)
     # Megatron's own load looks here for the format.
     megatron = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
-    for name, data in (
-        ("common.pt", state.getvalue()),
-        ("metadata.json", json.dumps(megatron).encode()),
-        (PIECES_INDEX_NAME, json.dumps(index, separators=(",", ":")).encode()),
-        (METADATA_NAME, pickle.dumps(content)),
-    ):
-        with whole_file(directory / name) as file:
-            file.write(data)
+    written = {
+        directory / "common.pt": state.getvalue(),
+        directory / "metadata.json": json.dumps(megatron).encode(),
+        directory / PIECES_INDEX_NAME: json.dumps(index, separators=(",", ":")).encode(),
+        directory / METADATA_NAME: pickle.dumps(content),
+    }
+    for path, data in written.items():
+        path.write_bytes(data)
+    flush(written)
     for file in files:
         if not file.pieces:
             (directory / file.name).unlink()

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scalerl.errors import RunError
-from scalerl.whole_file import fsync, whole_file
+from scalerl.whole_file import flush, fsync, whole_file
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 COMPLETE_NAME = "COMPLETE"
@@ -261,10 +261,7 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
     tmp, root = Path(tmp), Path(root)
     final = root / DIRECTORY_FORMAT.format(step)
     files = sorted(p for p in tmp.rglob("*") if p.is_file() and p.name != COMPLETE_NAME)
-    for file in files:
-        fsync(file)
-    for directory in [*(p for p in tmp.rglob("*") if p.is_dir()), tmp]:
-        fsync(directory)
+    flush([*files, *(p for p in tmp.rglob("*") if p.is_dir())])
     names = [str(f.relative_to(tmp)) for f in files]
     digests = _written_digests(tmp)
     digests |= _digests(tmp, (name for name in names if name not in digests))
@@ -274,7 +271,8 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
         "algorithm": _algorithm(),
         "digests": {name: digests[name] for name in names},
     }
-    _write_atomic(tmp / COMPLETE_NAME, _manifest_text(manifest))
+    (tmp / COMPLETE_NAME).write_text(_manifest_text(manifest), encoding="utf-8")
+    flush([tmp / COMPLETE_NAME, tmp])
     return _become(tmp, final, step)
 
 
@@ -287,8 +285,7 @@ def adopt(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int) 
     problem = integrity_problem(tmp, digests=True)
     if problem is not None:
         raise ValueError(problem)
-    for path in [*tmp.rglob("*"), tmp]:
-        fsync(path)
+    flush([*tmp.rglob("*"), tmp])
     return _become(tmp, root / DIRECTORY_FORMAT.format(step), step)
 
 

@@ -145,7 +145,7 @@ class DistCheckpoint:
             stored = self._metadata.storage_data.get(metadata.MetadataIndex(key, chunk.offsets))
             if stored is None:
                 raise DamagedCheckpointError(f"{self.dir}: {key}: the piece at {offsets} was not saved")
-            if Path(stored.relative_path).name != stored.relative_path:
+            if os.path.basename(stored.relative_path) != stored.relative_path:
                 raise DamagedCheckpointError(
                     f"{self.dir}: {key}: file name {stored.relative_path!r} leaves the checkpoint directory"
                 )
@@ -290,9 +290,18 @@ class PieceReader:
     def __init__(self, checkpoint: DistCheckpoint, piece: StoredPiece) -> None:
         """Raises DamagedCheckpointError, as all methods."""
         self._checkpoint, self._piece = checkpoint, piece
-        self._digest = Digest()
+        self._digest, self._position = Digest(), 0
         # Where there is no index only the whole piece can be read.
         self._whole = checkpoint._unpickle(piece).view(-1) if piece.payload is None else None
+        # All of a small piece, which takes more time for calls than for bytes.
+        self._small: memoryview | None = None
+        if (
+            piece.num_bytes <= CACHED_BYTES
+            and (piece.payload or piece.num_bytes) + piece.payload_bytes <= piece.num_bytes
+        ):
+            self._small = memoryview(bytearray(piece.num_bytes + -piece.num_bytes % BLOCK_BYTES))
+            checkpoint._fill(piece, self._small, piece.start)
+            self._digest.update(self._small[: piece.num_bytes])
         self._skip(piece.payload or 0)
 
     def read_into(self, target: torch.Tensor) -> None:
@@ -333,26 +342,37 @@ class PieceReader:
         """
         if self._whole is not None:
             return
-        self._skip(self._piece.num_bytes - self._digest.num_bytes)
+        self._skip(self._piece.num_bytes - self._position)
         if self._piece.digest is None:
             return
-        behind = bytearray(-self._piece.num_bytes % BLOCK_BYTES)
-        self._checkpoint._fill(self._piece, memoryview(behind), self._piece.start + self._piece.num_bytes)
+        if self._small is not None:
+            behind = self._small[self._piece.num_bytes :]
+        else:
+            behind = memoryview(bytearray(-self._piece.num_bytes % BLOCK_BYTES))
+            self._checkpoint._fill(self._piece, behind, self._piece.start + self._piece.num_bytes)
         if any(behind) or self._digest.hexdigest() != self._piece.digest:
             raise self._checkpoint._damaged(self._piece, "its bytes are not those that were saved")
         self._checkpoint._verified.add((self._piece.file, self._piece.start))
 
     def _skip(self, num_bytes: int) -> None:
+        if self._small is not None:
+            self._position += num_bytes
+            return
         buffer = memoryview(bytearray(min(num_bytes, CACHED_BYTES)))
         for start in range(0, num_bytes, CACHED_BYTES):
             self._read(buffer[: num_bytes - start])
 
     def _read(self, out: memoryview) -> None:
+        if self._small is not None:
+            out[:] = self._small[self._position : self._position + len(out)]
+            self._position += len(out)
+            return
         # A part is hashed while the processor's cache still has it.
         for start in range(0, len(out), CACHED_BYTES):
             part = out[start : start + CACHED_BYTES]
-            self._checkpoint._fill(self._piece, part, self._piece.start + self._digest.num_bytes)
+            self._checkpoint._fill(self._piece, part, self._piece.start + self._position)
             self._digest.update(part)
+            self._position += len(part)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

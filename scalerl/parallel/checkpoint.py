@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
-from safetensors.torch import load_file
+from safetensors.torch import load
 from safetensors.torch import save as serialized
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
@@ -28,7 +28,7 @@ from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import UserError
 from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
-from scalerl.whole_file import whole_file
+from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
     from scalerl.parallel.engine import MegatronEngine
@@ -83,10 +83,13 @@ class Share:
         """Writes the share into directory/dist_ckpt and directory/rng, which are made if missing; no collective."""
         for name in (DIST_CKPT, RNG):
             (directory / name).mkdir(parents=True, exist_ok=True)
+        rng_file = directory / RNG / f"rank_{self.rank}.safetensors"
         # Written here, as safetensors and torch do not say by an OSError that there is no room.
-        with whole_file(directory / RNG / f"rank_{self.rank}.safetensors") as file:
-            file.write(serialized(self.rng))
-        return write_file(directory / DIST_CKPT / f"__{self.rank}_0.distcp", self.pieces)
+        rng_file.write_bytes(serialized(self.rng))
+        written = write_file(directory / DIST_CKPT / f"__{self.rank}_0.distcp", self.pieces)
+        # Only now: the disk takes both together.
+        fsync(rng_file)
+        return written
 
 
 def save_engine(engine: MegatronEngine, directory: str | Path) -> None:
@@ -138,7 +141,8 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     engine.schedule.step(0)
     rng_file = directory / RNG / f"rank_{dist.get_rank()}.safetensors"
     if len(list(rng_file.parent.glob("rank_*"))) == dist.get_world_size():
-        _set_rng_state(load_file(rng_file))
+        # Read, not mapped: the states stay in use, and the file is removed with its checkpoint.
+        _set_rng_state(load(rng_file.read_bytes()))
 
 
 def _together(work: Callable[[], Any]) -> Any:

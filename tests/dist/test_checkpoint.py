@@ -146,6 +146,8 @@ def load_and_train(
     continued = {}
     for name, directory in saved.items():
         checkpoint.load_engine(trainer.engine, directory)
+        # A mapped file would be kept by NFS as another one, so that rotation could not remove the directory.
+        assert directory not in Path("/proc/self/maps").read_text(), "a file of the checkpoint stays mapped"
         continued[name] = trainer.go_on()
     if deeper is not None:
         trainer.engine = trainer.build(deeper)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.whole_file import whole_file
+from scalerl.whole_file import flush, whole_file
 
 
 def test_takes_the_place_of_the_older_file_when_the_block_ends(tmp_path: Path) -> None:
@@ -19,6 +19,16 @@ def test_takes_the_place_of_the_older_file_when_the_block_ends(tmp_path: Path) -
         assert path.read_bytes() == b"one"
     assert path.read_bytes() == b"two"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_all_that_is_flushed_is_tried_and_a_failure_is_the_systems_error(tmp_path: Path) -> None:
+    files = [tmp_path, *(tmp_path / str(number) for number in range(40))]
+    for file in files[1:]:
+        file.write_bytes(b"data")
+    flush(files)
+    flush([])
+    with pytest.raises(FileNotFoundError, match="missing"):
+        flush([*files, tmp_path / "missing"])
 
 
 def test_a_block_that_raises_changes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from scalerl.checkpoint import torch_dist
+from scalerl.checkpoint.digest import Digest, digest_of_file
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.store import PIECES_INDEX_NAME
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader, as_bytes
 
 WHOLE = torch.arange(7 * 5 * 4, dtype=torch.float32).view(7, 5, 4)
 # (offsets, sizes): rows, a row in two parts, columns, and columns of columns.
@@ -33,10 +35,11 @@ def part_of_whole(box: torch_dist.Box) -> torch.Tensor:
     return torch_dist.box_view(WHOLE, box, (0, 0, 0))
 
 
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """WHOLE as two files, read in parts of a row or two; and a number without dimensions."""
-    monkeypatch.setattr(torch_dist, "CACHED_BYTES", 100)
+@pytest.fixture(params=["in parts", "in one go"])
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """WHOLE as two files, and a number without dimensions; pieces are read in parts of a row or two, or in one go."""
+    if request.param == "in parts":
+        monkeypatch.setattr(torch_dist, "CACHED_BYTES", 100)
     pieces = [
         Piece(
             "whole", tuple(WHOLE.shape), offsets, torch_dist.box_view(WHOLE, (offsets, sizes), (0, 0, 0)).contiguous()
@@ -87,6 +90,27 @@ def test_a_flipped_byte_is_found_by_who_reads_any_part_of_its_piece(directory: P
                 file.seek(piece.start + at)
                 file.write(bytes([byte]))
         PieceReader(stored, piece).finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", [(), (1,), (3, 5), (2, 1, 4), (700, 1100)])
+def test_a_piece_is_what_torch_save_makes_of_it(tmp_path: Path, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """The second of a kind too, of which only the numbers are new."""
+    tensors = [torch.randint(0, 2, sizes).to(dtype) for _ in range(2)]
+    pieces = [Piece("a", (2, *sizes), (row, *(0 for _ in sizes)), tensor) for row, tensor in enumerate(tensors)]
+    written = write_file(tmp_path / "file", pieces)
+    data = (tmp_path / "file").read_bytes()
+    assert written.digest == digest_of_file(tmp_path / "file")
+    for piece, tensor in zip(written.pieces, tensors, strict=True):
+        torch.serialization.set_crc32_options(False)
+        torch.save(tensor, alone := io.BytesIO())
+        torch.serialization.set_crc32_options(True)
+        assert data[piece.start : piece.start + piece.num_bytes] == alone.getvalue()
+        numbers = data[piece.start + piece.payload :][: tensor.nbytes]
+        assert numbers == bytes(as_bytes(tensor))
+        digest = Digest()
+        digest.update(alone.getvalue())
+        assert piece.digest == digest.hexdigest()
 
 
 TOO_LARGE = """
