@@ -296,7 +296,7 @@ def _become(tmp: Path, final: Path, step: int) -> Path:
     fsync(final.parent)
     _write_atomic(final.parent / TRACKER_NAME, str(step))
     if replaced is not None:
-        shutil.rmtree(replaced)
+        _remove(replaced)
     return final
 
 
@@ -364,7 +364,8 @@ def rotate(
 ) -> list[str]:
     """Removes the checkpoints that no rule keeps (`Kept`); returns the names removed. Call after commit().
 
-    What is not whole is neither counted nor removed. Also removes what killed saves and removals left behind.
+    What is not whole is neither counted nor removed. Also removes what killed saves and removals left behind. What
+    cannot be removed is named by a UserWarning, since nothing of a run depends on it, and tried again the next time.
     spare: steps whose checkpoints are being read, and go the next time.
     """
     root, kept = Path(root), Kept(keep, best, every)
@@ -374,10 +375,8 @@ def rotate(
         return []
     whole = [s for s in checkpoint_steps(root) if integrity_problem(root / DIRECTORY_FORMAT.format(s)) is None]
     states = {step: read_trainer_state(root / DIRECTORY_FORMAT.format(step)) for step in (whole if best else ())}
-    removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(whole, tracked, states) if step not in spare]
-    for name in removed:
-        shutil.rmtree(_set_aside(root / name))
-    return removed
+    surplus = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(whole, tracked, states) if step not in spare]
+    return [name for name in surplus if _remove(root / name, aside=True)]
 
 
 def _metric_values(states: Mapping[int, Mapping[str, Any]], metric: str) -> dict[int, float]:
@@ -434,6 +433,16 @@ def _finish_commit(root: Path, step: int, directory_format: str) -> None:
             return
 
 
+def _remove(directory: Path, *, aside: bool = False) -> bool:
+    """Removes a directory that counts for nothing; False where that fails.  aside: it counts until it is renamed."""
+    try:
+        shutil.rmtree(_set_aside(directory) if aside else directory)
+    except OSError as error:
+        warnings.warn(f"{directory} could not be removed, and takes room: {error}", stacklevel=3)
+        return False
+    return True
+
+
 def _set_aside(directory: Path) -> Path:
     aside = directory.with_name(f"{directory.name}.deleting-{token_hex(4)}")
     directory.rename(aside)
@@ -444,7 +453,7 @@ def _remove_leftovers(root: Path, tracked: int | None) -> None:
     for path in list(root.iterdir()):
         match = _TMP_NAME.fullmatch(path.name)
         if _DELETING_NAME.fullmatch(path.name) or (match and _is_dead(match, tracked)):
-            shutil.rmtree(path)
+            _remove(path)
         elif path.name.startswith(f".{TRACKER_NAME}."):
             path.unlink()
 

@@ -104,6 +104,30 @@ def test_a_disk_that_is_full_at_the_first_file_and_one_that_is_full_at_the_last(
     assert good == ""
 
 
+def test_a_checkpoint_counts_where_an_older_one_cannot_be_removed(tmp_path: Path) -> None:
+    """Which is named, and removed the next time: mount points stand for what NFS keeps of a file that is open."""
+
+    def save(root: Path, step: int, keep: int | None) -> Path:
+        files = {"actor": checkpoints.SavedModel(lambda at: (Path(at) / "data").write_text("data"), str(no_model))}
+        return save_whole(str(root), step, files, state={}, keep=keep)
+
+    (no_model := tmp_path / "model").mkdir()
+    (no_model / "config.json").write_text("{}")
+    root = tmp_path / "run"
+    first = save(tmp_path / "elsewhere", 1, None)
+    save(root, 2, None)
+    rest = "global_step_0.deleting-0123abcd"
+    with mounted(root / "global_step_1", "size=1m") as step, mounted(root / rest, "size=1m"):
+        shutil.copytree(first, step, dirs_exist_ok=True)
+        with pytest.warns(UserWarning, match="could not be removed, and takes room: .*busy") as said:
+            assert save(root, 3, 1).name == "global_step_3"
+        assert [rest in str(one.message) for one in said] == [True, False]
+    assert store.find_latest_ckpt_path(root) == str(root / "global_step_3")
+    shutil.copytree(first, root / "global_step_1", dirs_exist_ok=True)
+    save(root, 4, 1)
+    assert sorted(path.name for path in root.iterdir()) == ["global_step_4", store.TRACKER_NAME]
+
+
 def test_a_run_on_a_full_disk_leaves_the_room_to_others(model: Path, tmp_path: Path) -> None:
     """And the checkpoint before stays."""
     with mounted(tmp_path / "run", "size=3m") as root:
