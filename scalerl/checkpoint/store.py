@@ -196,6 +196,11 @@ def manifest_sizes(directory: str | os.PathLike[str]) -> dict[str, int]:
     return dict(json.loads((Path(directory) / COMPLETE_NAME).read_text(encoding="utf-8"))["files"])
 
 
+def has_digests(directory: str | os.PathLike[str]) -> bool:
+    """Whether a whole checkpoint has digests of its files; those from before there were any have none."""
+    return "digests" in json.loads((Path(directory) / COMPLETE_NAME).read_text(encoding="utf-8"))
+
+
 def check_checkpoint(directory: str | os.PathLike[str], *, digests: bool = False, data: bool = True) -> None:
     """Raises ValueError naming the file when `directory` is not a whole checkpoint; as `integrity_problem`."""
     problem = integrity_problem(directory, digests=digests, data=data)

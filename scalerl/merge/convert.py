@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from scalerl.checkpoint.store import integrity_problem
+from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import (
     CHECKPOINT_MODEL_PREFIX,
@@ -95,9 +95,11 @@ def _actor_dir(local_dir: Path) -> Path:
     for actor_dir in (local_dir, local_dir / "actor"):
         if (actor_dir / "dist_ckpt").is_dir():
             step_dir = actor_dir.resolve().parent
-            if re.match(r"global_step_\d+", step_dir.name):
-                if not (step_dir / "COMPLETE").is_file():
-                    raise ValueError(f"{step_dir} has no COMPLETE file: its save did not finish; merge another step")
+            is_there = (step_dir / COMPLETE_NAME).is_file()
+            if not is_there and re.match(r"global_step_\d+", step_dir.name):
+                raise ValueError(f"{step_dir} has no COMPLETE file: its save did not finish; merge another step")
+            # Under another name, too: a checkpoint that was copied or renamed can be damaged as well.
+            if is_there:
                 # The data is compared while it is copied.
                 problem = integrity_problem(step_dir, digests=True, below=actor_dir.resolve().name, data=False)
                 if problem is not None:

@@ -20,7 +20,7 @@ import torch
 from scalerl.checkpoint.digest import CACHED_BYTES
 from scalerl.checkpoint.torch_dist import DistCheckpoint, PieceReader, StoredPiece, box_view, intersection
 from scalerl.families import ModelShape, Param, RowRange
-from scalerl.merge.writer import SafetensorsFile
+from scalerl.merge.writer import SafetensorsFile, check_fits
 
 MAX_WORKERS = 8
 # Bytes of pieces that all threads may have in memory beside the largest tensor.
@@ -147,6 +147,7 @@ def _run(checkpoint: DistCheckpoint, job: _Job, memory: _Memory) -> None:
                 shared = intersection((origin, tuple(rows.shape)), (piece.offsets, piece.sizes))
                 if shared is not None:
                     reader.read_into(box_view(rows, shared, origin))
+            check_fits(job.copy.key, rows, stored.dtype)
             _write(job.copy, start, rows)
         for _, reader in readers:
             reader.finish()

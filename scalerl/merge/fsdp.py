@@ -20,7 +20,15 @@ from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_besid
 from scalerl.merge.copy import MAX_WORKERS
 from scalerl.merge.fsdp_shards import FILE_NAME, FsdpCheckpoint, ShardedTensor, TensorBox
 from scalerl.merge.whole_directory import whole_directory
-from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
+from scalerl.merge.writer import (
+    DTYPE_NAMES,
+    SafetensorsFile,
+    TensorSpec,
+    check_fits,
+    file_name,
+    plan_files,
+    write_index,
+)
 
 # The head of a critic.
 _VALUE_WEIGHT = "score.weight"
@@ -235,6 +243,7 @@ def _copy(
             first, last = max(start, stretch.start), min(start + len(numbers), stretch.start + stretch.count)
             if first < last:
                 part = numbers[first - start : last - start].to(specs[stretch.name].dtype)
+                check_fits(stretch.name, part, tensor.dtype)
                 files[stretch.name].write(stretch.name, first - stretch.start, part)
 
 

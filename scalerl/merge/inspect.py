@@ -14,6 +14,7 @@ from scalerl.checkpoint.store import (
     COMPLETE_NAME,
     TRAINER_STATE_NAME,
     find_latest_ckpt_path,
+    has_digests,
     integrity_problem,
     manifest_sizes,
     read_trainer_state,
@@ -106,6 +107,8 @@ def _directory(path: Path) -> Path:
 
 
 def _checked(directory: Path) -> str:
+    if not has_digests(directory):
+        return f"  nothing to compare: {directory.name} was saved before there were digests; sizes are as saved"
     return f"  every file of {directory.name} has the digest that it was saved with"
 
 

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
 
+from scalerl.whole_file import flush, fsync
+
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
@@ -19,10 +21,13 @@ def whole_directory(target: Path) -> Iterator[Path]:
     tmp.mkdir()
     try:
         yield tmp
+        # Or a power failure could leave empty files under the name.
+        flush([*tmp.rglob("*"), tmp])
         old = _beside(target, "old") if target.exists() else None
         if old is not None:
             target.rename(old)
         tmp.rename(target)
+        fsync(target.parent)
         if old is not None:
             shutil.rmtree(old)
     finally:

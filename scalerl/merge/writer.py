@@ -88,6 +88,15 @@ class SafetensorsFile:
             os.close(self._file)
 
 
+def check_fits(key: str, numbers: torch.Tensor, stored: torch.dtype) -> None:
+    """Raises ValueError where numbers converted from dtype `stored` became infinite, as in float16 above 65504.
+
+    key: the stored tensor's.  Not where nothing can: bfloat16 and float32 have the same range.
+    """
+    if numbers.dtype == torch.float16 != stored and bool(numbers.isinf().any()):
+        raise ValueError(f"{key} has numbers that are too large for float16 (65504); give --dtype bfloat16 or float32")
+
+
 def plan_files(groups: Sequence[Mapping[str, TensorSpec]], max_shard_bytes: int) -> list[list[int]]:
     """Group indices of each file, in order: a file takes groups until the next would exceed max_shard_bytes."""
     files: list[list[int]] = []

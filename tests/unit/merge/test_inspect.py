@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,15 @@ def test_damage_is_found_when_asked_for(checkpoint: Path, capsys: pytest.Capture
     assert main([str(checkpoint)]) == 0
     assert main([str(checkpoint), "--check"]) == 1
     assert f"file actor/dist_ckpt/__0_0.distcp is not what was saved: tensor {WEIGHT} at" in capsys.readouterr().err
+
+
+def test_nothing_is_said_of_digests_that_are_not_there(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    complete = checkpoint / store.COMPLETE_NAME
+    sizes = json.loads(complete.read_text())["files"]
+    complete.write_text(json.dumps({"step": 3, "files": sizes}))
+    assert main([str(checkpoint), "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing to compare: global_step_3 was saved before there were digests" in said and "every file" not in said
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,37 @@ def test_dtype_is_converted_and_written_to_the_config(tmp_path, hf_dir, actor):
     assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_numbers_that_float16_cannot_hold_are_refused_with_their_tensor(tmp_path, hf_dir, capsys, stored):
+    """They would be infinite; what fits is converted as torch does."""
+    tensors = {name: tensor.to(stored) for name, tensor in joined_tensors(hf_dir).items()}
+    target = tmp_path / "merged"
+    assert run(write_checkpoint(tmp_path / "fits", hf_dir, tensors), target, "--dtype", "float16") == 0
+    merged = load_file(target / "model.safetensors")
+    assert all(torch.equal(merged[n], t.to(stored).half()) for n, t in load_file(hf_dir / "model.safetensors").items())
+    key = "model.decoder.layers.1.mlp.linear_fc2.weight"
+    tensors[key] = tensors[key].clone()
+    tensors[key][-1, -1] = -7e4
+    actor = write_checkpoint(tmp_path / "large", hf_dir, tensors)
+    assert run(actor, target, "--overwrite", "--dtype", "float16") == 2
+    assert f"{key} has numbers that are too large for float16" in capsys.readouterr().err
+    assert load_file(target / "model.safetensors").keys() == merged.keys()
+    assert run(actor, target, "--overwrite", "--dtype", "float32") == 0
+
+
+def test_numbers_of_an_fsdp_run_that_float16_cannot_hold_are_refused_too(tmp_path, hf_dir, capsys):
+    state, name = load_file(hf_dir / "model.safetensors"), "model.layers.1.mlp.down_proj.weight"
+    run_dir, target = tmp_path / "fsdp", tmp_path / "merged"
+    shutil.copytree(hf_dir, run_dir / "huggingface")
+    arguments = ["merge", "--backend", "fsdp", "--local_dir", str(run_dir), "--target_dir", str(target)]
+    for largest, code in ((7e4, 2), (6e4, 0)):
+        state[name][0, 0] = largest
+        torch.save(state, run_dir / "model_world_size_1_rank_0.pt")
+        assert main([*arguments, "--dtype", "float16"]) == code
+        assert target.exists() == (code == 0)
+    assert f"{name} has numbers that are too large for float16" in capsys.readouterr().err
+
+
 def test_mixed_stored_dtypes_need_a_choice(tmp_path, hf_dir, capsys):
     tensors = joined_tensors(hf_dir)
     tensors["model.decoder.final_layernorm.weight"] = tensors["model.decoder.final_layernorm.weight"].bfloat16()
@@ -384,7 +415,15 @@ def test_a_flipped_byte_of_any_file_is_named_and_nothing_is_written(tmp_path, hf
         assert not list(tmp_path.glob("*merged*"))
         data[at] ^= 16
         file.write_bytes(data)
-    assert run(actor, tmp_path / "merged") == 0
+    # Under another name its files are compared as well.
+    renamed = actor.parent.rename(tmp_path / "run" / "the_best")
+    file = renamed / "actor" / "huggingface" / "generation_config.json"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"{", b"[", 1))
+    assert run(renamed / "actor", tmp_path / "merged") == 2
+    assert "the_best is damaged: file actor/huggingface/generation_config.json" in capsys.readouterr().err
+    file.write_bytes(content)
+    assert run(renamed / "actor", tmp_path / "merged") == 0
 
 
 BIG = dict(
