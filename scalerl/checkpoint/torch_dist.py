@@ -29,6 +29,8 @@ from scalerl.checkpoint.store import PIECES_INDEX_NAME
 from scalerl.errors import UserError
 
 METADATA_NAME = ".metadata"
+# Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.
+_SMALL_BYTES = 2**18
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (item.__module__, item.__qualname__): item
@@ -295,10 +297,8 @@ class PieceReader:
         self._whole = checkpoint._unpickle(piece).view(-1) if piece.payload is None else None
         # All of a small piece, which takes more time for calls than for bytes.
         self._small: memoryview | None = None
-        if (
-            piece.num_bytes <= CACHED_BYTES
-            and (piece.payload or piece.num_bytes) + piece.payload_bytes <= piece.num_bytes
-        ):
+        has_numbers = piece.payload is not None and piece.payload + piece.payload_bytes <= piece.num_bytes
+        if has_numbers and piece.num_bytes <= _SMALL_BYTES:
             self._small = memoryview(bytearray(piece.num_bytes + -piece.num_bytes % BLOCK_BYTES))
             checkpoint._fill(piece, self._small, piece.start)
             self._digest.update(self._small[: piece.num_bytes])

@@ -40,6 +40,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.F
     """WHOLE as two files, and a number without dimensions; pieces are read in parts of a row or two, or in one go."""
     if request.param == "in parts":
         monkeypatch.setattr(torch_dist, "CACHED_BYTES", 100)
+        monkeypatch.setattr(torch_dist, "_SMALL_BYTES", 0)
     pieces = [
         Piece(
             "whole", tuple(WHOLE.shape), offsets, torch_dist.box_view(WHOLE, (offsets, sizes), (0, 0, 0)).contiguous()
