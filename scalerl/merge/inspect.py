@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +21,7 @@ from scalerl.checkpoint.store import (
     manifest_sizes,
     read_trainer_state,
 )
-from scalerl.checkpoint.torch_dist import DistCheckpoint
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
 from scalerl.errors import EXIT_USER_ERROR, CommandParser
 from scalerl.families import ModelShape
 
@@ -46,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = _directory(Path(args.checkpoint))
         if (problem := integrity_problem(directory)) is not None:
             raise ValueError(f"{directory} is no whole checkpoint: {problem}")
+        # First: what is damaged cannot be described.
+        if args.check and (problem := integrity_problem(directory, digests=True)) is not None:
+            print(f"error: {directory}: {problem}", file=sys.stderr)
+            return 1
         for line in describe(directory):
             print(line)
         if args.check:
-            problem = integrity_problem(directory, digests=True)
-            if problem is not None:
-                print(f"error: {directory}: {problem}", file=sys.stderr)
-                return 1
             print(_checked(directory))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,8 +80,8 @@ def describe(directory: Path) -> Iterator[str]:
 def _describe_role(directory: Path) -> Iterator[str]:
     shape = ModelShape.from_hf(directory / "huggingface")
     yield f"  {directory.name}: {shape.model_type}, {shape.num_layers} layers, hidden size {shape.hidden_size}"
-    common = torch.load(directory / "dist_ckpt" / "common.pt", map_location="cpu", weights_only=True)
-    layout = common.get("layout")
+    common = _common(directory / "dist_ckpt" / "common.pt")
+    layout = common["layout"]
     if layout is not None:
         yield "    saved on " + ", ".join(f"{name} {layout[name]}" for name in _LAYOUT)
     yield f"    after {common['num_updates']} updates"
@@ -95,6 +97,15 @@ def _describe_role(directory: Path) -> Iterator[str]:
     for part, size in num_bytes.items():
         kinds = ", ".join(sorted(dtypes[part]))
         yield f"    {part}: {numbers[part]:,} numbers ({kinds}), {_gb(size)} in {pieces[part]} pieces {digests}"
+
+
+def _common(path: Path) -> dict[str, Any]:
+    """The state that is the same on all ranks. Raises DamagedCheckpointError."""
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+        return {"num_updates": common["num_updates"], "layout": common.get("layout")}
+    except (RuntimeError, ValueError, KeyError, AttributeError, EOFError, pickle.UnpicklingError):
+        raise DamagedCheckpointError(f"{path} is damaged; --check compares every file") from None
 
 
 def _directory(path: Path) -> Path:

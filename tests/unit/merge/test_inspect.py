@@ -65,6 +65,26 @@ def test_damage_is_found_when_asked_for(checkpoint: Path, capsys: pytest.Capture
     assert f"file actor/dist_ckpt/__0_0.distcp is not what was saved: tensor {WEIGHT} at" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("at", [0.02, 0.5, 0.98])
+def test_damage_of_any_file_is_one_message_that_names_it(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], at: float
+) -> None:
+    """Also where the file is read to say what is in it: no traceback instead of the digests' word."""
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[int(at * len(content))] ^= 64
+        file.write_bytes(damaged)
+        code = main([str(checkpoint), "--check"])
+        error = capsys.readouterr().err
+        assert code in (1, 2) and file.name in error and error.startswith("error: "), (file, error)
+        # What it does not read for that it cannot know.
+        assert main([str(checkpoint)]) in (0, 2), file
+        capsys.readouterr()
+        file.write_bytes(content)
+    assert main([str(checkpoint), "--check"]) == 0
+
+
 def test_nothing_is_said_of_digests_that_are_not_there(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     complete = checkpoint / store.COMPLETE_NAME
     sizes = json.loads(complete.read_text())["files"]
