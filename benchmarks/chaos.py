@@ -4,6 +4,7 @@ python benchmarks/chaos.py                                     # 100 kills, embe
 python benchmarks/chaos.py --engine sglang
 python benchmarks/chaos.py --layout tp2 --critic
 python benchmarks/chaos.py --async-save --minutes 30
+python benchmarks/chaos.py --directory /data/chaos             # the same command goes on where it was cut
 
 One run is left alone. The other is killed --kills times, every process of the job at once, at moments that --seed
 chooses: each phase of a step, the start, the writing, commit and removal of checkpoints, somewhere within its usual
@@ -11,23 +12,34 @@ length; what was missed, as a commit of 2 ms, is tried more often. Afterwards it
 that was left alone: steps, samples, weights, optimizer, random states, state of the run, MLflow's history, bit for bit,
 and in every line that any of the processes logged. With SGLang, whose sampler has no state that could be saved: steps,
 prompts, learning rates, state of the run.
+
+What is in --directory is kept after each kill (chaos.json): the same command goes on where it was cut,
+and one with more --kills and the same --steps adds to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import record
+
+from scalerl.errors import UserError
+from scalerl.whole_file import whole_file
 
 LAYOUTS = {
     "one": ["trainer.n_gpus_per_node=1"],
@@ -42,6 +54,8 @@ CRITIC = [
     "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
 ]
 EXAMPLE = record.REPOSITORY / "examples" / "arithmetic"
+# In --directory.
+PROGRESS = "chaos.json"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -54,20 +68,68 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="of the run; default: one for each kill, and 10")
     parser.add_argument("--async-save", action="store_true", help="trainer.async_save=true")
     parser.add_argument("--minutes", type=float, default=None, help="after these no further kill")
-    parser.add_argument("--directory", default=None, help="where the runs are; default: for temporary files, removed")
-    parser.add_argument("--out", help="result file; default benchmarks/results/DATE-chaos-ENGINE-cpu.json")
+    parser.add_argument(
+        "--directory",
+        default=None,
+        help="where the runs are, and how far they are; default: for temporary files, removed",
+    )
+    parser.add_argument(
+        "--out", help="result file; default benchmarks/results/DATE-chaos-ENGINE[-LAYOUT][-critic][-async]-cpu.json"
+    )
     record.add_now(parser)
     return parser.parse_args(arguments)
+
+
+@dataclass
+class Progress:
+    """How far the kills in a directory are; kept there after each, so that the same command goes on when it was cut.
+
+    options: what the runs depend on.  usual_s: of the run left alone, once it is done.  marker: of the job that runs.
+    """
+
+    options: dict[str, Any]
+    usual_s: dict[str, float] | None = None
+    struck: list[dict[str, Any]] = field(default_factory=list)
+    processes: int = 0
+    seconds: float = 0.0
+    marker: str | None = None
+    is_done: bool = False
+
+    @classmethod
+    def of(cls, directory: Path, options: dict[str, Any]) -> Progress:
+        """The one that is there, or a new one. Raises UserError for one of other options."""
+        path = directory / PROGRESS
+        if not path.exists():
+            return cls(options)
+        found = cls(**json.loads(path.read_text(encoding="utf-8")))
+        if found.options != options:
+            other = ", ".join(
+                f"{key} {found.options[key]}, now {options[key]}"
+                for key in options
+                if found.options[key] != options[key]
+            )
+            raise UserError(f"{directory} has kills of another run ({other}): give another --directory")
+        return found
+
+    def keep(self, directory: Path) -> None:
+        with whole_file(directory / PROGRESS) as file:
+            file.write(json.dumps(asdict(self), indent=1).encode())
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse(arguments)
+    # So that `timeout` or a scheduler leaves no job behind either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ran_on = record.machine("cpu", now=args.now)
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        directory = Path(args.directory or name)
-        result = run(args, directory)
-    record.keep(f"chaos_{args.engine}", arguments, vars(args), ran_on, result, device="cpu")
+        try:
+            result = run(args, Path(args.directory or name).absolute())
+        except UserError as error:
+            sys.exit(str(error))
+    variant = (args.engine, *((args.layout,) if args.layout != "one" else ()))
+    variant += ("critic",) * args.critic + ("async",) * args.async_save
+    record.keep("_".join(("chaos", *variant)), arguments, vars(args), ran_on, result, device="cpu")
     return 0 if not result["differences"] else 1
 
 
@@ -75,13 +137,11 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     from scalerl.verify.differences import table
     from scalerl.verify.resume import Pair
     from tests.e2e import kills, watched_loop
-    from tests.e2e.jobs import Inputs, Job, main_ppo
+    from tests.e2e.jobs import Inputs, Job, kill_marked, main_ppo
 
     steps = args.steps or args.kills + 10
-    for script, out in (("make_data.py", directory), ("make_model.py", directory / "model")):
-        subprocess.run(
-            [sys.executable, str(EXAMPLE / script), "--out", str(out)], check=True, stdout=subprocess.DEVNULL
-        )
+    shape = {name: getattr(args, name) for name in ("engine", "layout", "critic", "seed", "async_save")}
+    progress = Progress.of(directory, {**shape, "steps": steps})
     inputs = Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
     pair = Pair(directory / "straight", directory / "killed", steps, 0)
     phases = (kills.START, *kills.PHASES, *(kills.CRITIC_PHASES if args.critic else ()))
@@ -102,27 +162,59 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
             "trainer.logger=[console,file,mlflow]",
             f"trainer.custom_fit.path={watched_loop.__file__}",
         )
-        jobs.append(Job(main_ppo(keys), run_dir))
+        progress.marker = uuid.uuid4().hex
+        progress.keep(directory)
+        jobs.append(Job(main_ppo(keys), run_dir, progress.marker))
         return jobs[-1]
 
+    began = time.monotonic() - progress.seconds
+
+    def advanced() -> None:
+        progress.seconds = time.monotonic() - began
+        progress.keep(directory)
+
     try:
-        began = time.monotonic()
-        usual_s = kills.run_to_the_end(lambda: start(pair.straight), pair.straight)
-        print(
-            f"{steps} steps left alone: {time.monotonic() - began:.0f} s; {usual_s[kills.START]:.1f} s to start",
-            flush=True,
-        )
-        struck: list[kills.Struck] = []
-        when = moments(args, kills.moments(args.seed, struck, phases))
-        for kill in kills.run_killed(lambda: start(pair.resumed), pair.resumed, when, usual_s):
-            struck.append(kill)
+        if progress.marker is not None:
+            kill_marked(progress.marker)
+        if progress.usual_s is None:
+            # Half a run would go on, and then was not left alone.
+            for run_dir in (pair.straight, pair.resumed):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            for script, out in (("make_data.py", directory), ("make_model.py", directory / "model")):
+                subprocess.run(
+                    [sys.executable, str(EXAMPLE / script), "--out", str(out)], check=True, stdout=subprocess.DEVNULL
+                )
+            progress.usual_s = kills.run_to_the_end(lambda: start(pair.straight), pair.straight)
+            advanced()
             print(
-                f"kill {len(struck)}: {kill.phase} ({kill.wanted}), step {kill.num_steps} of its process, {kill.left}",
+                f"{steps} steps left alone: {progress.seconds:.0f} s; {progress.usual_s[kills.START]:.1f} s to start",
                 flush=True,
             )
-        if jobs[-1].process.returncode != 0:
-            kills.run_to_the_end(lambda: start(pair.resumed), pair.resumed)
-        seconds = time.monotonic() - began
+        else:
+            print(f"goes on after {len(progress.struck)} kills of an earlier command", flush=True)
+        struck: list[kills.Struck] = []
+        endless = kills.moments(args.seed, struck, phases)
+        for kill in progress.struck:
+            # The same moments follow as if nobody had cut the command.
+            next(endless)
+            struck.append(kills.Struck(**{**kill, "left": tuple(kill["left"])}))
+        if not progress.is_done:
+            when = moments(args, endless, len(struck))
+            for kill in kills.run_killed(lambda: start(pair.resumed), pair.resumed, when, progress.usual_s):
+                struck.append(kill)
+                progress.struck.append(asdict(kill))
+                progress.processes += 1
+                advanced()
+                print(
+                    f"kill {len(struck)}: {kill.phase} ({kill.wanted}), "
+                    f"step {kill.num_steps} of its process, {kill.left}",
+                    flush=True,
+                )
+            if not jobs or jobs[-1].process.returncode != 0 or jobs[-1].directory != pair.resumed:
+                kills.run_to_the_end(lambda: start(pair.resumed), pair.resumed)
+            progress.processes += 1
+            progress.marker, progress.is_done = None, True
+            advanced()
     finally:
         for job in jobs:
             job.kill_all()
@@ -133,9 +225,9 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     return {
         "kills": len(struck),
         "steps": steps,
-        "processes": len(jobs) - 1,
-        "seconds": seconds,
-        "usual_s": usual_s,
+        "processes": progress.processes,
+        "seconds": progress.seconds,
+        "usual_s": progress.usual_s,
         "kills_by_phase": hit,
         "missed": sorted(set(phases) - hit.keys()),
         "compared": {found.what: found.compared for found in findings},
@@ -144,10 +236,10 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     }
 
 
-def moments(args: argparse.Namespace, endless: Iterator) -> Iterator:
-    """At most --kills of them, and none after --minutes."""
+def moments(args: argparse.Namespace, endless: Iterator, num_done: int) -> Iterator:
+    """As many as are missing to --kills, and none after --minutes."""
     began = time.monotonic()
-    for moment in itertools.islice(endless, args.kills):
+    for moment in itertools.islice(endless, max(0, args.kills - num_done)):
         if args.minutes is not None and time.monotonic() > began + 60 * args.minutes:
             return
         yield moment

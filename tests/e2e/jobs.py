@@ -110,17 +110,8 @@ class Job:
     def look(self) -> set[Process]:
         """The processes of the job that run now; remembers them."""
         table = _process_table()
-        children: dict[int, list[Process]] = {}
-        for process, parent in table.items():
-            children.setdefault(parent, []).append(process)
         known = [process for process in table if process in self.seen or process.pid == self.process.pid]
-        known += [process for process in table if _has_marker(process.pid, self.marker)]
-        found: set[Process] = set()
-        while known:
-            process = known.pop()
-            if process not in found:
-                found.add(process)
-                known += children.get(process.pid, [])
+        found = _with_marker(table, self.marker, known)
         self.seen |= found
         return found
 
@@ -168,6 +159,35 @@ class Job:
 
     def tail(self) -> str:
         return f"\n--- stdout\n{self.stdout[-2000:]}\n--- stderr\n{self.stderr[-6000:]}"
+
+
+def kill_marked(marker: str) -> None:
+    """Ends what is left of a job whose starter is gone."""
+    while left := marked_processes(marker):
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(0.2)
+
+
+def marked_processes(marker: str) -> set[Process]:
+    """What of a job runs now, but for processes that wrote over their environment and that nothing else is above."""
+    return _with_marker(_process_table(), marker)
+
+
+def _with_marker(table: dict[Process, int], marker: str, known: Sequence[Process] = ()) -> set[Process]:
+    """The processes with this marker, those that are known, and all below them."""
+    children: dict[int, list[Process]] = {}
+    for process, parent in table.items():
+        children.setdefault(parent, []).append(process)
+    waiting = [*known, *(process for process in table if _has_marker(process.pid, marker))]
+    found: set[Process] = set()
+    while waiting:
+        process = waiting.pop()
+        if process not in found:
+            found.add(process)
+            waiting += children.get(process.pid, [])
+    return found
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def watch(
     job: Job, run_dir: Path, moment: Moment | None, usual_s: Mapping[str, float]
 ) -> tuple[Struck | None, Lengths]:
     """Kills a job at a moment (None: never). Returns None where it came to its end, and how long its phases took."""
-    began = time.monotonic()
+    began = told_at = time.monotonic()
     lengths, phase, num_steps, is_near = Lengths(began), START, 0, False
     strike_at = None
     if moment is not None and moment.phase == START:
@@ -98,7 +98,8 @@ def watch(
     with _opened(run_dir / PIPE) as pipe:
         while job.process.poll() is None:
             now = time.monotonic()
-            assert now < began + RUN_TIMEOUT_S, job.tail()
+            # Of one phase: how long a whole run takes follows from its steps, and from what runs beside it.
+            assert now < told_at + RUN_TIMEOUT_S, f"nothing after {phase} for {RUN_TIMEOUT_S:.0f} s{job.tail()}"
             if strike_at is not None and now >= strike_at:
                 _kill(job, running)
                 left = tuple(
@@ -113,7 +114,7 @@ def watch(
             if not select.select([pipe], [], [], wait_s)[0]:
                 continue
             for name in os.read(pipe, 65536).decode().split():
-                now = time.monotonic()
+                now = told_at = time.monotonic()
                 lengths.began(name, now)
                 phase = name
                 num_steps += name == "gen"

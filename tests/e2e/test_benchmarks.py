@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from scalerl.parallel.logprobs import linear_logprobs
+from tests.e2e.jobs import marked_processes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -485,3 +487,33 @@ def test_chaos(tmp_path: Path, engine: str, num_kills: int, more: list[str]) -> 
     else:
         phases = {phase for phase in result["kills_by_phase"] if not phase.startswith("left ")}
         assert len(phases) > num_kills / 2
+
+
+@pytest.mark.full
+def test_chaos_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    """By a signal after its first kill; nothing of its job is left, and the same command makes the others."""
+    directory, out = tmp_path / "chaos", tmp_path / "result.json"
+    arguments = ["--kills", "2", "--steps", "6", "--seed", "3", "--directory", str(directory)]
+    command = [sys.executable, "-W", "ignore", "benchmarks/chaos.py", "--now", "--out", str(out), *arguments]
+    progress = directory / "chaos.json"
+
+    def read() -> dict[str, Any]:
+        return json.loads(progress.read_text()) if progress.exists() else {}
+
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL) as cut:
+        while not read().get("struck") or not marked_processes(read()["marker"]):
+            assert cut.poll() is None
+            time.sleep(0.05)
+        cut.terminate()
+    assert cut.returncode == 143 and not out.exists()
+    first, marker = read()["struck"], read()["marker"]
+    assert len(first) == 1 and not read()["is_done"]
+    assert marked_processes(marker) == set()
+
+    result = run_benchmark("chaos.py", out, *arguments, timeout_s=7200)
+    assert result["differences"] == {} and result["kills"] == 2 and result["each"][:1] == first
+    assert read()["is_done"] and result["processes"] == 3
+    # Again: nothing is left to do but the comparison.
+    assert run_benchmark("chaos.py", out, *arguments) == result
+    other = subprocess.run([*command, "--critic"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert other.returncode == 1 and "critic False, now True" in other.stderr
