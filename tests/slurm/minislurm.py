@@ -12,7 +12,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -169,8 +169,8 @@ class MiniSlurm:
         self.plugins.write_text("")
         os.mkfifo(root / "state/boot")
         node_lines = "\n".join(
-            f"NodeName={host} NodeAddr={ip} CPUs={self.cpus} RealMemory=16000{gres} State=UNKNOWN"
-            for host, ip in addresses.items()
+            f"NodeName={host} NodeAddr={ip} CPUs={self.cpus} RealMemory=16000{gres} Features=rack{i // 2} State=UNKNOWN"
+            for i, (host, ip) in enumerate(addresses.items(), 2)
         )
         conf = SLURM_CONF.format(root=root, node_lines=node_lines, more="\n".join(more))
         (root / "etc/slurm.conf").write_text(conf)
@@ -249,6 +249,24 @@ class MiniSlurm:
         while (state := self.run("sinfo", "-h", "-n", host, "-p", "main", "-o", "%T").stdout.strip()) not in ready:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{host} is {state} {timeout_s} s after it was switched on")
+            time.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def without_controller(self) -> Iterator[None]:
+        """As in an upgrade of Slurm: jobs run on, and nobody answers their questions."""
+        self.run("kill", self.run("cat", str(self.root / "state/slurmctld.pid")).stdout.strip())
+        self._wait_for_controller(is_up=False)
+        try:
+            yield
+        finally:
+            self.run("bash", "-c", f'setsid slurmctld -D >>"{self.root}/log/slurmctld.out" 2>&1 &')
+            self._wait_for_controller(is_up=True)
+
+    def _wait_for_controller(self, *, is_up: bool, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (self.run("scontrol", "ping", check=False).returncode == 0) != is_up:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"slurmctld {'does not answer' if is_up else 'still answers'} after {timeout_s} s")
             time.sleep(POLL_S)
 
     def occupy(self, port: int, host: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import full
-from tests.slurm.jobs import WAIT_ONCE, assert_came_back, assert_nothing_left, wait_for_driver, wait_until
+from tests.slurm.jobs import LAUNCHER, WAIT_ONCE, assert_came_back, assert_nothing_left, wait_for_driver, wait_until
 from tests.slurm.minislurm import MiniSlurm
 
 # It saves nothing, whatever it is told, and is done in the second attempt.
@@ -193,3 +194,43 @@ def test_the_node_of_the_batch_script_is_lost(slurm: MiniSlurm, submit: Callable
     # for it a minute long; where Slurm tracks processes by cgroups they end with the step.
     assert_nothing_left(slurm, timeout_s=90)
     assert not list((logs / job_id).glob("attempt_*/.ray_token"))
+
+
+@pytest.mark.full
+def test_the_launcher_may_be_edited_while_its_job_runs(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    """The file of `scalerl launch` calls it where it is; of one that is submitted itself Slurm has a copy."""
+    launcher = tmp_path / "launchers/slurm"
+    launcher.mkdir(parents=True)
+    for script in LAUNCHER.parent.iterdir():
+        shutil.copy(script, launcher)
+    job = tmp_path / "job.sbatch"
+    edit = 'echo "(((" >"$SCALERL_LAUNCHER/ray.sbatch"'
+    options = "#SBATCH --exclusive\n#SBATCH --ntasks-per-node=1\n"
+    job.write_text(
+        f"#!/bin/bash\n{options}export SCALERL_LAUNCHER={launcher}\n"
+        f"exec bash $SCALERL_LAUNCHER/ray.sbatch bash -c '{edit}; exit 3'\n"
+    )
+    job_id = slurm.sbatch("-N2", "--output=out.txt", str(job), cwd=tmp_path)
+    ended = slurm.wait(job_id)
+    out = (tmp_path / "out.txt").read_text()
+    assert ended["ExitCode"] == "3:0" and "exit code 3: not started again" in out, out
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_a_job_outlives_a_controller_that_is_away_when_it_is_to_be_requeued(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path
+) -> None:
+    over = tmp_path / "over"
+    first = f'echo SAVES; until [[ -e "{over}" ]]; do sleep 0.2; done; exit 75'
+    job_id = submit(1, "bash", "-c", f"[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; {first}")
+    out = tmp_path / f"out-{job_id}.txt"
+    wait_until("the command", lambda: out.exists() and "\nSAVES\n" in out.read_text(), 120, shown=out)
+    with slurm.without_controller():
+        over.touch()
+        wait_until(
+            "the wait for Slurm", lambda: "Slurm does not answer, and is waited for" in out.read_text(), shown=out
+        )
+    assert_came_back(slurm, job_id, out, because="75")

@@ -62,6 +62,22 @@ def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
 
 
 @pytest.mark.full
+def test_a_sick_node_is_not_excluded_where_slurm_has_no_other_of_its_kind(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The partition has others. Slurm would hold the job for ever."""
+    monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
+    with little_shared_memory(slurm, "n2"):
+        job_id = submit(2, "true", options=("--constraint=rack1", "--gpus-per-node=8"))
+        job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "70:0", "0"), out
+    assert "sick: n2: /dev/shm: " in out
+    assert "sick nodes are not excluded: Slurm has no 2 others of the kind that the job asks for\n" in out
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
 def test_a_node_that_does_not_see_the_shared_directory_is_missed(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
