@@ -160,7 +160,14 @@ def _status(arguments: list[str]) -> int:
 
 
 def _print_status(run_dir: Path, record: SubmittedJob) -> None:
-    jobs = _jobs(record)
+    from scalerl.launch.slurm import SlurmError
+
+    try:
+        jobs = _jobs(record)
+    except (SlurmError, UserError) as error:
+        # What the run has written is of interest just then.
+        print(f"job {record.job_id}: unknown; {error}")
+        jobs = []
     for each, job in jobs:
         if job is None:
             print(f"job {each.job_id}, submitted {each.submitted_at}: Slurm no longer knows it")
@@ -174,7 +181,8 @@ def _print_status(run_dir: Path, record: SubmittedJob) -> None:
         print(f"job {each.job_id}: {job.state}{reason}{code}, attempt {job.restarts}{nodes}")
         starts = f", expected to start at {job.start_time}" if job.state == "PENDING" and job.start_time else ""
         print(f"time    {job.run_time} of {job.time_limit}, submitted {each.submitted_at}{starts}")
-    record, _ = _current(jobs)
+    if jobs:
+        record, _ = _current(jobs)
     print(f"output  {record.output}")
     if (line := last_line(Path(record.output), lambda line: line.startswith(LAUNCHERS_OWN))) is not None:
         print(f"last    {line}")

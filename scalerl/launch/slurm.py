@@ -174,6 +174,8 @@ def _run(*command: str) -> str:
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"{command[0]}: not on PATH; ask on a login node of the Slurm cluster") from None
     except subprocess.TimeoutExpired:
         late = f"{command[0]} did not answer within {TIMEOUT_S:g} s"
         raise SlurmError(f"{late}: is slurmctld up? (scontrol ping)") from None

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.errors import UserError
 from scalerl.launch import command
 from scalerl.launch.command import LAUNCHERS_OWN, last_line, last_step
+from scalerl.launch.record import SubmittedJob
 
 
 def test_the_launchers_line_is_found_whatever_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +46,22 @@ def test_the_last_step_is_told(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 1']))
     told = last_step(tmp_path, attempt)
     assert told is not None and told.startswith("14, logged 0:00:") and told.endswith(" ago")
+
+
+def test_what_the_run_has_written_is_told_where_slurm_is_not_to_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here, where its commands are not installed; an answer that does not come takes the same way."""
+    SubmittedJob("12", "now", "job.sbatch", str(tmp_path / "out"), str(tmp_path)).write(tmp_path)
+    (tmp_path / "out").write_text("[scalerl   53s] Ray is up on 3 nodes\n")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command.main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (
+        "job 12: unknown; scontrol: not on PATH; ask on a login node of the Slurm cluster\n"
+        f"output  {tmp_path / 'out'}\n"
+        "last    [scalerl   53s] Ray is up on 3 nodes\n"
+        f"newest  {tmp_path / 'global_step_40'}\n"
+    )
+    with pytest.raises(UserError, match="scontrol: not on PATH"):
+        command.main(["cancel", str(tmp_path)])
