@@ -235,6 +235,8 @@ class MiniSlurm:
 
     def power_off(self, host: str) -> None:
         """As if its plug were pulled: nothing on it ends in order, and it answers no more."""
+        # First: of processes that are killed the kernel would still end the connections.
+        self.run("ip", "link", "del", f"v{host}")
         self.run("kill", "-KILL", (self.root / f"nodes/{host}/init.pid").read_text().strip())
 
     def power_on(self, host: str, timeout_s: float = 60) -> None:

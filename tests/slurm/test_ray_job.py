@@ -237,15 +237,23 @@ def test_a_killed_raylet_is_named_and_requeues(
     assert list((tmp_path / f"logs/{job_id}/attempt_0/ray/{host}").iterdir())
 
 
-@pytest.mark.full
-def test_as_many_nodes_may_be_lost_as_there_are_spare_ones(
+@pytest.fixture
+def waiting_with_a_spare_node(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three, of which the command needs two; both are in the Ray cluster from the beginning."""
+) -> tuple[str, Path]:
+    """A job on three nodes, all in its Ray cluster, whose command needs two, and the job's output."""
     monkeypatch.setenv("SCALERL_NUM_NODES", "2")
     job_id = submit(3, *WAIT_ONCE, options=("--no-kill",))
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
+    return job_id, out
+
+
+@pytest.mark.full
+def test_as_many_nodes_may_be_lost_as_there_are_spare_ones(
+    slurm: MiniSlurm, waiting_with_a_spare_node: tuple[str, Path], tmp_path: Path
+) -> None:
+    job_id, out = waiting_with_a_spare_node
     kill_raylet(slurm, "n3")
     lost = "] lost: Ray on n3, which ended with code 1. 2 nodes are left, the command needs 2\n"
     wait_until("the loss", lambda: lost in out.read_text(), shown=out)
@@ -257,13 +265,10 @@ def test_as_many_nodes_may_be_lost_as_there_are_spare_ones(
 
 @pytest.mark.full
 def test_the_node_of_the_batch_script_is_lost_in_a_job_that_outlives_lost_nodes(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: MiniSlurm, waiting_with_a_spare_node: tuple[str, Path], tmp_path: Path
 ) -> None:
     """Slurm would leave the job as it is, on its other nodes, until its time limit."""
-    monkeypatch.setenv("SCALERL_NUM_NODES", "2")
-    job_id = submit(3, *WAIT_ONCE, options=("--no-kill",))
-    out = tmp_path / f"out-{job_id}.txt"
-    wait_for_driver(slurm, job_id, out)
+    job_id, out = waiting_with_a_spare_node
     assert slurm.job(job_id)["BatchHost"] == "n1"
     slurm.power_off("n1")
     try:
@@ -289,6 +294,8 @@ def test_a_lost_node_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_
     finally:
         slurm.power_on("n3")
     assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[1-2,4]", "1"), out.read_text()
+    # Whatever the command made of it.
+    assert ": Slurm starts it again itself\n" in out.read_text() and "not started again" not in out.read_text()
     assert_nothing_left(slurm)
 
 

@@ -127,8 +127,7 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
 def run_over_a_requeue(slurm: MiniSlurm, run_dir: Path, job_id: str, pause: Pause) -> None:
     """Told to save in step 1, it goes on in the second attempt."""
     out = run_dir / f"logs/slurm-{job_id}.out"
-    wait_until("step 1", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
-    assert pause.reached(), out.read_text()
+    wait_for_pause(slurm, job_id, pause, out)
     slurm.run("scancel", "--signal=USR1", "--batch", job_id)
     wait_until("the notice", lambda: "got USR1" in out.read_text())
     pause.over()
@@ -136,21 +135,28 @@ def run_over_a_requeue(slurm: MiniSlurm, run_dir: Path, job_id: str, pause: Paus
     assert f"resumed from {run_dir / 'global_step_1'}" in out.read_text()
 
 
+def in_the_last_step(slurm: MiniSlurm, launch: Launch, pause: Pause, keys: list[str]) -> tuple[str, Path]:
+    """The job of a run that saves each step and waits in its last one, and the job's output."""
+    pause.in_step(STEPS)
+    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
+    done = launch("slurm", *keys, paused, "trainer.save_freq=1")
+    job_id = launched_job(done)
+    out = Path(done.stdout.split("output  ")[1].splitlines()[0])
+    wait_for_pause(slurm, job_id, pause, out)
+    return job_id, out
+
+
+def wait_for_pause(slurm: MiniSlurm, job_id: str, pause: Pause, out: Path, timeout_s: float = 200) -> None:
+    wait_until("the step", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", timeout_s)
+    assert pause.reached(), out.read_text()
+
+
 @pytest.mark.full
 def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
     slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
-    pause.in_step(STEPS)
-    more = (
-        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
-        "trainer.save_freq=1",
-        "slurm.time=60",
-    )
-    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 2, *more)))
-    out = run_dir / f"logs/slurm-{job_id}.out"
-    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
-    assert pause.reached(), out.read_text()
+    job_id, out = in_the_last_step(slurm, launch, pause, overrides(small, run_dir, 2, 2, "slurm.time=60"))
     rank = ranks_on(slurm, "n2")[0]
     driver = next(pid for pid, args in slurm.processes("n1") if " train +recipe=" in args and "python" in args)
     environment = slurm.run("cat", f"/proc/{driver}/environ", host="n1").stdout.split("\0")
@@ -176,17 +182,8 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place_in_the_same_job(
 ) -> None:
     """Switched off while the driver scores step 2: of ranks, servers and tokens there nothing is left."""
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
-    pause.in_step(STEPS)
-    more = (
-        f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}",
-        "trainer.save_freq=1",
-        "trainer.logger=[console,file,mlflow]",
-        "slurm.spare_nodes=1",
-    )
-    job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, 1, *more)))
-    out = run_dir / f"logs/slurm-{job_id}.out"
-    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 200)
-    assert pause.reached(), out.read_text()
+    more = ("trainer.logger=[console,file,mlflow]", "slurm.spare_nodes=1")
+    job_id, out = in_the_last_step(slurm, launch, pause, overrides(small, run_dir, 2, 1, *more))
     assert "] nodes: n1 n2 n3\n" in out.read_text() and "] Ray is up on 3 nodes\n" in out.read_text()
     lost = next(host for host in ("n2", "n3") if ranks_on(slurm, host))
     slurm.power_off(lost)
@@ -348,8 +345,7 @@ def test_servers_on_nodes_of_their_own(
     job_id = launched_job(done)
     assert f"job     {job_id}: 4 nodes\n" in done.stdout
     out = run_dir / f"logs/slurm-{job_id}.out"
-    wait_until("step 2", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", 300)
-    assert pause.reached(), out.read_text()
+    wait_for_pause(slurm, job_id, pause, out, 300)
     ranks, servers = (
         {host for host in slurm.hosts if any(name in args for _, args in slurm.processes(host))}
         for name in ("ray::RankProcess", "scalerl.servers.embedded")
