@@ -195,8 +195,8 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place_in_the_same_job(
     text = out.read_text()
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), text
     assert f"] lost: {lost}, which Slurm took from the job. 2 nodes are left, the command needs 2\n" in text
-    # Whatever there is asked first.
-    assert re.search(r"^\w+: the process (of rank [01] \(Coordinates.*\) )?died: ", text, re.M), text
+    # Whatever there is asked first, a rank or a server.
+    assert re.search(r"^[\w ]+: the process (of rank [01] \(Coordinates.*\) )?died: ", text, re.M), text
     assert f"Its stderr on node 10.99.0.1{lost[1:]} could not be read (" in text
     assert f"The ranks are started again, from {run_dir / 'global_step_1'} (restart 1 of at most 1" in text
     assert "restarted after step 1: 0 finished steps are done again" in text
