@@ -171,8 +171,12 @@ start_ray() { # start_ray OPTION ...
   [[ -z $note ]] || $note "$ray" "$began" &
   wait "$ray"
   code=$?
-  echo "$(date +%s%N) $name $code" >"$SCALERL_ATTEMPT_DIR/.ended-$name"
+  note_end "$name" "$code"
   exit $code
+}
+
+note_end() { # note_end NAME CODE: that Ray is no longer up on this node, by which the launcher knows
+  [[ -e $SCALERL_ATTEMPT_DIR/.ended-$1 ]] || echo "$(date +%s%N) $1 $2" >"$SCALERL_ATTEMPT_DIR/.ended-$1"
 }
 
 note_session() { # note_session PID BEGAN: the session of the head's Ray process, long before the cluster is ready
@@ -225,7 +229,11 @@ case $mode in
     gpus >"$SCALERL_ATTEMPT_DIR/.head_gpus"
     start_ray --head --port="${SCALERL_RAY_ADDRESS##*:}" --include-dashboard=false
     ;;
-  worker) start_ray --address="$SCALERL_RAY_ADDRESS" ;;
+  worker)
+    # Also when it could not start Ray: the step goes on on the other nodes, so that its end would not say so.
+    trap 'code=$?; ((code == 0)) || note_end "${SLURMD_NODENAME:-$(hostname -s)}" "$code"' EXIT
+    start_ray --address="$SCALERL_RAY_ADDRESS"
+    ;;
   run)
     enter_venv
     leave_slurm
