@@ -235,7 +235,8 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
 ) -> None:
     """A taken port, a sick node with a spare one, three notices, a user's error, a preemption, a node that is lost.
 
-    One in each step; the error ends its job for good, and the same command is submitted again.
+    One in each step; the error ends its job for good, and the same command is submitted again. The lost node's place is
+    taken by a spare one, in the same attempt.
     """
     steps, run_dir, pause = 6, tmp_path / "run", Pause(tmp_path / "pause")
     length = f"trainer.total_training_steps={steps}"
@@ -279,12 +280,6 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
         wait_until("the preemption", lambda: slurm.job(job_id)["PreemptTime"] != "None")
 
     lost: list[str] = []
-
-    def lose_a_node() -> None:
-        (job_dir,) = (run_dir / f"logs/{job_id}").glob(f"attempt_{slurm.job(job_id)['Restarts']}")
-        slurm.power_off(host := sorted(path.stem.removeprefix("node-") for path in job_dir.glob("node-*.log"))[-1])
-        lost.append(host)
-
     holder = slurm.occupy(6379, "n1")
     try:
         submit()
@@ -300,17 +295,22 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
         with little_shared_memory(slurm, "n2"):
             submit("slurm.spare_nodes=1")
             disturb(2, notice, restarts=1)
-        for step, how in enumerate((notice, preempt, lose_a_node), 3):
+        for step, how in enumerate((notice, preempt), 3):
             disturb(step, how, restarts=step - 1)
-        # The job takes all nodes that are not excluded.
-        slurm.power_on(lost.pop())
+        reach(5)
+        # n2 is excluded; the driver is on n1.
+        lost.append(next(host for host in ("n3", "n4") if ranks_on(slurm, host)))
+        slurm.power_off(lost[0])
+        pause.over()
         job = slurm.wait(job_id, timeout_s=400)
     finally:
         slurm.run("kill", holder, host="n1", check=False)
         for host in lost:
             slurm.power_on(host)
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "4"), told()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "3"), told()
     assert "sick: n2: /dev/shm: " in told() and "excluded from the next attempt: n2" in told()
+    assert f"] lost: {lost[0]}, which Slurm took from the job. 2 nodes are left, the command needs 2\n" in told()
+    assert "restarted after step 4: 0 finished steps are done again" in told()
     for step in range(1, 5):
         assert f"resumed from {run_dir / f'global_step_{step}'}" in told()
     assert_same_numbers(run_dir, undisturbed(1, length), steps)
