@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--dry-run]
        scalerl launch status RUN
-       scalerl launch logs RUN [--lines N] [--follow] [--all]
+       scalerl launch logs RUN [--lines N] [--follow] [--all] [--attempt N]
        scalerl launch attach RUN [--node NODE] [COMMAND ...]
        scalerl launch cancel RUN
 
@@ -33,7 +33,7 @@ usage: scalerl launch slurm [train | sft] key=value ... slurm.key=value ... [--d
   status    state, attempt and nodes of the run's job, its expected start, last line of the launcher, last step, newest
             checkpoint
   logs      the end of the job's output; --follow shows new lines, too; --all: the end of every log of the last attempt
-            (driver, nodes, servers), each line after the name of its log
+            (driver, nodes, servers), each line after the name of its log; --attempt N: of an earlier attempt
   attach    a shell, or a command, on a node of the job
   cancel    end the job for good; with trainer.save_deadline_s the run saves first
 
@@ -245,10 +245,12 @@ def _logs(arguments: list[str]) -> int:
     parser.add_argument("--lines", type=int, default=50)
     parser.add_argument("--follow", "-f", action="store_true")
     parser.add_argument("--all", "-a", action="store_true")
+    parser.add_argument("--attempt", type=int, metavar="N")
     options = parser.parse_args(arguments)
     record, _ = _one_job(Path(options.run))
-    if options.all:
-        return _all_logs(Path(record.logs) / "latest", options.lines, options.follow)
+    if options.all or options.attempt is not None:
+        name = "latest" if options.attempt is None else f"attempt_{options.attempt}"
+        return _all_logs(Path(record.logs) / name, options.lines, options.follow)
     output = Path(record.output)
     if options.follow:
         return subprocess.call(["tail", "-n", str(options.lines), "-F", str(output)])
@@ -262,7 +264,8 @@ def _all_logs(attempt: Path, lines: int, follow: bool) -> int:
     from scalerl.launch.logs import ends_of, followed
 
     if not attempt.exists():
-        raise UserError(f"{attempt}: not there yet; the job has not begun")
+        there = ", ".join(sorted(path.name for path in attempt.parent.glob("attempt_*")))
+        raise UserError(f"{attempt}: not there; " + (f"there are {there}" if there else "the job has not begun"))
     for text in ends_of(attempt, lines):
         print(text)
     if follow:

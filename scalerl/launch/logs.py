@@ -28,14 +28,23 @@ def ends_of(attempt: Path, lines: int) -> Iterator[str]:
 
 
 def followed(attempt: Path, poll_s: float = POLL_S) -> Iterator[str]:
-    """Yields the lines that are added to the logs after this call, to new logs too; never ends."""
-    return _added(attempt, {name: path.stat().st_size for name, path in logs_of(attempt).items()}, poll_s)
+    """Yields the lines that are added to the logs after this call, to new logs too; never ends.
+
+    attempt: of a link (`latest`) the lines of the attempts to come follow, each after the line `----- attempt_N`.
+    """
+    current = attempt.resolve()
+    return _added(attempt, current, {name: path.stat().st_size for name, path in logs_of(current).items()}, poll_s)
 
 
-def _added(attempt: Path, read: dict[str, int], poll_s: float) -> Iterator[str]:
-    """Yields the lines behind the bytes of each log that have been read.  read: log -> bytes, changed in place."""
+def _added(attempt: Path, current: Path, read: dict[str, int], poll_s: float) -> Iterator[str]:
+    """Yields the lines behind the bytes of each log that have been read.
+
+    current: the attempt that was read.  read: log -> bytes, changed in place.
+    """
     while True:
-        logs = logs_of(attempt)
+        # Looked at before the logs are read: what the old attempt wrote until the link moved is read first.
+        newest = attempt.resolve()
+        logs = logs_of(current)
         for name, path in logs.items():
             with path.open("rb") as file:
                 file.seek(read.get(name, 0))
@@ -44,6 +53,11 @@ def _added(attempt: Path, read: dict[str, int], poll_s: float) -> Iterator[str]:
                 read[name] = read.get(name, 0) + len(whole) + len(end)
             for line in whole.splitlines():
                 yield _prefixed(name, line.decode("utf-8", errors="replace"), logs)
+        if newest != current:
+            current = newest
+            read.clear()
+            yield f"----- {current.name}"
+            continue
         time.sleep(poll_s)
 
 

@@ -21,6 +21,7 @@ from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
+from scalerl.tracking.backend import is_secret, safe_uri
 
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
@@ -112,7 +113,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
         _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
     num_nodes = nodes_to_ask_for(slurm, cfg)
     errors.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
-    errors.violations.extend(secret_violations(slurm))
+    errors.violations.extend(secret_violations(slurm, overrides))
     if missing := missing_commands():
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
     else:
@@ -344,11 +345,22 @@ def chosen_partition(slurm: SlurmConfig, known: Sequence[Partition]) -> Partitio
     return next((each for each, chosen in zip(known, is_chosen, strict=True) if chosen), None)
 
 
-def secret_violations(slurm: SlurmConfig) -> Iterator[str]:
-    """Yields secrets that `slurm.env` would write into the sbatch file, and why `slurm.env_file` cannot hold them."""
+def secret_violations(slurm: SlurmConfig, overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Yields secrets that would be written into the sbatch file, and why `slurm.env_file` cannot hold them.
+
+    overrides: of the run; they stand in the file, and in the job's output.
+    """
     for name in slurm.env:
         if SECRET_NAME.search(str(name)):
             yield f"slurm.env has {name}, which would be written into {SCRIPT}; put it into a file: slurm.env_file"
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if value not in ("", "null") and (is_secret(key) or safe_uri(value) != value):
+            yield (
+                f"{key} has a secret, which would be written into {SCRIPT} and into the output; leave it out, and put "
+                "what reads it from its environment into a file: slurm.env_file (for MLflow: MLFLOW_TRACKING_USERNAME "
+                "and MLFLOW_TRACKING_PASSWORD; for a function of yours: a name that it looks up)"
+            )
     if slurm.env_file is None:
         return
     path = Path(slurm.env_file).expanduser()

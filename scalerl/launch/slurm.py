@@ -15,6 +15,11 @@ COMMANDS = ("sbatch", "scontrol", "scancel", "srun")
 TIMEOUT_S = 60.0
 UNREACHABLE = ("Unable to contact", "Socket timed out", "Connection refused")
 UNLIMITED = ("UNLIMITED", "NONE", "INFINITE")
+# All others, such as REQUEUE_HOLD or STOPPED, Slurm may still lead back to RUNNING.
+ENDED = (
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+)  # fmt: skip
 
 
 class SlurmError(RunError):
@@ -59,7 +64,7 @@ class Job:
     @property
     def is_over(self) -> bool:
         """Whether the job has ended for good."""
-        return self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+        return self.state in ENDED
 
 
 def missing_commands() -> list[str]:

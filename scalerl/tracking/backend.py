@@ -163,13 +163,18 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list | tuple) and any(isinstance(inner, Mapping) for inner in value):
             for index, inner in enumerate(value):
                 visit(f"{key}.{index}", inner)
-        elif _SECRET_KEY.search(key) and isinstance(value, str) and value:
+        elif is_secret(key) and isinstance(value, str) and value:
             flat[key] = "***"
         else:
             flat[key] = safe_uri(value) if isinstance(value, str) else value
 
     visit("", dict(config))
     return flat
+
+
+def is_secret(key: str) -> bool:
+    """Whether the name of a key says that its value is a secret."""
+    return _SECRET_KEY.search(key) is not None
 
 
 def safe_uri(text: str) -> str:

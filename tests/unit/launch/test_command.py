@@ -11,6 +11,7 @@ from scalerl.errors import UserError
 from scalerl.launch import command
 from scalerl.launch.command import LAUNCHERS_OWN, last_line, last_step
 from scalerl.launch.record import SubmittedJob
+from scalerl.launch.slurm import Job
 
 
 def test_the_launchers_line_is_found_whatever_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +66,35 @@ def test_what_the_run_has_written_is_told_where_slurm_is_not_to_be_asked(
     )
     with pytest.raises(UserError, match="scontrol: not on PATH"):
         command.main(["cancel", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("state", "is_over"),
+    [
+        ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("REQUEUE_HOLD", False),
+        ("SPECIAL_EXIT", False), ("STOPPED", False), ("STAGE_OUT", False),
+        ("COMPLETED", True), ("TIMEOUT", True), ("NODE_FAIL", True), ("OUT_OF_MEMORY", True),
+    ],
+)  # fmt: skip
+def test_a_job_that_may_still_run_keeps_a_second_one_out(state: str, is_over: bool) -> None:
+    job = Job("7", state, "None", "", "", 0, "0:0", "0:00", "1:00:00")
+    assert job.is_over is is_over
+
+
+def test_the_logs_of_an_earlier_attempt_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs/12"
+    record = SubmittedJob("12", "now", "job.sbatch", str(tmp_path / "out"), str(logs))
+    monkeypatch.setattr(command, "_one_job", lambda run_dir: (record, None))
+    with pytest.raises(UserError, match=r"attempt_1: not there; the job has not begun"):
+        command.main(["logs", str(tmp_path), "--attempt", "1"])
+    for attempt in (0, 1):
+        (logs / f"attempt_{attempt}").mkdir(parents=True)
+        (logs / f"attempt_{attempt}/driver.log").write_text(f"of attempt {attempt}\n")
+    (logs / "latest").symlink_to("attempt_1")
+    assert command.main(["logs", str(tmp_path), "--attempt", "0"]) == 0
+    assert command.main(["logs", str(tmp_path), "--all"]) == 0
+    assert capsys.readouterr().out == "driver | of attempt 0\ndriver | of attempt 1\n"
+    with pytest.raises(UserError, match=r"attempt_2: not there; there are attempt_0, attempt_1$"):
+        command.main(["logs", str(tmp_path), "--attempt", "2"])

@@ -27,3 +27,19 @@ def test_what_is_added_is_followed_by_whole_lines(tmp_path: Path) -> None:
     with driver.open("a") as file:
         file.write("more\n")
     assert next(lines) == "driver  | more"
+
+
+def test_the_attempt_after_a_requeue_is_followed_from_its_first_line(tmp_path: Path) -> None:
+    """Its logs have the names of those before, and are shorter."""
+    first, second, latest = tmp_path / "attempt_0", tmp_path / "attempt_1", tmp_path / "latest"
+    first.mkdir()
+    (first / "driver.log").write_text("a long line of the first attempt\n")
+    latest.symlink_to("attempt_0")
+    lines = followed(latest, poll_s=0.0)
+    with (first / "driver.log").open("a") as file:
+        file.write("its last\n")
+    second.mkdir()
+    (second / "driver.log").write_text("begun\n")
+    latest.unlink()
+    latest.symlink_to("attempt_1")
+    assert [next(lines) for _ in range(3)] == ["driver | its last", "----- attempt_1", "driver | begun"]

@@ -182,6 +182,23 @@ def test_secrets_are_in_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     assert list(secret_violations(SlurmConfig(env_file=str(secrets)))) == []
 
 
+def test_secrets_of_the_run_are_not_on_the_jobs_command_line() -> None:
+    harmless = [
+        "actor_rollout_ref.actor.max_tokens_per_micro_batch=64", "trainer.project_name=a@b",
+        "trainer.mlflow_tracking_uri=https://host/path", "+custom_reward_function.reward_kwargs.api_key=null",
+    ]  # fmt: skip
+    assert list(secret_violations(SlurmConfig(), harmless)) == []
+    secret = [
+        "trainer.mlflow_tracking_uri=https://me:pw@host",
+        "+custom_reward_function.reward_kwargs.api_key=sk-1",
+        "data.train_files=[/a.parquet,s3://id:key@bucket/b.parquet]",
+    ]
+    said = list(secret_violations(SlurmConfig(), [*harmless, *secret]))
+    keys = ["trainer.mlflow_tracking_uri", "custom_reward_function.reward_kwargs.api_key", "data.train_files"]
+    assert [text.partition(" has a secret")[0] for text in said] == keys
+    assert not any(value in text for text in said for value in ("pw", "sk-1", "id:key"))
+
+
 @pytest.mark.parametrize(
     "name",
     ["MLFLOW_TRACKING_PASSWORD", "DB_PASSWD", "SSH_PRIVATE_KEY", "SWANLAB_KEY", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID",
