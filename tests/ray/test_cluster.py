@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayTaskError
 
 from scalerl.cluster.ask import values_of
@@ -52,6 +53,12 @@ def visible_devices() -> str | None:
 
 def test_workers_on_a_cpu_see_no_gpu(cluster: Processes) -> None:
     assert ray.get(visible_devices.remote(), timeout=120) == ""
+
+
+def test_nothing_is_uploaded_to_the_nodes(cluster: Processes) -> None:
+    """Neither code nor the working directory, which holds checkpoints; under `uv run` Ray would send it by default."""
+    assert set(ray.get_runtime_context().runtime_env) <= {"env_vars"}
+    assert not ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 
 def test_ray_does_not_measure_free_memory(cluster: Processes) -> None:

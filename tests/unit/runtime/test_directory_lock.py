@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.runtime.directory_lock import LOCK, DirectoryInUseError, directory_lock
+from scalerl.errors import RunError, UserError
+from scalerl.runtime.directory_lock import LOCK, DirectoryInUseError, EarlierAttemptError, directory_lock
 
 SETTING = "trainer.default_local_dir = run"
 # Says when it has the lock, then waits beside a child that outlives it.
@@ -35,7 +36,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"SCALERL_JOB_ID": "4711"},
+        env=os.environ | {"SCALERL_JOB_ID": "4711", "SCALERL_ATTEMPT_DIR": "logs/4711/attempt_0"},
     ) as process:
         child = int(process.stdout.readline())
         yield process
@@ -70,6 +71,31 @@ def test_a_machine_that_is_gone_is_waited_for(holder: subprocess.Popen, tmp_path
     threading.Timer(0.5, holder.kill).start()
     with directory_lock(tmp_path, SETTING, grace_s=60.0):
         assert holder.poll() is not None
+
+
+@pytest.mark.parametrize("host", [None, "another"])
+def test_an_earlier_attempt_of_the_job_is_waited_for_and_no_mistake_of_the_users(
+    holder: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str | None
+) -> None:
+    """Slurm starts a job again when slurmd of its node has died, though the processes there live on."""
+    if host is not None:
+        (tmp_path / LOCK).write_text(json.dumps(json.loads((tmp_path / LOCK).read_text()) | {"host": host}))
+    monkeypatch.setenv("SCALERL_JOB_ID", "4711")
+    # Another program of the same attempt is another run.
+    monkeypatch.setenv("SCALERL_ATTEMPT_DIR", "elsewhere/attempt_0")
+    with pytest.raises(DirectoryInUseError), directory_lock(tmp_path, SETTING, grace_s=0.1):
+        pass
+    monkeypatch.setenv("SCALERL_ATTEMPT_DIR", "elsewhere/attempt_1")
+    with (
+        pytest.raises(EarlierAttemptError, match="Slurm job 4711, attempt attempt_0") as raised,
+        directory_lock(tmp_path, SETTING, grace_s=0.0, earlier_attempt_grace_s=0.1),
+    ):
+        pass
+    # Code 70, with which a job comes back, and not 2.
+    assert isinstance(raised.value, RunError) and not isinstance(raised.value, UserError)
+    threading.Timer(0.5, holder.kill).start()
+    with directory_lock(tmp_path, SETTING, grace_s=0.0):
+        assert json.loads((tmp_path / LOCK).read_text())["attempt"] == "attempt_1"
 
 
 @pytest.mark.parametrize("content", ["", "half", "[1]"])
