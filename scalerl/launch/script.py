@@ -17,6 +17,19 @@ HEAD = """\
 # Written by `scalerl launch slurm`. It may be edited, and submitted by hand: sbatch THIS_FILE
 # What it starts, its variables, log files and exit codes: docs/slurm.md
 """
+# ray.sbatch does so for whatever else is missing.
+WITHOUT_LAUNCHER = rf"""
+if [[ ! -r $SCALERL_LAUNCHER/{LAUNCHER} ]]; then
+  echo "error: no $SCALERL_LAUNCHER/{LAUNCHER} on $SLURMD_NODENAME"
+  # A node that has lost it since the first attempt: the job starts again without that node.
+  if ((${{SLURM_RESTART_COUNT:-0}} > 0)) && scontrol requeue "$SLURM_JOB_ID"; then
+    trap '' TERM
+    excluded=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/,\1/p')
+    until scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$SLURMD_NODENAME${{excluded#,(null)}}"; do sleep 1; done
+  fi
+  exit 70
+fi
+"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class SbatchFile:
         variables = {"SCALERL_LAUNCHER": str(SCRIPTS), **self.variables}
         lines += [f"export {name}={_quoted(value)}" for name, value in variables.items()]
         program = f'exec bash "$SCALERL_LAUNCHER/{LAUNCHER}" {shlex.join(self.command[:2])}'
-        return "\n".join([*lines, "", " \\\n  ".join([program, *map(_quoted, self.command[2:])]), ""])
+        start = " \\\n  ".join([program, *map(_quoted, self.command[2:])])
+        return "\n".join([*lines, WITHOUT_LAUNCHER, start, ""])
 
 
 def launcher_options() -> dict[str, str | None]:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.jobs import DRIVER, assert_came_back, assert_nothing_left, hidden, little_shared_memory
+from scalerl.launch.script import SCRIPTS, SbatchFile
+from tests.slurm.jobs import (
+    DRIVER,
+    WAIT_ONCE,
+    assert_came_back,
+    assert_nothing_left,
+    hidden,
+    little_shared_memory,
+    wait_for_driver,
+    wait_until,
+)
 from tests.slurm.minislurm import MiniSlurm
 
 
@@ -62,6 +73,44 @@ def test_without_a_spare_one_the_job_comes_back_on_other_nodes(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("submit")
+@pytest.mark.parametrize("lost", ["secrets", "launcher"])
+def test_a_node_that_has_lost_what_the_first_attempt_had_is_left_out(
+    slurm: MiniSlurm, tmp_path: Path, lost: str
+) -> None:
+    """Before anything of the launcher's runs there, or its preflight. In the first attempt it is the user's mistake."""
+    shutil.copytree(SCRIPTS, tmp_path / "launcher")
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/env").touch(mode=0o600)
+    out = tmp_path / "out.txt"
+    script = SbatchFile(
+        options={"nodes": "1", "output": str(out), "time": "10"},
+        variables={
+            "SCALERL_LAUNCHER": str(tmp_path / "launcher"),
+            "SCALERL_VENV": sys.prefix,
+            "SCALERL_LOG_DIR": str(tmp_path / "logs"),
+            "SCALERL_ENV_FILE": str(tmp_path / "secrets/env"),
+        },
+        command=WAIT_ONCE,
+    )
+    (tmp_path / "job.sbatch").write_text(script.text())
+    job_id = slurm.sbatch(str(tmp_path / "job.sbatch"), cwd=tmp_path)
+    wait_for_driver(slurm, job_id, out)
+    host = slurm.job(job_id)["BatchHost"]
+    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("the requeue", lambda: slurm.job(job_id)["JobState"] == "PENDING", 120, shown=out)
+    with hidden(slurm, host, tmp_path / lost):
+        job = slurm.wait(job_id)
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "2"), text
+    what = {"secrets": f"SCALERL_ENV_FILE={tmp_path}/secrets/env is not readable on {host}",
+            "launcher": f"error: no {tmp_path}/launcher/ray.sbatch on {host}"}  # fmt: skip
+    assert what[lost] in text and job["ExcNodeList"] == host and job["BatchHost"] != host
+    assert sorted(path.name for path in (tmp_path / f"logs/{job_id}").glob("attempt_*")) == ["attempt_0", "attempt_2"]
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
 def test_a_sick_node_is_not_excluded_where_slurm_has_no_other_of_its_kind(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,19 +127,22 @@ def test_a_sick_node_is_not_excluded_where_slurm_has_no_other_of_its_kind(
 
 
 @pytest.mark.full
-def test_a_node_that_does_not_see_the_shared_directory_is_missed(
+def test_a_node_that_sees_another_directory_in_the_place_of_the_shared_one_is_sick(
     slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As where a mount failed: the folders are there, so that its step can write its log, but not the head's file."""
     monkeypatch.setenv("SCALERL_NUM_NODES", "1")
-    monkeypatch.setenv("SCALERL_PREFLIGHT_TIMEOUT_S", "15")
     monkeypatch.setenv("SCALERL_LOG_DIR", str(tmp_path / "shared/logs"))
     (tmp_path / "shared").mkdir()
+    job_id = submit(2, "true", options=("--hold",))
     with hidden(slurm, "n2", tmp_path / "shared"):
-        job_id = submit(2, "true")
+        slurm.run("mkdir", "-p", str(tmp_path / f"shared/logs/{job_id}/attempt_0/preflight"), host="n2")
+        slurm.run("scontrol", "release", job_id)
         job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
-    assert "sick: n2: " in out and "nodes: n1\n" in out
+    assert "sick: n2: shared directory: " in out and "nodes: n1\n" in out
+    assert probed(tmp_path / f"shared/logs/{job_id}/attempt_0") == {"n1": [], "n2": ["shared directory"]}
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def test_a_rank_of_the_other_node_is_killed_and_started_again_in_the_same_job(
     assert f"The ranks are started again, from {run_dir / 'global_step_1'} (restart 1 of at most 1" in text
     # Which call notices it first depends on when the pause ends.
     assert re.search(r"^\w+: the process of rank [23] \(Coordinates", text, re.M), text
+    # Read over the network.
+    assert re.search(r"^Last lines of its stderr, the whole is .* on node 10\.99\.0\.12:$", text, re.M), text
     assert "0 finished steps are done again" in text
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(4), tmp_path)
@@ -203,6 +205,81 @@ def test_a_node_is_lost_and_a_spare_one_takes_its_place_in_the_same_job(
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(2), tmp_path)
     assert_one_mlflow_run(run_dir, STEPS)
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", ["n2", "n1"])
+def test_a_node_is_lost_and_the_job_comes_back_on_others(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path, lost: str
+) -> None:
+    """Without a spare one; n1 has driver and launcher, too, so that nothing of the attempt can say a word."""
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    keys = overrides(small, run_dir, 2, 1, "trainer.logger=[console,file,mlflow]")
+    job_id, out = in_the_last_step(slurm, launch, pause, keys)
+    slurm.power_off(lost)
+    try:
+        pause.over()
+        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == "1", 300, shown=out)
+        job = slurm.wait(job_id, timeout_s=400)
+    finally:
+        slurm.power_on(lost)
+    text = out.read_text()
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+    assert f"resumed from {run_dir / 'global_step_1'}" in text
+    assert lost not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(2), tmp_path)
+    assert_one_mlflow_run(run_dir, STEPS)
+    assert_nothing_left(slurm)
+
+
+@pytest.mark.full
+def test_a_rank_of_the_other_node_hangs_and_the_job_comes_back(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """It is stopped before the update: the others wait for it in a collective, and its own node has to be asked."""
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    keys = overrides(small, run_dir, 2, 1, "trainer.timeout_s=30", "trainer.max_rank_restarts=0")
+    job_id, out = in_the_last_step(slurm, launch, pause, keys)
+    (rank,) = ranks_on(slurm, "n2")
+    slurm.run("kill", "-STOP", str(rank), host="n2")
+    pause.over()
+    assert_came_back(slurm, job_id, out, because="70", logs=run_dir / "logs", timeout_s=300)
+    text = out.read_text()
+    assert "did not answer within trainer.timeout_s=30 s" in text
+    assert f"process {rank} on 10.99.0.12): stopped" in text and "Stack of rank 1:" in text, text
+    assert list((run_dir / f"logs/{job_id}/attempt_0").glob("hang-*.txt"))
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(2), tmp_path)
+
+
+@pytest.mark.full
+def test_each_job_of_a_chain_goes_on_where_the_one_before_it_ended(
+    slurm: MiniSlurm, launch: Launch, small: Inputs, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """None is requeued; the last finds nothing to do."""
+    run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
+    pause.in_step(1)
+    paused = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
+    keys = [*overrides(small, run_dir, 2, 1, paused), "slurm.max_restarts=0"]
+    waits = "slurm.options={dependency:singleton}"
+    first, second, third = (launched_job(launch("slurm", *keys, *more)) for more in ([], [waits], [waits]))
+    out = run_dir / f"logs/slurm-{first}.out"
+    wait_for_pause(slurm, first, pause, out)
+    slurm.run("scancel", "--signal=USR1", "--batch", first)
+    wait_until("the notice", lambda: "got USR1" in out.read_text())
+    pause.over()
+    job = slurm.wait(first, timeout_s=300)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "75:0", "0"), out.read_text()
+    for job_id, said in ((second, f"resumed from {run_dir / 'global_step_1'}"), (third, "This run is finished: ")):
+        job = slurm.wait(job_id, timeout_s=400)
+        text = (run_dir / f"logs/slurm-{job_id}.out").read_text()
+        assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), text
+        assert said in text
+    assert f"job {third}: COMPLETED" in launch("status", str(run_dir)).stdout
+    assert_same_numbers(run_dir, undisturbed(1))
+    assert_same_weights(run_dir, undisturbed(2), tmp_path)
     assert_nothing_left(slurm)
 
 
