@@ -20,12 +20,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from scalerl.cluster.pools import ResourcePool
 
 
+def leaked() -> list[str]:
+    """Variables of this process by which a program would take itself for a rank of srun."""
+    return [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "MPI_"))]
+
+
 @ray.remote(num_cpus=1)
 def where() -> dict[str, object]:
-    leaked = [name for name in os.environ if name.startswith(("SLURM", "PMI", "OMPI", "MPI_"))]
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    interface = os.environ.get("NCCL_SOCKET_IFNAME")
-    return {"host": socket.gethostname(), "leaked": leaked, "devices": sorted(devices.split(",")), "network": interface}
+    return {
+        "host": socket.gethostname(),
+        "leaked": leaked(),
+        "devices": sorted(devices.split(",")),
+        "network": os.environ.get("NCCL_SOCKET_IFNAME"),
+        "gdr_level": os.environ.get("NCCL_NET_GDR_LEVEL"),
+    }
 
 
 @ray.remote(num_cpus=1)
@@ -42,12 +51,11 @@ def report(num_nodes: int, gpus: int) -> dict[str, object]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
         tasks.append(where.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
     nodes = {node["NodeName"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    leaked = [name for name in os.environ if name.startswith("SLURM")]
     cpus = ray.cluster_resources()["CPU"]
     found: dict[str, object] = {
         "nodes": nodes,
         "tasks": ray.get(tasks, timeout=60),
-        "driver_leaked": leaked,
+        "driver_leaked": leaked(),
         "cpus": cpus,
     }
     pool = ResourcePool.create(nnodes=num_nodes, devices_per_node=1, device="cpu", timeout_s=60)

@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,13 @@ from tests.slurm.jobs import (
 from tests.slurm.minislurm import MiniSlurm
 
 
-def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path) -> None:
+def test_four_nodes_with_their_devices(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the first of them another process has the port that Ray's head would take, on the second one of a node."""
+    # As a Slurm with MPI sets them for each process of a step.
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     holder, other = slurm.occupy(6379, "n1"), slurm.occupy(6402, "n2")
     try:
         job_id = submit(4, "python", DRIVER, "report", "4", "8", "0", options=("--gpus-per-node=8",))
@@ -56,6 +62,8 @@ def test_four_nodes_with_their_devices(slurm: MiniSlurm, submit: Callable[..., s
     ports = (attempt / "node-n2.log").read_text()
     assert re.search(rf'port 6402 is taken by "python[^"]*",pid={other},', ports), ports
     assert "object-manager-port=6401 runtime-env-agent-port=6403 " in ports
+    # Below those that the kernel gives to connections.
+    assert "min-worker-port=10002 max-worker-port=19999" in ports
     probed = json.loads((attempt / "preflight/report.json").read_text())
     assert [node["host"] for node in probed] == slurm.hosts
     assert all(probe["ok"] for node in probed for probe in node["probes"])
@@ -125,28 +133,52 @@ def test_a_repeated_notice_may_end_a_command_that_is_ending(
     assert "command ended with code 138" in out.read_text()
 
 
-@pytest.mark.full
-def test_the_network_is_chosen_by_its_addresses(
-    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The names of the nodes resolve to addresses of another network."""
-    monkeypatch.setenv("SCALERL_INTERFACE", "10.98.")
-    for i, host in enumerate(slurm.hosts, 1):
-        slurm.run("ip", "addr", "add", f"10.98.0.{i}/24", "dev", "eth0", host=host)
+@contextmanager
+def second_network(slurm: MiniSlurm, nodes: Sequence[str]) -> Iterator[None]:
+    """ib0 of each node, with an address that the nodes' names do not resolve to."""
     try:
+        for host in nodes:
+            slurm.run("ip", "link", "add", "ib0", "link", "eth0", "type", "macvlan", "mode", "bridge", host=host)
+            slurm.run("ip", "link", "set", "ib0", "up", host=host)
+            slurm.run("ip", "addr", "add", f"10.98.0.{host[1:]}/24", "dev", "ib0", host=host)
+        yield
+    finally:
+        for host in nodes:
+            slurm.run("ip", "link", "del", "ib0", host=host, check=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wanted", ["10.98.", "ib0"])
+def test_the_network_is_chosen_by_its_addresses_or_its_name(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """What the user sets for NCCL reaches the workers, and the logs of their nodes."""
+    monkeypatch.setenv("SCALERL_INTERFACE", wanted)
+    monkeypatch.setenv("NCCL_NET_GDR_LEVEL", "PHB")
+    with second_network(slurm, ("n1", "n2")):
         job_id = submit(2, "python", DRIVER, "report", "2", "0", "0")
         slurm.wait(job_id)
-    finally:
-        for i, host in enumerate(slurm.hosts, 1):
-            slurm.run("ip", "addr", "del", f"10.98.0.{i}/24", "dev", "eth0", host=host)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert "REPORT" in out, out
     report = json.loads(next(line for line in out.splitlines() if line.startswith("REPORT")).removeprefix("REPORT"))
     assert report["nodes"] == {"n1": "10.98.0.1", "n2": "10.98.0.2"}
-    assert [task["network"] for task in report["tasks"]] == ["eth0", "eth0"]
+    assert [task["network"] for task in report["tasks"]] == ["ib0", "ib0"]
+    assert [task["gdr_level"] for task in report["tasks"]] == ["PHB", "PHB"]
     for host in ("n1", "n2"):
         told = (tmp_path / f"logs/{job_id}/attempt_0/node-{host}.log").read_text()
-        assert "GLOO_SOCKET_IFNAME=eth0\nNCCL_SOCKET_IFNAME=eth0\n" in told
+        assert "GLOO_SOCKET_IFNAME=ib0\nNCCL_NET_GDR_LEVEL=PHB\nNCCL_SOCKET_IFNAME=ib0\n" in told
+
+
+@pytest.mark.full
+def test_a_network_that_is_not_there_is_named_with_those_that_are(
+    slurm: MiniSlurm, submit: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCALERL_INTERFACE", "ib9")
+    job_id = submit(1, "true")
+    job = slurm.wait(job_id)
+    out = (tmp_path / f"out-{job_id}.txt").read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
+    assert "no IPv4 address for SCALERL_INTERFACE=ib9; there are: " in out and "eth0 10.99.0.11/24" in out
 
 
 @pytest.mark.full

@@ -72,6 +72,7 @@ plan_ports() {
   local port=${SCALERL_RAY_NODE_PORT:-6400} given option first last
   given=$(cut -f1 /proc/sys/net/ipv4/ip_local_port_range)
   PORTS=()
+  command -v ss >/dev/null || echo "there is no ss (iproute2) here: whether a port is taken is not looked at"
   for option in "${RAY_PORT_OPTIONS[@]}"; do
     while ((port == ${SCALERL_RAY_ADDRESS##*:})) || port_is_taken "$port"; do
       ((port == ${SCALERL_RAY_ADDRESS##*:})) || echo "port $port is taken by $(port_holder "$port" | grep . || echo "a process that is not yours")"
