@@ -177,7 +177,8 @@ start_ray() { # start_ray OPTION ...
 }
 
 note_end() { # note_end NAME CODE: that Ray is no longer up on this node, by which the launcher knows
-  [[ -e $SCALERL_ATTEMPT_DIR/.ended-$1 ]] || echo "$(date +%s%N) $1 $2" >"$SCALERL_ATTEMPT_DIR/.ended-$1"
+  # The launcher renames the note of a node without which the command goes on: a second one would be of another end.
+  [[ -e $SCALERL_ATTEMPT_DIR/.ended-$1 || -e $SCALERL_ATTEMPT_DIR/.lost-$1 ]] || echo "$(date +%s%N) $1 $2" >"$SCALERL_ATTEMPT_DIR/.ended-$1"
 }
 
 note_session() { # note_session PID BEGAN: the session of the head's Ray process, long before the cluster is ready
