@@ -93,6 +93,32 @@ def test_processes_that_run_stop_and_go(tmp_path: Path, monkeypatch: pytest.Monk
     assert process_state(child.pid) == "gone" and stacks_from_outside(child.pid) == ""
 
 
+PY_SPY = Path(sys.prefix, "optional/py-spy/bin/py-spy")
+HANGS = """
+import signal, time
+def meets_nobody():
+    print(flush=True)
+    signal.pause()
+meets_nobody()
+"""
+
+
+@pytest.mark.skipif(not PY_SPY.exists(), reason="needs py-spy, which .ci/run installs")
+def test_py_spy_shows_the_python_stack_of_a_process_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scalerl.cluster.hang_report.find_py_spy", lambda: str(PY_SPY))
+    child = subprocess.Popen([sys.executable, "-c", HANGS], stdout=-1)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        os.kill(child.pid, signal.SIGSTOP)
+        while process_state(child.pid) == "runs":
+            time.sleep(0.01)
+        stacks = stacks_from_outside(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    assert f"Thread {child.pid}" in stacks and "meets_nobody (" in stacks, stacks
+
+
 def test_py_spy_is_asked_where_it_is_and_the_thread_that_calls_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
