@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -77,7 +78,7 @@ def assert_one_mlflow_run(run_dir: Path, steps: int) -> None:
     logged = client.get_metric_history(run.info.run_id, "actor/grad_norm")
     assert {entry.step for entry in logged} == set(range(1, steps + 1))
     in_time = [entry.step for entry in sorted(logged, key=lambda entry: entry.timestamp)]
-    assert in_time == sorted(in_time)
+    assert in_time == sorted(in_time) and max(Counter(in_time).values()) <= 2
 
 
 def assert_same_weights(run_dir: Path, expected: Path, tmp_path: Path) -> None:
