@@ -28,6 +28,7 @@ NODES_AT_A_TIME = 32
 PY_SPY_TIMEOUT_S = 10.0
 # Lines of a stack that are in the message; all are in the file.
 SHOWN_LINES = 12
+PROC = Path("/proc")
 PROCESS_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in an uninterruptible wait", "Z": "dead"}
 
 
@@ -77,15 +78,22 @@ def seen_on_node(logs: str, pids: Sequence[int]) -> list[dict[str, Any]]:
     files = {pid: BeatFiles.of(Path(logs), pid) for pid in pids}
     processes = {pid: process_state(pid) for pid in pids}
     size_before = {pid: _size(files[pid].stacks) for pid in pids}
-    asked = [pid for pid in pids if processes[pid] == "runs" and files[pid].beat.exists()]
-    for pid in asked:
-        files[pid].flight.unlink(missing_ok=True)
-        files[pid].ask.touch()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, STACKS_SIGNAL)
-    deadline = time.monotonic() + ANSWER_S
-    while any(files[pid].ask.exists() for pid in asked) and time.monotonic() < deadline:
+    waiting = []
+    for pid in pids:
+        if processes[pid] == "runs" and files[pid].beat.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+                files[pid].flight.unlink(missing_ok=True)
+                files[pid].ask.touch()
+                waiting.append(pid)
+    deadline, sizes = time.monotonic() + ANSWER_S, size_before
+    while waiting and time.monotonic() < deadline:
         time.sleep(INTERVAL_S / 10)
+        # They are written beside the answer by another thread, line by line, and end with the main thread's.
+        before, sizes = sizes, {pid: _size(files[pid].stacks) for pid in waiting}
+        waiting = [
+            pid for pid in waiting if files[pid].ask.exists() or not size_before[pid] < before[pid] == sizes[pid]
+        ]
     seen = {pid: _seen(files[pid], processes[pid], size_before[pid]) for pid in pids}
     # Those that are stopped, or were meanwhile.
     silent = [pid for pid in pids if not seen[pid].get("stacks")]
@@ -108,7 +116,9 @@ def stacks_from_outside(pid: int) -> str:
             if done.returncode == 0 and done.stdout.strip():
                 return done.stdout.strip()
     lines = []
-    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+    # The main thread first, whose lines a message shows: numbers begin again at the smallest after the largest.
+    tasks = sorted((PROC / str(pid) / "task").glob("*"), key=lambda path: (path.name != str(pid), int(path.name)))
+    for task in tasks:
         state = re.search(r"^State:\s*(.+)$", _read(task / "status"), re.MULTILINE)
         if state is None:
             continue
@@ -135,7 +145,7 @@ def _read(path: Path) -> str:
 def process_state(pid: int) -> str:
     """A process's state in words: `runs`, `gone` or a value of PROCESS_STATES."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+        letter = (PROC / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return "gone"
     return PROCESS_STATES.get(letter, "runs")

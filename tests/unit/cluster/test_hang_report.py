@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.cluster.hang_report import (
+    SHOWN_LINES,
     Collective,
     RankState,
     judged,
@@ -117,6 +118,57 @@ def test_py_spy_shows_the_python_stack_of_a_process_that_is_stopped(monkeypatch:
         child.kill()
         child.wait()
     assert f"Thread {child.pid}" in stacks and "meets_nobody (" in stacks, stacks
+
+
+def test_the_main_thread_of_the_kernel_s_is_shown_though_its_number_is_the_largest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the numbers of processes began again at the smallest after it; its files lie here as in /proc."""
+    monkeypatch.setattr("scalerl.cluster.hang_report.find_py_spy", lambda: None)
+    monkeypatch.setattr("scalerl.cluster.hang_report.PROC", tmp_path)
+    for number in (32760, *range(300, 300 + 2 * SHOWN_LINES)):
+        task = tmp_path / "32760" / "task" / str(number)
+        task.mkdir(parents=True)
+        (task / "status").write_text("State:\tT (stopped)\n")
+        (task / "comm").write_text("python\n")
+    message = judged([state(0, process="stopped", stacks=stacks_from_outside(32760)), state(1)]).message()
+    shown = message.split("in the kernel:\n")[1].splitlines()
+    assert [line.split()[1] for line in shown] == ["32760", *map(str, range(300, 300 + SHOWN_LINES - 1))]
+
+
+# A process whose flight record is there at once, and its stacks later.
+SLOW_TO_WRITE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from scalerl.cluster.heartbeat import STACKS_SIGNAL, BeatFiles
+files = BeatFiles.of(Path(sys.argv[1]), os.getpid())
+stacks = files.stacks.open("w")
+def write(*_):
+    time.sleep(0.5)
+    print("Thread 2\\n  meet", file=stacks, flush=True)
+def answer():
+    while True:
+        if files.ask.exists():
+            files.flight.write_text("{}")
+            files.ask.unlink()
+        time.sleep(0.01)
+signal.signal(STACKS_SIGNAL, write)
+files.beat.write_text('{"phase": "meet", "since": 0, "at": 0}')
+threading.Thread(target=answer, daemon=True).start()
+print(flush=True)
+time.sleep(600)
+"""
+
+
+def test_stacks_that_are_written_after_the_flight_record_are_waited_for(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SLOW_TO_WRITE, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        (seen,) = seen_on_node(str(tmp_path), [child.pid])
+        assert (seen["stacks"], seen["flight"]) == ("Thread 2\n  meet", "{}")
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_py_spy_is_asked_where_it_is_and_the_thread_that_calls_is_shown(
