@@ -70,7 +70,7 @@ class RewardCaller:
             return Outcome(timed_out=True)
 
     def close(self) -> None:
-        """Stops the event loop of an async function; calls that still run are abandoned."""
+        """Ends the event loop of an async function; calls that still run are abandoned."""
         with self._async_loop_lock:
             if self._async_loop is not None:
                 self._async_loop.call_soon_threadsafe(self._async_loop.stop)
@@ -116,9 +116,17 @@ class RewardCaller:
         with self._async_loop_lock:
             if self._async_loop is None:
                 self._async_loop = asyncio.new_event_loop()
-                threading.Thread(target=self._async_loop.run_forever, name="reward-loop", daemon=True).start()
+                threading.Thread(target=_run, args=(self._async_loop,), name="reward-loop", daemon=True).start()
             return self._async_loop
 
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs the loop until it is stopped, and gives its sockets back: no moment of the garbage collector's decides."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

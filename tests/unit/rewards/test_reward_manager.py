@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from fractions import Fraction
 
 import numpy as np
@@ -359,7 +360,8 @@ def test_too_many_hung_calls_stop_the_run_even_with_on_error_zero(release, monke
         release.set()
         while not all(future.done() for future in manager._caller._hung):
             await asyncio.sleep(0.001)
-        # They came back: scoring goes on.
+        # They came back: scoring goes on, in the time that a loaded machine may take.
+        manager._caller._timeout_s = 60.0
         return await manager.score(SAMPLE)
 
     assert "NoneType" in asyncio.run(main()).error
@@ -388,6 +390,20 @@ def test_cancelled_score_cancels_the_async_call():
     asyncio.run(main())
     assert cancelled.wait(30)
     manager.close()
+
+
+def test_a_closed_manager_holds_no_event_loop():
+    loops = []
+
+    async def fn(**_):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    assert score(fn) == ScoreResult(1.0)
+    deadline = time.monotonic() + 60
+    while not loops[0].is_closed():
+        assert time.monotonic() < deadline, "its sockets are still open"
+        time.sleep(0.001)
 
 
 def test_a_process_with_a_hung_call_can_exit(tmp_path):
