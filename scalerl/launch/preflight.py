@@ -31,7 +31,7 @@ CLOCK_QUESTIONS = 5
 # Seconds after which a node tries again to connect: the collector may start later.
 CONNECT_EVERY_S = 0.2
 # Seconds between two looks which probes have ended, and for which the last lines of an ended one are on their way.
-LOOK_FOR_ENDED_EVERY_S = 0.5
+LOOK_FOR_ENDED_EVERY_S = 2.0
 LAST_LINES = 3
 CANARY, PORT, HOSTS, SICK, REPORT = "canary", "port", "hosts", "sick", "report.json"
 # Before the name of a host: its probe has ended, while the collector has not told it to (ray.sbatch, ray_node.sh).
