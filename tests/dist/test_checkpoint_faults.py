@@ -121,7 +121,9 @@ def test_a_checkpoint_counts_where_an_older_one_cannot_be_removed(tmp_path: Path
         shutil.copytree(first, step, dirs_exist_ok=True)
         with pytest.warns(UserWarning, match="could not be removed, and takes room: .*busy") as said:
             assert save(root, 3, 1).name == "global_step_3"
-        assert [rest in str(one.message) for one in said] == [True, False]
+        # A library may warn beside it, of a socket of another test for example.
+        ours = [str(one.message) for one in said if one.category is UserWarning]
+        assert [rest in message for message in ours] == [True, False]
     assert store.find_latest_ckpt_path(root) == str(root / "global_step_3")
     shutil.copytree(first, root / "global_step_1", dirs_exist_ok=True)
     save(root, 4, 1)

@@ -6,6 +6,7 @@ import pytest
 
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards import RewardError, ScoreRequest, build_reward_manager, default_compute_score, math_answer
+from scalerl.rewards.processes import ProcessPool
 
 # 9^(9^(9^9)) has no size at all: sympy counts for ever, in one call that never gives the GIL back.
 HANGS = "9^{9^{9^{9}}}"
@@ -110,9 +111,16 @@ def test_bad_truth(truth):
 
 def test_hostile_answer_is_ended_counted_and_costs_the_next_one_nothing(monkeypatch):
     monkeypatch.setattr(math_answer, "TIMEOUT_S", 2.0)
+    call = ProcessPool.call
+
+    def limited(pool, timeout_s, arguments):
+        """A good answer has the time that a loaded machine takes."""
+        return call(pool, timeout_s if arguments["answer"] == HANGS else 60.0, arguments)
+
+    monkeypatch.setattr(ProcessPool, "call", limited)
 
     def manager(**config):
-        return build_reward_manager(RewardModelConfig(**config), CustomRewardFunctionConfig())
+        return build_reward_manager(RewardModelConfig(timeout_s=120.0, **config), CustomRewardFunctionConfig())
 
     def request(answer):
         return ScoreRequest("prompt 3 sample 1", "lighteval/MATH", "p", rf"\boxed{{{answer}}}", "6")

@@ -122,7 +122,7 @@ def test_what_takes_longer_than_the_deadline_is_interrupted(
 @BOTH
 def test_halfway_to_the_deadline_a_step_may_be_given_up(number: signal.Signals) -> None:
     """Once, and only if that lets something be saved: the other half is for the save."""
-    stop, cut = StopRequest(save_deadline_s=0.2), []
+    stop, cut = StopRequest(save_deadline_s=2.0), []
     stop.may_cut = lambda: True
     with pytest.raises(SystemExit) as error, stop.listening():
         os.kill(os.getpid(), number)
@@ -137,7 +137,7 @@ def test_halfway_to_the_deadline_a_step_may_be_given_up(number: signal.Signals) 
 
 @BOTH
 def test_a_save_in_the_second_half_ends_the_run_as_it_was_asked_to(number: signal.Signals) -> None:
-    stop = StopRequest(save_deadline_s=0.2)
+    stop = StopRequest(save_deadline_s=2.0)
     stop.may_cut = lambda: True
     with stop.listening():
         os.kill(os.getpid(), number)

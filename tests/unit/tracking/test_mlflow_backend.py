@@ -169,7 +169,7 @@ def test_a_record_that_the_database_refuses_is_given_up_and_the_next_ones_are_ke
     tracking = Tracking("p", "e", ["mlflow", "file"], run_dir=run_dir)
     tracking.log({"x": 1}, 1)
     wait_for(lambda: history(run_dir, tracking.run_id) == [(1, 1.0)])
-    with sqlite3.connect(run_dir / "mlflow.db") as db:
+    with sqlite3.connect(run_dir / "mlflow.db", timeout=60) as db:
         db.execute(
             "CREATE TRIGGER no BEFORE INSERT ON metrics WHEN NEW.step = 2 BEGIN SELECT RAISE(ABORT, 'no 2'); END"
         )
@@ -206,7 +206,7 @@ def test_a_record_that_never_gets_through_is_given_up_after_some_attempts(run_di
 
 def test_a_locked_database_holds_up_no_step_and_loses_nothing(run_dir, caplog, monkeypatch):
     tracking = Tracking("p", "e", "mlflow", run_dir=run_dir)
-    lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
+    lock = sqlite3.connect(run_dir / "mlflow.db", timeout=60, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     steps = threading.Thread(target=lambda: [tracking.log({"x": step}, step) for step in range(20)], daemon=True)
     steps.start()
@@ -222,7 +222,7 @@ def test_a_locked_database_holds_up_no_step_and_loses_nothing(run_dir, caplog, m
 def test_a_database_that_stays_locked_does_not_hold_the_end(run_dir, caplog):
     tracking = Tracking("p", "e", "mlflow", run_dir=run_dir, finish_timeout_s=0.3)
     tracking.wait_started()
-    lock = sqlite3.connect(run_dir / "mlflow.db", isolation_level=None)
+    lock = sqlite3.connect(run_dir / "mlflow.db", timeout=60, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     tracking.log({"x": 1}, 1)
     tracking.finish()
