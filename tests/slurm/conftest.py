@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.e2e.jobs import Inputs
-from tests.slurm.jobs import LAUNCHER, Launch, launch_on
+from tests.slurm.jobs import LAUNCHER, Launch, launch_on, wait_until
 from tests.slurm.minislurm import MiniSlurm, why_not
 from tests.tiny_models import make_tiny_model
 
@@ -30,9 +30,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MiniSlurm]:
 
 @pytest.fixture
 def slurm(cluster: MiniSlurm) -> Iterator[MiniSlurm]:
-    """The cluster, with all nodes idle before and after the test."""
+    """The cluster, without a job before and after the test."""
+
+    def wait_until_no_job() -> None:
+        # Also of those that are ending, whose nodes the next job would not get.
+        wait_until("no job left", lambda: not cluster.run("squeue", "--noheader").stdout)
+
+    wait_until_no_job()
     yield cluster
     cluster.run("scancel", "--user=root", check=False)
+    wait_until_no_job()
 
 
 @pytest.fixture

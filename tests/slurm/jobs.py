@@ -29,9 +29,12 @@ STEPS_OF_TWO_NODES = {
 }
 # Of a training.
 STEPS = 2
+ENDLESS = "trainer.total_training_steps=100000"
 
 
-def wait_until(what: str, condition: Callable[[], object], timeout_s: float = 60, *, shown: Path | None = None) -> None:
+def wait_until(
+    what: str, condition: Callable[[], object], timeout_s: float = 180, *, shown: Path | None = None
+) -> None:
     """shown: a file whose text a failure shows."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -51,7 +54,7 @@ def wait_for_driver(slurm: MiniSlurm, job_id: str, out: Path) -> None:
             pytest.fail(f"job {job_id} ended before its driver waited:\n{text}")
         return "WAITING" in text
 
-    wait_until("driver waits", waiting)
+    wait_until("driver waits", waiting, 300, shown=out)
 
 
 def assert_nothing_left(slurm: MiniSlurm, timeout_s: float = 15) -> None:
@@ -79,7 +82,7 @@ def assert_came_back(
     *,
     because: str,
     logs: Path | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     alone: bool = True,
 ) -> None:
     """The second attempt is the last, and did what was left.

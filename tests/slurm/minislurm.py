@@ -186,7 +186,7 @@ class MiniSlurm:
     def env(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.root / "etc/slurm.conf")}
 
-    def start(self, timeout_s: float = 60) -> MiniSlurm:
+    def start(self, timeout_s: float = 180) -> MiniSlurm:
         self._write_files()
         command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--pid", "--mount-proc", "--net", "--uts"]
         command += ["--mount", "--ipc", "--kill-child=KILL", "bash", str(self.root / "etc/site.sh")]
@@ -203,9 +203,11 @@ class MiniSlurm:
                 children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
                 self.init_pid = int(children[0]) if children else 0
             elif (self.root / "state/booted").exists():
-                sinfo = self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False, timeout_s=5)
-                if sinfo.returncode == 0 and sinfo.stdout.split() == [str(self.num_nodes)]:
-                    return self
+                # While it starts it may not answer at all.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    sinfo = self.run("sinfo", "-h", "-t", "idle", "-o", "%D", check=False)
+                    if sinfo.returncode == 0 and sinfo.stdout.split() == [str(self.num_nodes)]:
+                        return self
             time.sleep(POLL_S)
         logs = "".join(path.read_text()[-800:] for path in sorted((self.root / "log").iterdir()))
         self.stop()
@@ -239,7 +241,7 @@ class MiniSlurm:
         self.run("ip", "link", "del", f"v{host}")
         self.run("kill", "-KILL", (self.root / f"nodes/{host}/init.pid").read_text().strip())
 
-    def power_on(self, host: str, timeout_s: float = 60) -> None:
+    def power_on(self, host: str, timeout_s: float = 180) -> None:
         """Until Slurm has it back, its /tmp/ray empty."""
         for left in (self.root / f"nodes/{host}/ray").iterdir():
             left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
@@ -290,7 +292,7 @@ class MiniSlurm:
         out = self.run("scontrol", "-o", "show", "job", job_id).stdout
         return dict(word.split("=", 1) for word in out.split() if "=" in word)
 
-    def wait(self, job_id: str, timeout_s: float = 120) -> dict[str, str]:
+    def wait(self, job_id: str, timeout_s: float = 300) -> dict[str, str]:
         """The job's record once it has ended."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -37,7 +37,7 @@ with directory_lock(Path(sys.argv[1]), "trainer.default_local_dir = run", grace_
 def limit_to_this_minute(slurm: MiniSlurm, job_id: str) -> None:
     """A job that runs ends with its minute, or the next where that is nearly over: limits are whole minutes."""
     hours, minutes, seconds = map(int, slurm.job(job_id)["RunTime"].split(":"))
-    limit = 60 * hours + minutes + (1 if seconds < 30 else 2)
+    limit = 60 * hours + minutes + (1 if seconds < 10 else 2)
     slurm.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={limit}")
 
 
@@ -103,7 +103,7 @@ def test_two_jobs_do_not_write_into_one_directory(
     command = (sys.executable, "-c", LOCK, str(tmp_path / "run"))
     first = submit(num_nodes, *command)
     out = tmp_path / f"out-{first}.txt"
-    wait_until("the lock", lambda: out.exists() and "HELD" in out.read_text(), 120, shown=out)
+    wait_until("the lock", lambda: out.exists() and "HELD" in out.read_text(), 300, shown=out)
     second = submit(num_nodes, *command)
     slurm.wait(second)
     refused = (tmp_path / f"out-{second}.txt").read_text()
@@ -154,12 +154,12 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
     for path in programs.iterdir():
         path.chmod(0o755)
     monkeypatch.setenv("SCALERL_VENV", str(tmp_path / "venv"))
-    monkeypatch.setenv("SCALERL_START_TIMEOUT_S", "30")
+    monkeypatch.setenv("SCALERL_START_TIMEOUT_S", "60")
     monkeypatch.setenv("SCALERL_MAX_FAILURES", "1")
     if spare:
         monkeypatch.setenv("SCALERL_NUM_NODES", "2")
     job_id = submit(3 if spare else 2, "true")
-    job = slurm.wait(job_id, timeout_s=200)
+    job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     if spare:
         assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), out
@@ -168,7 +168,7 @@ def test_a_node_whose_ray_does_not_come_up_is_named_at_the_deadline(
         assert_nothing_left(slurm)
         return
     assert (job["JobState"], job["ExitCode"]) == ("FAILED", "70:0"), out
-    assert "1 of 2 nodes not ready after 30 s:\n  n2: not in the cluster\n" in out
+    assert "1 of 2 nodes not ready after 60 s:\n  n2: not in the cluster\n" in out
     assert "error: Ray is not up on all nodes" in out and "run: true" not in out
     assert_nothing_left(slurm)
 
@@ -182,11 +182,12 @@ def test_the_node_of_the_batch_script_is_lost(slurm: MiniSlurm, submit: Callable
     assert slurm.job(job_id)["BatchHost"] == "n1"
     slurm.power_off("n1")
     try:
-        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 120)
-        job = slurm.wait(job_id, timeout_s=200)
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
+        job = slurm.wait(job_id)
     finally:
         slurm.power_on("n1")
-    assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[2-3]", "1"), out.read_text()
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), out.read_text()
+    assert "n1" not in slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
     logs = tmp_path / "logs"
     assert os.readlink(logs / job_id / "latest") == "attempt_1" and os.readlink(logs / "latest") == f"{job_id}/latest"
     assert (logs / "latest/driver.log").exists()
@@ -227,7 +228,7 @@ def test_a_job_outlives_a_controller_that_is_away_when_it_is_to_be_requeued(
     first = f'echo SAVES; until [[ -e "{over}" ]]; do sleep 0.2; done; exit 75'
     job_id = submit(1, "bash", "-c", f"[[ $SCALERL_ATTEMPT_DIR == */attempt_0 ]] || exit 0; {first}")
     out = tmp_path / f"out-{job_id}.txt"
-    wait_until("the command", lambda: out.exists() and "\nSAVES\n" in out.read_text(), 120, shown=out)
+    wait_until("the command", lambda: out.exists() and "\nSAVES\n" in out.read_text(), 300, shown=out)
     with slurm.without_controller():
         over.touch()
         wait_until(

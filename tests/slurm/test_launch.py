@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.e2e.jobs import Inputs, numbered, only
-from tests.slurm.jobs import Launch, assert_nothing_left, launched_job, overrides, wait_until
+from tests.slurm.jobs import ENDLESS, Launch, assert_nothing_left, launched_job, overrides, wait_until
 from tests.slurm.minislurm import MiniSlurm
 
 
@@ -28,7 +28,8 @@ def test_all_that_is_wrong_comes_at_once(launch: Launch, small: Inputs, tmp_path
 def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path) -> None:
     """And another that waits for it, since a run has one job at a time."""
     run_dir = tmp_path / "my run"
-    arguments = ["slurm", *overrides(small, run_dir, 2, 1), "slurm.time=30", "slurm.notice_s=60"]
+    # It runs until it is ended, however long what is asked of it meanwhile takes.
+    arguments = ["slurm", *overrides(small, run_dir, 2, 1, ENDLESS), "slurm.time=30", "slurm.notice_s=60"]
     dry = launch(*arguments, "--dry-run")
     assert dry.returncode == 0 and "to start at" in dry.stdout, dry.stdout + dry.stderr
     # KillWait of this site is 60 s.
@@ -45,8 +46,7 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     others = slurm.sbatch(*all_nodes, cwd=tmp_path)
     job_id = launched_job(launch(*arguments))
     expected = "expected to start at 20"
-    wait_until("an estimate", lambda: slurm.job(job_id)["StartTime"] != "Unknown")
-    assert expected in launch("status", str(run_dir)).stdout
+    wait_until("an estimate", lambda: expected in launch("status", str(run_dir)).stdout)
     slurm.run("scancel", others)
     wait_until("its turn", lambda: slurm.job(job_id)["JobState"] == "RUNNING")
     assert (run_dir / "launch/job.sbatch").read_text() == script
@@ -65,7 +65,7 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     assert "[scalerl " in status.stdout
     attached = launch("attach", str(run_dir), "--node", other, "bash", "-c", "hostname; echo $SLURM_JOB_ID")
     assert attached.stdout.split() == [other, job_id], attached.stderr
-    assert f"job {job_id} attempt 0: head {head}" in launch("logs", str(run_dir)).stdout
+    assert f"job {job_id} attempt 0: head {head}" in launch("logs", str(run_dir), "--lines", "100000").stdout
     assert launch("cancel", str(run_dir)).stdout == f"job {second}: cancelled\njob {job_id}: cancelled\n"
     assert {slurm.wait(each)["JobState"] for each in (job_id, second)} == {"CANCELLED"}
     # Ray was about to start.

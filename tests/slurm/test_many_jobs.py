@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.jobs import Inputs, Record
 from tests.slurm.jobs import (
+    ENDLESS,
     WAIT_ONCE,
     Launch,
     assert_came_back,
@@ -67,7 +68,10 @@ def test_runs_of_seeds_are_submitted_watched_and_ended(
     slurm: MiniSlurm, launch: Launch, small: Inputs, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "my runs"
-    array = launched_job(launch("slurm", *overrides(small, run_dir, 1, 1), f"slurm.seeds=[{SEEDS[0]},{SEEDS[1]}]"))
+    # The first still runs when the second has been cancelled.
+    array = launched_job(
+        launch("slurm", *overrides(small, run_dir, 1, 1, ENDLESS), f"slurm.seeds=[{SEEDS[0]},{SEEDS[1]}]")
+    )
     wait_until("the tasks", lambda: {slurm.job(f"{array}_{i}")["JobState"] for i in (0, 1)} == {"RUNNING"})
     status = launch("status", str(run_dir)).stdout
     for place, seed in enumerate(SEEDS):

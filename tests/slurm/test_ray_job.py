@@ -204,7 +204,7 @@ def test_scancel_lets_the_command_save_and_ends_the_job_for_good(
     wait_for_driver(slurm, job_id, out)
     slurm.run("scancel", job_id)
     job = slurm.wait(job_id)
-    wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), 20, shown=out)
+    wait_until("the launcher's last word", lambda: "not started again" in out.read_text(), shown=out)
     assert f"SAVED SIGTERM {hosts_text(num_nodes)}\n" in out.read_text()
     assert "not started again, Slurm is ending the job" in out.read_text()
     assert_nothing_left(slurm)
@@ -222,7 +222,8 @@ def test_a_job_that_is_cancelled_while_its_head_is_launched_leaves_nothing(
         wait_until("the nodes", lambda out=out: out.exists() and "] nodes: " in out.read_text())
         time.sleep(delay_s)
         slurm.run("scancel", job_id)
-        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), 10, shown=out)
+        wait_until("the launcher's last word", lambda out=out: "not started again" in out.read_text(), shown=out)
+        slurm.wait(job_id)
         assert_nothing_left(slurm)
 
 
@@ -234,15 +235,16 @@ def test_a_job_that_is_preempted_comes_back_and_loses_a_node(
     out = tmp_path / f"out-{job_id}.txt"
     wait_for_driver(slurm, job_id, out)
     slurm.sbatch("-N4", "--exclusive", "--partition=main", "--output=/dev/null", "--wrap=true", cwd=tmp_path)
-    wait_until("the second attempt", lambda: out.read_text().count("WAITING") == 2, 200, shown=out)
+    wait_until("the second attempt", lambda: out.read_text().count("WAITING") == 2, 400, shown=out)
     assert "exit code 75: requeue" in out.read_text()
     assert f"SAVED SIGTERM {hosts_text(2)}\n" in out.read_text()
     job = slurm.job(job_id)
-    (other,) = (host for host in slurm.hosts[:2] if host != job["BatchHost"])
-    assert (job["NodeList"], job["Restarts"]) == ("n[1-2]", "1")
+    assert job["Restarts"] == "1"
+    nodes = slurm.run("scontrol", "show", "hostnames", job["NodeList"]).stdout.split()
+    (other,) = (host for host in nodes if host != job["BatchHost"])
     slurm.power_off(other)
     try:
-        job = slurm.wait(job_id, timeout_s=200)
+        job = slurm.wait(job_id)
     finally:
         slurm.power_on(other)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "2"), out.read_text()
@@ -304,8 +306,8 @@ def test_the_node_of_the_batch_script_is_lost_in_a_job_that_outlives_lost_nodes(
     assert slurm.job(job_id)["BatchHost"] == "n1"
     slurm.power_off("n1")
     try:
-        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 150, shown=out)
-        job = slurm.wait(job_id, timeout_s=200)
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300, shown=out)
+        job = slurm.wait(job_id)
     finally:
         slurm.power_on("n1")
     assert (job["JobState"], job["NodeList"], job["Restarts"]) == ("COMPLETED", "n[2-4]", "1"), out.read_text()
@@ -321,7 +323,7 @@ def test_a_lost_node_requeues(slurm: MiniSlurm, submit: Callable[..., str], tmp_
     wait_for_driver(slurm, job_id, out)
     slurm.power_off("n3")
     try:
-        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 120)
+        wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
         job = slurm.wait(job_id)
     finally:
         slurm.power_on("n3")

@@ -147,7 +147,7 @@ def in_the_last_step(slurm: MiniSlurm, launch: Launch, pause: Pause, keys: list[
     return job_id, out
 
 
-def wait_for_pause(slurm: MiniSlurm, job_id: str, pause: Pause, out: Path, timeout_s: float = 200) -> None:
+def wait_for_pause(slurm: MiniSlurm, job_id: str, pause: Pause, out: Path, timeout_s: float = 400) -> None:
     wait_until("the step", lambda: pause.reached() or slurm.job(job_id)["JobState"] == "FAILED", timeout_s)
     assert pause.reached(), out.read_text()
 
@@ -345,7 +345,7 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
         reach(step)
         how()
         pause.over()
-        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == str(restarts), 200)
+        wait_until("the requeue", lambda: slurm.job(job_id)["Restarts"] == str(restarts), 400)
 
     def notice() -> None:
         notices = told().count("got USR1")
@@ -364,7 +364,7 @@ def test_whatever_happens_on_the_way_the_weights_are_those_of_an_undisturbed_run
         disturb(1, notice, restarts=1)
         reach(2)
         pause.raises("a user's error")
-        job = slurm.wait(job_id, timeout_s=200)
+        job = slurm.wait(job_id, timeout_s=400)
         assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "1"), told()
         assert "a user's error" in told() and "exit code 2: not started again" in told()
         assert f"resumed from {run_dir / 'global_step_1'}" in told()
