@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import urllib.error
 import urllib.request
@@ -310,10 +311,14 @@ def test_a_sample_comes_when_it_is_finished_and_the_others_of_its_prompt_run_on(
             outputs.append(output)
         return outputs
 
-    outputs = asyncio.run(scenario())
-    assert sorted(output.key for output in outputs) == request.sample_keys()
-    assert outputs[0].finish_reason == "stop"
-    assert any(output.finish_reason == "abort" for output in outputs)
+    # On a loaded machine the abort may come when all have ended.
+    for _ in range(5):
+        outputs = asyncio.run(scenario())
+        assert sorted(output.key for output in outputs) == request.sample_keys()
+        assert outputs[0].finish_reason == "stop"
+        if any(output.finish_reason == "abort" for output in outputs):
+            return
+    pytest.fail("no sample was still running when the first had come")
 
 
 def test_a_call_that_ends_leaves_the_connections_of_another_alone(engine: Engine) -> None:
@@ -512,7 +517,11 @@ def test_the_key_is_written_nowhere(engine: Engine) -> None:
     """Not on the command line of any process of the server, which everybody may read, and not in its log."""
     assert engine.server._supervisor is not None
     pids = [engine.server._supervisor.pid, *descendants(engine.server._supervisor.pid)]
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
+    commands = []
+    for pid in pids:
+        # One may have ended since.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode())
     assert any("--port" in command for command in commands)
     for text in (*commands, engine.server.log_path.read_text(), " ".join(engine.server.command)):
         assert engine.server.key not in text

@@ -35,6 +35,17 @@ async def with_a_tool(prompt: PromptRow, servers: Servers, tools: Tools) -> Traj
     return trajectory
 
 
+async def of_unequal_turns(prompt: PromptRow, servers: Servers, tools: Tools) -> Trajectory:
+    """Its length depends on what the policy wrote: those that began together end one by one."""
+    trajectory = servers.begin()
+    first = await servers.generate(trajectory, max_new_tokens=7)
+    trajectory.observe([300] * (1 + first.output_ids[-1] % 16))
+    await servers.generate(trajectory, max_new_tokens=9)
+    trajectory.observe([302])
+    await servers.generate(trajectory)
+    return trajectory
+
+
 def requests(asks: dict[tuple[int, int], Sequence[Ask]] | None = None) -> list[SampleRequest]:
     """N samples of each prompt; asks: of those alone, which begin again."""
     prompts = [
@@ -123,13 +134,13 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
         return counting
 
     resumed: list[int] = []
-    whole, _ = made([client()], requests())
+    whole, _ = made([client()], requests(), of_unequal_turns)
     assert resumed == []
     found: dict[tuple[int, int], Trajectory] = {}
     asks: dict[tuple[int, int], Sequence[Ask]] = {(r.uid, r.sample_index): () for r in requests()}
     num_ends = num_kept_turns = num_half_turns = 0
     while asks:
-        came, left = made([client()], requests(asks), stop_when=lambda samples: len(samples) >= 1)
+        came, left = made([client()], requests(asks), of_unequal_turns, lambda samples: len(samples) >= 1)
         assert came.keys() | left.keys() == asks.keys() and not came.keys() & left.keys()
         found |= came
         asks, num_ends = left, num_ends + 1

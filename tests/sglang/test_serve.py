@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from scalerl.errors import UserError
 from scalerl.inference.chat import main as chat
 from scalerl.inference.serve import API_KEY
 from scalerl.merge.command import main as merge
+from scalerl.servers.process import free_port
 from tests.unit.merge.test_merge import joined_tensors, tiny, write_checkpoint
 
 START_TIMEOUT_S = 240.0
@@ -44,9 +44,7 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(merged: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     """The command as a user types it, with a key, and where it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "scalerl.cli", "serve", str(merged), "--port", str(port), "--device", "cpu"]
     command += ["--context", str(CONTEXT)]
     log = merged.parent / "serve.log"

@@ -95,7 +95,22 @@ def test_it_is_fed_and_proven(client: RolloutClient, replica: Replica) -> None:
 
 
 def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replica: Replica) -> None:
-    whole, control = ask(client), ServerControl(CLIENTS, [replica])
+    whole = ask(client)
+    # The short one comes first; of the others one is half done, and one has not begun.
+    expected = {("a", 0): [4], ("a", 1): [0, 4], ("b", 0): [0]}
+    # On a loaded machine the interruption may come when more is done.
+    for _ in range(5):
+        client.set_policy_version(0)
+        outputs = interrupted_at_the_first(client, ServerControl(CLIENTS, [replica]))
+        assert [output.output_ids for output in outputs] == [output.output_ids for output in whole]
+        versions = {output.key: [version for _, version in output.version_spans] for output in outputs}
+        if versions == expected:
+            return
+    pytest.fail(f"{versions}, not {expected}")
+
+
+def interrupted_at_the_first(client: RolloutClient, control: ServerControl) -> list[GenerateOutput]:
+    """All samples; when the first has come the server is paused, and goes on as version 4."""
     failed: list[dict[int, str]] = []
 
     def interrupt() -> None:
@@ -106,16 +121,13 @@ def test_samples_go_on_where_they_were_interrupted(client: RolloutClient, replic
     interrupting = threading.Thread(target=interrupt)
 
     def at_the_first(output: GenerateOutput) -> None:
-        if not failed and not interrupting.ident:
+        if not interrupting.ident:
             interrupting.start()
 
     outputs = asyncio.run(generate_samples([client], REQUESTS, at_the_first, continue_aborted=True))
     interrupting.join()
     assert failed == [{}, {}]
-    assert [output.output_ids for output in outputs] == [output.output_ids for output in whole]
-    # The short one came first; of the others one was half done, and one had not begun.
-    versions = {output.key: [version for _, version in output.version_spans] for output in outputs}
-    assert versions == {("a", 0): [4], ("a", 1): [0, 4], ("b", 0): [0]}
+    return outputs
 
 
 def test_what_ends_early_comes_back_with_what_it_has(client: RolloutClient) -> None:
@@ -163,4 +175,4 @@ def test_it_forgets_a_run_and_is_started_again(client: RolloutClient, host: Repl
     assert "was still running and was killed" in host.end()
     assert not asyncio.run(client.is_well())
     url, key = host.start()
-    assert url != client.url and len(ask(CLIENTS.client(Replica(url, ThirdEngine.name, 1, key)))) == 3
+    assert key != client.key and len(ask(CLIENTS.client(Replica(url, ThirdEngine.name, 1, key)))) == 3
