@@ -102,6 +102,19 @@ def assert_came_back(
         assert_nothing_left(slurm)
 
 
+def limit_to_this_minute(slurm: MiniSlurm, job_id: str) -> None:
+    """A job that runs ends with its minute, or the next where that is nearly over: limits are whole minutes."""
+    hours, minutes, seconds = map(int, slurm.job(job_id)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + (1 if seconds < 10 else 2)
+    slurm.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={limit}")
+
+
+def with_time_again(slurm: MiniSlurm, job_id: str) -> None:
+    """The second attempt is not to come to the first one's limit before its Ray is up."""
+    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
+    slurm.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=30")
+
+
 @contextmanager
 def slow_scontrol(directory: Path) -> Iterator[None]:
     """As of a busy controller: what is submitted meanwhile, and the test itself, wait for its answers."""

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import full
-from tests.slurm.jobs import LAUNCHER, WAIT_ONCE, assert_came_back, assert_nothing_left, wait_for_driver, wait_until
+from tests.slurm.jobs import (
+    LAUNCHER,
+    WAIT_ONCE,
+    assert_came_back,
+    assert_nothing_left,
+    limit_to_this_minute,
+    wait_for_driver,
+    wait_until,
+    with_time_again,
+)
 from tests.slurm.minislurm import MiniSlurm
 
 # It saves nothing, whatever it is told, and is done in the second attempt.
@@ -32,19 +41,6 @@ with directory_lock(Path(sys.argv[1]), "trainer.default_local_dir = run", grace_
     print("HELD", flush=True)
     time.sleep(600)
 """
-
-
-def limit_to_this_minute(slurm: MiniSlurm, job_id: str) -> None:
-    """A job that runs ends with its minute, or the next where that is nearly over: limits are whole minutes."""
-    hours, minutes, seconds = map(int, slurm.job(job_id)["RunTime"].split(":"))
-    limit = 60 * hours + minutes + (1 if seconds < 10 else 2)
-    slurm.run("scontrol", "update", f"JobId={job_id}", f"TimeLimit={limit}")
-
-
-def with_time_again(slurm: MiniSlurm, job_id: str) -> None:
-    """The second attempt is not to come to the first one's limit before its Ray is up."""
-    wait_until("second attempt", lambda: slurm.job(job_id)["Restarts"] == "1", 300)
-    slurm.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=30")
 
 
 @pytest.mark.full

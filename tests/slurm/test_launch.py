@@ -44,7 +44,16 @@ def test_a_job_is_submitted_watched_and_ended(slurm: MiniSlurm, launch: Launch, 
     # Until it ends, which is on one node sooner than on another: the job may get any two.
     all_nodes = ("-N4", "--exclusive", "--time=10", "--output=/dev/null", "--wrap=sleep 600")
     others = slurm.sbatch(*all_nodes, cwd=tmp_path)
-    job_id = launched_job(launch(*arguments))
+    submitted = launch(*arguments)
+    job_id = launched_job(submitted)
+    for line in (
+        f"job     {job_id}: 2 nodes",
+        f"output  {run_dir}/logs/slurm-{job_id}.out",
+        f"logs    {run_dir}/logs/{job_id}/latest",
+        f"attach  scalerl launch attach {run_dir}    (srun --overlap --jobid={job_id} --pty bash)",
+        f"cancel  scalerl launch cancel {run_dir}    (scancel {job_id})",
+    ):
+        assert f"{line}\n" in submitted.stdout
     expected = "expected to start at 20"
     wait_until("an estimate", lambda: expected in launch("status", str(run_dir)).stdout)
     slurm.run("scancel", others)

@@ -27,10 +27,12 @@ from tests.slurm.jobs import (
     assert_nothing_left,
     hidden,
     launched_job,
+    limit_to_this_minute,
     little_shared_memory,
     overrides,
     slow_scontrol,
     wait_until,
+    with_time_again,
 )
 from tests.slurm.minislurm import MiniSlurm
 
@@ -94,7 +96,8 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
 ) -> None:
     """devices: of each node. The model is at a URL; the other node does not see what the first has in /tmp.
 
-    Slurm's controller answers slowly: a notice has to get through all the same.
+    Slurm's controller answers slowly: a notice has to get through all the same. With two devices the notice is Slurm's
+    own, before the job's time limit.
     """
     run_dir, pause = tmp_path / "run", Pause(tmp_path / "pause")
     pause.in_step(1)
@@ -105,8 +108,9 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     own_cache = Path(tempfile.gettempdir(), f"scalerl-{os.getuid()}")
     own_cache.mkdir(mode=0o700, exist_ok=True)
     with hidden(slurm, "n2", own_cache), slow_scontrol(tmp_path / "bin"):
-        job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, *more)))
-        run_over_a_requeue(slurm, run_dir, job_id, pause)
+        limit = ("slurm.time=30", "slurm.notice_s=50") if devices == 2 else ()
+        job_id = launched_job(launch("slurm", *overrides(small, run_dir, 2, devices, *more, *limit)))
+        run_over_a_requeue(slurm, run_dir, job_id, pause, at_the_time_limit=devices == 2)
     text = (run_dir / f"logs/slurm-{job_id}.out").read_text()
     assert f"file://{small.model} is in {run_dir / 'cache'}/" in text
     # What the launcher knows of its attempts.
@@ -125,13 +129,20 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}
 
 
-def run_over_a_requeue(slurm: MiniSlurm, run_dir: Path, job_id: str, pause: Pause) -> None:
+def run_over_a_requeue(
+    slurm: MiniSlurm, run_dir: Path, job_id: str, pause: Pause, *, at_the_time_limit: bool = False
+) -> None:
     """Told to save in step 1, it goes on in the second attempt."""
     out = run_dir / f"logs/slurm-{job_id}.out"
     wait_for_pause(slurm, job_id, pause, out)
-    slurm.run("scancel", "--signal=USR1", "--batch", job_id)
-    wait_until("the notice", lambda: "got USR1" in out.read_text())
+    if at_the_time_limit:
+        limit_to_this_minute(slurm, job_id)
+    else:
+        slurm.run("scancel", "--signal=USR1", "--batch", job_id)
+    wait_until("the notice", lambda: "got USR1" in out.read_text(), 120)
     pause.over()
+    if at_the_time_limit:
+        with_time_again(slurm, job_id)
     assert_came_back(slurm, job_id, out, because="75", logs=run_dir / "logs", timeout_s=300)
     assert f"resumed from {run_dir / 'global_step_1'}" in out.read_text()
 
