@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import posixpath
+import shutil
+import tempfile
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
+from scalerl.scratch import scratch_directory
 from scalerl.tracking.mlflow_names import metric_name
 from scalerl.tracking.spool import Record
+from scalerl.whole_file import fsync
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,8 +42,34 @@ def make_client(tracking_uri: str) -> MlflowClient:
     # One line per retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if tracking_uri.startswith("sqlite:///"):
-        Path(tracking_uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tracking_uri.removeprefix("sqlite:///"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.name not in ("", ":memory:") and "?" not in tracking_uri and not path.exists():
+            _make_database(path)
     return MlflowClient(tracking_uri=tracking_uri)
+
+
+def _make_database(path: Path) -> None:
+    """Makes an SQLite file with MLflow's tables, which is there whole or not at all, and replaces no other.
+
+    MLflow makes the tables in seconds, each for good. One that is killed meanwhile leaves a file that no later one can
+    open: it makes the same table or column again, which SQLite refuses.
+    """
+    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{token_hex(4)}.tmp")
+    try:
+        with scratch_directory("scalerl-mlflow-", Path(tempfile.gettempdir())) as directory:
+            made = directory / path.name
+            SqlAlchemyStore(f"sqlite:///{made}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+            shutil.copyfile(made, unfinished)
+        fsync(unfinished)
+        # Another run may have been quicker. Where the file system has no hard links, MLflow makes its tables there.
+        with contextlib.suppress(OSError):
+            os.link(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def send(client: MlflowClient, run_id: str, record: Record) -> None:

@@ -4,13 +4,17 @@ import json
 import logging
 import runpy
 import shutil
+import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -20,6 +24,7 @@ from scalerl.tracking import Tracking, plots
 from scalerl.tracking.backend import flat_config, safe_uri
 from scalerl.tracking.mlflow_names import metric_name, param_text
 from scalerl.tracking.mlflow_pages import how_to_open
+from tests.lanes import full
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +245,51 @@ def test_an_address_where_nothing_listens_is_fatal_and_says_what_to_do(tmp_path,
         with pytest.raises(RuntimeError, match=r"trainer.logger has mlflow, but http://\*\*\*@127") as caught:
             Tracking("p", "e", "mlflow", run_dir=tmp_path, mlflow_tracking_uri=uri)
     assert "trainer.mlflow_tracking_uri" in str(caught.value) and "hidden" not in str(caught.value)
+
+
+# Stops itself in the middle of MLflow's tables; if it goes on, it has a run of its own.
+STOPS_IN_THE_TABLES = """
+import os, signal, sys
+from pathlib import Path
+
+import sqlalchemy
+
+from scalerl.tracking import Tracking
+
+stopped = []
+
+def stop(connection, cursor, statement, *others):
+    if "ALTER TABLE" in statement and not stopped:
+        stopped.append(statement)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+sqlalchemy.event.listen(sqlalchemy.Engine, "after_cursor_execute", stop)
+Tracking("p", "of the other", "mlflow", run_dir=Path(sys.argv[1])).finish()
+"""
+
+
+@pytest.mark.parametrize("killed", [True, full(False)])
+def test_a_process_that_is_killed_or_outrun_while_it_makes_the_database_spoils_nothing(tmp_path, killed):
+    """What it had made is not taken for MLflow's file, nor takes the place of one that has a run by then."""
+    with subprocess.Popen([sys.executable, "-c", STOPS_IN_THE_TABLES, str(tmp_path)]) as other:
+        try:
+            wait_for(lambda: psutil.Process(other.pid).status() == psutil.STATUS_STOPPED)
+            if killed:
+                other.kill()
+                other.wait()
+            tracking = Tracking("p", "mine", "mlflow", run_dir=tmp_path)
+            tracking.log({"x": 0.5}, 1)
+            tracking.finish()
+            other.send_signal(signal.SIGCONT)
+        except BaseException:
+            other.kill()
+            raise
+    assert other.returncode == (-signal.SIGKILL if killed else 0)
+    experiments = [experiment.experiment_id for experiment in client(tmp_path).search_experiments()]
+    names = {run.info.run_name for run in client(tmp_path).search_runs(experiments)}
+    assert names == ({"mine"} if killed else {"mine", "of the other"})
+    assert history(tmp_path, tracking.run_id) == [(1, 0.5)]
+    assert not list(tmp_path.glob(".mlflow.db*"))
 
 
 def test_a_file_that_is_no_database_is_fatal(tmp_path):
