@@ -28,8 +28,8 @@ from scalerl.servers.supervise import descendants
 LOG_TAIL_LINES = 30
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 45.0
-# Seconds in which a supervisor notices that its server has ended.
-END_NOTICE_S = 2.0
+# Seconds in which a supervisor ends after its server, whose other processes and files it removes first.
+END_NOTICE_S = 5.0
 PORT_START_ATTEMPTS = 3
 ADDRESS_IN_USE = "address already in use"
 

@@ -165,7 +165,12 @@ def _supervise(command: list[str], log_path: str, environment: dict[str, str], s
         nonlocal stop_requested
         stop_requested = True
 
+    # Each signal with a handler wakes the wait below: SIGTERM, and SIGCHLD, with which the command ends.
+    woken_fd, wake_fd = os.pipe()
+    os.set_blocking(wake_fd, False)
+    signal.set_wakeup_fd(wake_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # SIGQUIT is how a crashing SGLang ends its parent
         signal.signal(signum, signal.SIG_IGN)
     parent = os.getppid()
@@ -194,8 +199,10 @@ def _supervise(command: list[str], log_path: str, environment: dict[str, str], s
     while not stop_requested and process.poll() is None:
         if os.getppid() != parent:  # a forked sibling may still hold the pipe open
             break
-        readable, _, _ = select.select([stdin_fd], [], [], POLL_INTERVAL_S)
-        if readable and not os.read(stdin_fd, 4096):
+        readable, _, _ = select.select([stdin_fd, woken_fd], [], [], POLL_INTERVAL_S)
+        if woken_fd in readable:
+            os.read(woken_fd, 4096)
+        if stdin_fd in readable and not os.read(stdin_fd, 4096):
             break
         shared.look()
     shared.look(now=True)
