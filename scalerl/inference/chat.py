@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import os
-import socket
 import sys
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.inference.serve import API_KEY, DEFAULT_PORT, add_server_options, serving
+from scalerl.servers.process import free_port
 
 ANSWER_TIMEOUT_S = 600.0
 NEW = "/new"
@@ -61,9 +61,7 @@ def _server(arguments: argparse.Namespace) -> Iterator[str]:
         yield arguments.url.rstrip("/").removesuffix("/v1")
         return
     arguments.host = "127.0.0.1"
-    with socket.socket() as probe:
-        probe.bind((arguments.host, 0))
-        arguments.port = probe.getsockname()[1]
+    arguments.port = free_port(arguments.host)
     print(f"starting a server of {arguments.model} ...", file=sys.stderr, flush=True)
     with serving(arguments) as server:
         yield server.url
