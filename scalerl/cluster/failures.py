@@ -17,7 +17,8 @@ from scalerl.parallel.layout import Coordinates, Layout
 
 # What gloo and NCCL say to a rank when the process of another has ended; Ray hears of that end a little later.
 LOST_CONNECTION = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "remote process exit")
-DEATH_NEWS_S, DEATH_LOOK_S = 5.0, 0.02
+# On a busy machine seconds later; the wait ends with the news.
+DEATH_NEWS_S, DEATH_LOOK_S = 15.0, 0.02
 
 
 class WorkerError(RunError):
