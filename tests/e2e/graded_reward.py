@@ -44,13 +44,18 @@ def _count() -> int:
 
 
 def _pause(directory: Path, called: int) -> None:
-    wanted = directory / "after"
-    if wanted.exists() and called > int(wanted.read_text()):
-        (directory / "reached").touch()
-        while wanted.exists():
-            time.sleep(0.02)
+    while (after := _read_number(directory / "after")) is not None and called > after:
+        (directory / f"reached-{after}").touch()
+        time.sleep(0.02)
     if (directory / "error").exists():
         raise ValueError((directory / "error").read_text())
+
+
+def _read_number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except FileNotFoundError:
+        return None
 
 
 def _strike(strikes: list[dict], called: int) -> None:

@@ -63,6 +63,7 @@ class Job:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment[MARKER] = self.marker
         self.out, self.err = self.directory / f"{self.marker}.out", self.directory / f"{self.marker}.err"
+        self._shared_before = set(os.listdir(SHARED_MEMORY))
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 self.arguments,
@@ -110,7 +111,9 @@ class Job:
     def look(self) -> set[Process]:
         """The processes of the job that run now; remembers them."""
         table = _process_table()
-        known = [process for process in table if process in self.seen or process.pid == self.process.pid]
+        # The number of a command that was waited for may be another process's by now.
+        command = self.process.pid if self.process.returncode is None else None
+        known = [process for process in table if process in self.seen or process.pid == command]
         found = _with_marker(table, self.marker, known)
         self.seen |= found
         return found
@@ -142,11 +145,15 @@ class Job:
             time.sleep(0.1)
 
     def shared_names(self) -> set[str]:
-        """Names in /dev/shm of what a process of the job has open or mapped now, or with the number of one in them."""
+        """Names in /dev/shm of what a process of the job has open or mapped now, or with the number of one in them.
+
+        A number in a name that was there before the job is of an earlier process, and does not count.
+        """
         pids = {process.pid for process in self.look()}
         names = {name for pid in pids for name in _shared_by(pid) if (SHARED_MEMORY / name).exists()}
         numbers = {str(process.pid) for process in self.seen}
-        return names | {name for name in os.listdir(SHARED_MEMORY) if numbers & set(re.split(r"[-_.]", name))}
+        new = set(os.listdir(SHARED_MEMORY)) - self._shared_before
+        return names | {name for name in new if numbers & set(re.split(r"[-_.]", name))}
 
     def kill_all(self) -> None:
         """Whatever the test left."""
@@ -197,16 +204,22 @@ class Pause:
     directory: Path
 
     def in_step(self, step: int, *, steps_done: int = 0) -> None:
-        """In the scoring of this step's 6th sample; steps_done: those of the process that goes on from a checkpoint."""
+        """In the scoring of this step's 6th sample; steps_done: those of the process that goes on from a checkpoint.
+
+        A run that is stopped in an earlier step goes on to this one.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / "after").write_text(str((step - steps_done - 1) * PROMPTS * SAMPLES + 5))
+        after = (step - steps_done - 1) * PROMPTS * SAMPLES + 5
+        (self.directory / f"reached-{after}").unlink(missing_ok=True)
+        # In one go: the run may read it now.
+        (self.directory / "after.new").write_text(str(after))
+        (self.directory / "after.new").replace(self.directory / "after")
 
     def reached(self) -> bool:
-        return (self.directory / "reached").exists()
+        return (self.directory / f"reached-{(self.directory / 'after').read_text()}").exists()
 
     def over(self) -> None:
         (self.directory / "after").unlink()
-        (self.directory / "reached").unlink(missing_ok=True)
 
     def raises(self, message: str) -> None:
         """In the place of `over`: this score and the next ones raise, until `mended`."""
@@ -307,7 +320,9 @@ class Record:
     def read(cls, run_dir: Path) -> Record:
         lines, final = [], {}
         path = run_dir / "metrics.jsonl"
-        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        # The last line may be half written.
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+        for text in whole.splitlines():
             entry = json.loads(text)
             if "resumed_from" in entry:
                 final = {step: data for step, data in final.items() if step <= entry["resumed_from"]}

@@ -13,6 +13,7 @@ import pytest
 
 from scalerl.checkpoint.store import integrity_problem
 from scalerl.runtime.stop import EXIT_REQUEUE
+from scalerl.servers.process import free_port
 from tests.e2e.conftest import StartJob
 from tests.e2e.jobs import Inputs, Pause, Record, main_ppo
 from tests.e2e.kept import Kept
@@ -22,13 +23,14 @@ _SERVER = Path(__file__).parents[1] / "ftp_server.py"
 
 
 @contextmanager
-def served(directory: Path, port: int = 0) -> Iterator[int]:
-    """The port of an FTP server of the directory."""
+def served(directory: Path, port: int) -> Iterator[None]:
+    """An FTP server of the directory, at the port."""
     command = ["/usr/bin/python3", str(_SERVER), str(directory), str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         assert server.stdout is not None
         try:
-            yield int(server.stdout.readline())
+            assert int(server.stdout.readline()) == port
+            yield
         finally:
             server.kill()
 
@@ -46,26 +48,27 @@ def test_a_run_goes_on_from_a_store_that_was_away(
         steps = [f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.val_before_train=false"]
         return inputs.overrides(directory, "trainer.n_gpus_per_node=1", *steps, *more)
 
-    with served(store) as port:
+    port = free_port("127.0.0.1")
+    with served(store, port):
         reward = f"+custom_reward_function.reward_kwargs.pause_dir={pause.directory}"
         mirrored = keys(run_dir, f"trainer.checkpoint_mirror=ftp://user:secret@127.0.0.1:{port}/runs/mine", reward)
         pause.in_step(1)
         job = start_job(main_ppo(mirrored), tmp_path / "job")
         job.wait_for(pause.reached, "step 1")
     # The store is away.
-    pause.over()
-    job.wait_for((run_dir / "global_step_1").exists, "a checkpoint")
     pause.in_step(3)
     job.wait_for(pause.reached, "step 3")
-    told = "global_step_1 was not copied to ftp:"
-    assert [line for line in job.stdout.splitlines() if told in line and line.endswith("; the run goes on")], job.tail()
-    assert any(data.get("checkpoint/failed_uploads") for data in Record.read(run_dir).final.values())
     assert not list(store.iterdir())
 
     with served(store, port):
         job.kill_driver(signal.SIGUSR1)
         pause.over()
         assert job.finish() == EXIT_REQUEUE, job.tail()
+        # Said with the first step that ends after the copy failed.
+        told = "global_step_1 was not copied to ftp:"
+        lines = [line for line in job.stdout.splitlines() if told in line]
+        assert lines and lines[0].endswith("; the run goes on"), job.tail()
+        assert any(data.get("checkpoint/failed_uploads") for data in Record.read(run_dir).final.values())
         copies = store / "runs" / "mine"
         assert [path.name for path in copies.glob("global_step_*")] == ["global_step_3"]
         assert integrity_problem(copies / "global_step_3", digests=True) is None

@@ -168,8 +168,11 @@ def test_sigkill_in_a_step_then_resume_merge_and_transformers(
     arguments = [*overrides(inputs, layout, run_dir, pause), "trainer.async_save=true"]
     arguments += ["trainer.profile_steps=[4]", "trainer.profile_ranks=null"]
     steps_done = killed_at_random(start_job, arguments, run_dir)
-    pause.in_step(4, steps_done=steps_done)
+    pause.in_step(3, steps_done=steps_done)
     killed = start_job(main_ppo(arguments), run_dir)
+    killed.wait_for(pause.reached, "step 3")
+    killed.wait_for((run_dir / "global_step_2").is_dir, "the save in the background")
+    pause.in_step(4, steps_done=steps_done)
     killed.wait_for(pause.reached, "step 4")
     killed.kill_driver(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
@@ -328,11 +331,16 @@ def test_a_run_with_sglang_is_killed_and_resumed(inputs: Inputs, start_job: Star
 def test_sigkill_while_a_checkpoint_is_written(
     inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    expected, run_dir = uninterrupted("pp2"), tmp_path / "run"
-    arguments = overrides(inputs, "pp2", run_dir)
+    expected, run_dir, pause = uninterrupted("pp2"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = overrides(inputs, "pp2", run_dir, pause)
+    pause.in_step(STEPS)
     killed = start_job(main_ppo(arguments), run_dir)
+    killed.wait_for(pause.reached, f"step {STEPS}")
+    # Not after the save has begun, which ends sooner than a look.
+    killed.look()
+    pause.over()
     killed.wait_for(lambda: any(run_dir.glob(f"global_step_{STEPS}.tmp-*")), "the second save")
-    killed.kill_driver(signal.SIGKILL)
+    killed.process.send_signal(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
     killed.assert_gone(but_agents=True)
     assert any(run_dir.glob("*.tmp-*"))
