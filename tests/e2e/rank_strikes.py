@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class RankStrikes:
 
 @contextlib.contextmanager
 def killed_when(condition: Callable[[], object], pid: Callable[[], int]) -> Iterator[None]:
-    """Kills that process once, as soon as the condition holds inside the block."""
+    """Kills that process once, as soon as the condition holds inside the block. Raises what the condition raised."""
     over = threading.Event()
 
     def watch() -> None:
@@ -91,13 +92,13 @@ def killed_when(condition: Callable[[], object], pid: Callable[[], int]) -> Iter
                 return
             time.sleep(0.001)
 
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    with ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(watch)
+        try:
+            yield
+        finally:
+            over.set()
+        watched.result()
 
 
 def rank_in(phase: str, rank: int) -> int | None:
