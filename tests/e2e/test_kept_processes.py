@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -53,17 +55,25 @@ def own(rewards_S, uids_S, config):
 
 def processes_of(title: str) -> set[int]:
     """Live ones below this process."""
-    return {
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(title)
-    }
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(title):
+                found.add(process.pid)
+    return found
+
+
+def commands() -> Iterator[tuple[psutil.Process, list[str]]]:
+    """Of the processes below this one."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield process, process.cmdline()
 
 
 def seeds_of_servers() -> set[int]:
     """Of the SGLang servers below this process."""
-    commands = [process.cmdline() for process in psutil.Process().children(recursive=True)]
-    return {int(command[command.index("--random-seed") + 1]) for command in commands if "--random-seed" in command}
+    option = "--random-seed"
+    return {int(command[command.index(option) + 1]) for _, command in commands() if option in command}
 
 
 def ranks() -> set[int]:
@@ -187,7 +197,8 @@ def test_a_run_that_fails_leaves_no_process_and_the_next_one_starts_anew(
 def test_a_process_that_died_while_it_waited_is_not_taken(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     train(kept, inputs, tmp_path / "before")
     for pid in ranks():
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     train(kept, inputs, tmp_path / "after")
 
 
@@ -199,10 +210,11 @@ def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept
 
     def resident_mib() -> dict[str, float]:
         found: dict[str, float] = {}
-        for process in psutil.Process().children(recursive=True):
-            if kind := kinds.match(" ".join(process.cmdline())):
+        for process, command in commands():
+            if kind := kinds.match(" ".join(command)):
                 name = kind[1] or kind[2]
-                found[name] = max(found.get(name, 0.0), process.memory_info().rss / 2**20)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found[name] = max(found.get(name, 0.0), process.memory_info().rss / 2**20)
         return found
 
     def resident_after(first: int, runs: int) -> dict[str, float]:

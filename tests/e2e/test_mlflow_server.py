@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from scalerl.servers.process import free_port
 from scalerl.tracking import Tracking, deliver
 
 TIMEOUT_S = 120
@@ -24,9 +24,7 @@ TIMEOUT_S = 120
 class Server:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port("127.0.0.1")
         self.uri = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
 
@@ -116,6 +114,8 @@ def test_a_server_killed_and_restarted_in_the_middle_loses_and_repeats_nothing(s
     for step in range(1, 4):
         tracking.log({"critic/score/mean": step / 10}, step)
     wait_for(lambda: len(history(server, run_id)) == 3)
+    # The server has the point before its answer has arrived.
+    tracking.flush(TIMEOUT_S)
     server.kill()
     for step in range(4, 8):
         tracking.log({"critic/score/mean": step / 10, "nan": float("nan")}, step)
@@ -161,6 +161,7 @@ def test_what_waits_at_the_end_is_delivered_by_the_process_that_resumes(server, 
     run_id = first.run_id
     first.log({"critic/score/mean": 0.1}, 1)
     wait_for(lambda: len(history(server, run_id)) == 1)
+    first.flush(TIMEOUT_S)
     server.kill()
     first.log({"critic/score/mean": 0.2}, 2)
     first.finish("KILLED")

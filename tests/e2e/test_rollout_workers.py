@@ -114,7 +114,7 @@ def test_a_server_that_dies_under_two_workers(inputs: Inputs, kept: Kept, with_o
 def test_enough_groups_are_counted_over_all_workers(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """Over-sampling whose unfinished groups go on in the next step, with the worker that has them."""
     more = [
-        f"data.gen_batch_size={3 * PROMPTS}",
+        f"data.gen_batch_size={6 * PROMPTS}",
         "actor_rollout_ref.rollout.partial_rollout=true",
         "trainer.max_staleness=3",
         "algorithm.rollout_correction.rollout_is=token",
