@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 # Exit code that makes the Slurm launcher requeue the job.
 EXIT_REQUEUE = 75
 # Exit code by which a shell reports a process that SIGTERM ended.
 EXIT_TERMINATED = 128 + signal.SIGTERM
+Result = TypeVar("Result")
 TERMINATED = (
     "Terminated (SIGTERM): all that the run had started has ended. The same command continues from what was saved."
 )
@@ -24,9 +26,8 @@ class StopRequest:
     SIGUSR1 sets `requested`: the step in progress ends, a checkpoint is written, the run exits 75.
     SIGTERM interrupts whatever runs, as Ctrl-C does; the contexts inside `listening` are left, and the run exits 143.
     With save_deadline_s above 0 SIGTERM acts as SIGUSR1, and both interrupt when their time was not enough: after
-    SIGTERM that many seconds, after SIGUSR1 what the job has left, at least as many. Halfway `may_cut` is asked whether
-    the step in progress is to be given up for a save of what was before it: then `cut` is set and the step interrupted,
-    and the other half is for the save.
+    SIGTERM that many seconds, after SIGUSR1 what the job has left, at least as many. Halfway what runs in `in_time` is
+    given up where a save is worth more: then `cut` is set, and the other half is for the save.
     job_left_s: seconds until a scheduler ends the job; None where nobody knows.
     """
 
@@ -37,11 +38,34 @@ class StopRequest:
         self._deadline: float | None = None
         self._is_second_half = False
         self.cut = False
-        self.may_cut: Callable[[], bool] = lambda: False
+        self._may_cut: Callable[[], bool] = lambda: False
 
     @property
     def has_deadline(self) -> bool:
         return self._save_deadline_s > 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether half of the deadline is over: what is left is for the save."""
+        return self._is_second_half
+
+    def in_time(self, work: Callable[[], Result], may_cut: Callable[[], bool] = lambda: True) -> Result | None:
+        """Returns what `work` returns; None where half of the deadline was over before it, or was over meanwhile.
+
+        may_cut: whether it may be given up, asked at that moment.
+        """
+        self._may_cut = may_cut
+        try:
+            if self.is_late and may_cut():
+                self.cut = True
+                return None
+            return work()
+        except KeyboardInterrupt:
+            if not self.cut or self.terminated:
+                raise
+            return None
+        finally:
+            self._may_cut = lambda: False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -96,7 +120,7 @@ class StopRequest:
         self._is_second_half = True
         # 0 would be no alarm.
         signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._deadline - time.monotonic()))
-        if self.may_cut():
+        if self._may_cut():
             self.cut = True
             raise KeyboardInterrupt
 

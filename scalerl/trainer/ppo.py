@@ -69,7 +69,8 @@ class Run:
 def fit(run: Run) -> dict[str, float]:
     """Trains to total_steps, or to the end of the step in which a stop was requested; with val_only only validates.
 
-    A step that the deadline of a stop cuts short (`StopRequest`) is not done; the state before it is saved.
+    A step that the deadline of a stop cuts short (`StopRequest`) is not done; the state before it is saved. Of a
+    validation that it cuts short the step is saved.
     Returns the metrics of the last validation, which is of step run.tested_at.
     """
     cfg = run.config.trainer
@@ -96,7 +97,8 @@ def fit(run: Run) -> dict[str, float]:
         tested: dict[str, float] = {}
         if checkpoints.is_due(step, cfg.test_freq, run.total_steps):
             with run.timers("testing"):
-                tested = validation = validate(run)
+                tested = validate_in_time(run)
+            validation = tested or validation
         if checkpoints.is_save_due(step, cfg.save_freq, run.total_steps) or run.stop.requested:
             with run.timers("save_checkpoint"), run.rollout.lend_device():
                 save(run)
@@ -111,14 +113,12 @@ def train_step_or_save(run: Run, step: int) -> StepOutcome | None:
     """
     run.is_updating = False
     before = state_to_save(run) if run.stop.has_deadline else {}
-    run.stop.may_cut = lambda: run.step > 0 and not run.saves.has(run.step) and not run.is_updating
-    try:
-        return train_step(run, step)
-    except KeyboardInterrupt:
-        if not run.stop.cut:
-            raise
-    finally:
-        run.stop.may_cut = lambda: False
+    outcome = run.stop.in_time(
+        lambda: train_step(run, step),
+        may_cut=lambda: run.step > 0 and not run.saves.has(run.step) and not run.is_updating,
+    )
+    if outcome is not None:
+        return outcome
     run.tracker.message(f"step {step} takes longer than the deadline leaves: it is given up, and step {run.step} saved")
     with run.rollout.lend_device():
         save(run, before)
@@ -214,7 +214,6 @@ def memory_of_own_pools(run: Run) -> list[dict[str, Metric]]:
 def validate(run: Run) -> dict[str, float]:
     """Validates on the whole validation set, logs a table of the first samples if configured, returns the metrics."""
     samples, _ = run.rollout.validate(step=run.step)
-    run.tested_at = run.step
     if run.reward_model is not None:
         planner = replace(run.planners["reward_model"], samples_per_update=None)
         placed = run.rollout.place(samples, {"reward_model": planner.plan(samples)})
@@ -228,7 +227,16 @@ def validate(run: Run) -> dict[str, float]:
     run.rollout.drop(samples)
     metrics = validation_metrics(columns["data_source"], columns["uid"], columns["score"], columns["reward_extra"])
     run.saves.tested(run.step, metrics)
+    run.tested_at = run.step
     return metrics
+
+
+def validate_in_time(run: Run) -> dict[str, float]:
+    """Validates as `validate`; returns {} if the deadline of a stop cut it short (`StopRequest`), to save the step."""
+    tested = run.stop.in_time(lambda: validate(run))
+    if tested is None:
+        run.tracker.message(f"no time is left to validate step {run.step}: it is saved without")
+    return tested or {}
 
 
 def state_to_save(run: Run) -> dict[str, Any]:

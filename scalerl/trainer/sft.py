@@ -73,7 +73,9 @@ def fit(run: SFTRun) -> None:
             totals = [{"num_loss_tokens": int(batch.samples["num_loss_tokens"].sum())}]
             metrics = run.workers.call(SFTWorker.update_sft, batch, totals=totals).metrics
         run.step = step
-        if run.val is not None and is_test_due(step, cfg.test_freq, run.total_steps):
+        # In the second half a validation could take the time that the save of its step needs.
+        is_test = is_test_due(step, cfg.test_freq, run.total_steps) and not run.stop.is_late
+        if run.val is not None and is_test:
             with run.timers("testing"):
                 tested = validate(run, run.val)
                 run.saves.tested(step, to_floats(tested))

@@ -26,14 +26,22 @@ def compute_score(
     pause_dir: str | None = None,
     strikes_file: str | None = None,
 ) -> float:
-    is_sample = extra_info is not None and extra_info["split"] == "train" and solution_str != TRIAL_RESPONSE
-    if (pause_dir is not None or strikes_file is not None) and is_sample:
+    is_disturbed = pause_dir is not None or strikes_file is not None
+    if is_disturbed and extra_info is not None and solution_str != TRIAL_RESPONSE:
+        if extra_info["split"] != "train":
+            if pause_dir is not None:
+                _pause_validation(Path(pause_dir))
+            return _score(solution_str)
         called = _count()
         if strikes_file is not None:
             _strike(json.loads(Path(strikes_file).read_text()), called)
         if pause_dir is not None:
             _pause(Path(pause_dir), called)
-    return sum((place + 1) * ord(character) for place, character in enumerate(solution_str)) % 101 / 100
+    return _score(solution_str)
+
+
+def _score(text: str) -> float:
+    return sum((place + 1) * ord(character) for place, character in enumerate(text)) % 101 / 100
 
 
 def _count() -> int:
@@ -49,6 +57,12 @@ def _pause(directory: Path, called: int) -> None:
         time.sleep(0.02)
     if (directory / "error").exists():
         raise ValueError((directory / "error").read_text())
+
+
+def _pause_validation(directory: Path) -> None:
+    while (after := _read_number(directory / "validation_after")) is not None and _num_train_calls >= after:
+        (directory / "in_validation").touch()
+        time.sleep(0.02)
 
 
 def _read_number(file: Path) -> int | None:

@@ -199,7 +199,7 @@ def _with_marker(table: dict[Process, int], marker: str, known: Sequence[Process
 
 @dataclass(frozen=True)
 class Pause:
-    """Stops a run inside the scoring of a training sample, so that a test can act in the middle of a known step."""
+    """Stops a run inside the scoring of a sample, so that a test can act in the middle of a known step."""
 
     directory: Path
 
@@ -220,6 +220,17 @@ class Pause:
 
     def over(self) -> None:
         (self.directory / "after").unlink()
+
+    def in_validation(self, step: int) -> None:
+        """In the validation after this step, until `validation_over`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "validation_after").write_text(str(step * PROMPTS * SAMPLES))
+
+    def reached_validation(self) -> bool:
+        return (self.directory / "in_validation").exists()
+
+    def validation_over(self) -> None:
+        (self.directory / "validation_after").unlink()
 
     def raises(self, message: str) -> None:
         """In the place of `over`: this score and the next ones raise, until `mended`."""

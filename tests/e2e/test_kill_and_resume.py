@@ -416,6 +416,30 @@ def test_a_step_that_outlasts_the_deadline_is_given_up_and_the_one_before_it_sav
     assert_same_weights(expected, run_dir, tmp_path)
 
 
+@pytest.mark.full
+def test_a_validation_that_outlasts_the_deadline_is_left_out_and_its_step_saved(
+    inputs: Inputs, start_job: StartJob, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The validation of step 2 waits for a reward for ever; step 3 is the first at which the run would have saved."""
+    expected, run_dir, pause = uninterrupted("one rank"), tmp_path / "run", Pause(tmp_path / "pause")
+    arguments = [*overrides(inputs, "one rank", run_dir, pause), "trainer.save_freq=3"]
+    pause.in_validation(2)
+    asked = start_job(main_ppo([*arguments, "trainer.save_deadline_s=60"]), run_dir)
+    asked.wait_for(pause.reached_validation, "the validation of step 2")
+    asked.kill_driver(signal.SIGTERM)
+    assert asked.finish() == EXIT_REQUEUE, asked.tail()
+    assert "no time is left to validate step 2: it is saved without" in asked.stdout
+    asked.assert_gone()
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+    logged = Record.read(run_dir).final[2]
+    assert "actor/grad_norm" in logged and validation_key(inputs) not in logged
+    pause.validation_over()
+
+    assert_resumed(kept.train(arguments), run_dir, resumed_from=2)
+    assert_same_samples(expected, run_dir)
+    assert_same_weights(expected, run_dir, tmp_path)
+
+
 def test_val_only_validates_a_checkpoint_and_trains_nothing(
     inputs: Inputs, kept: Kept, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -122,29 +122,54 @@ def test_what_takes_longer_than_the_deadline_is_interrupted(
 @BOTH
 def test_halfway_to_the_deadline_a_step_may_be_given_up(number: signal.Signals) -> None:
     """Once, and only if that lets something be saved: the other half is for the save."""
-    stop, cut = StopRequest(save_deadline_s=2.0), []
-    stop.may_cut = lambda: True
+    stop, given_up = StopRequest(save_deadline_s=2.0), []
     with pytest.raises(SystemExit) as error, stop.listening():
         os.kill(os.getpid(), number)
-        try:
-            time.sleep(30)
-        except KeyboardInterrupt:
-            cut.append(stop.cut and not stop.terminated)
+        given_up.append(stop.in_time(lambda: time.sleep(30) or "done"))
+        assert stop.cut and not stop.terminated
         # The save takes too long.
         time.sleep(30)
-    assert error.value.code == EXIT_TERMINATED and cut == [True]
+    assert error.value.code == EXIT_TERMINATED and given_up == [None]
 
 
 @BOTH
 def test_a_save_in_the_second_half_ends_the_run_as_it_was_asked_to(number: signal.Signals) -> None:
     stop = StopRequest(save_deadline_s=2.0)
-    stop.may_cut = lambda: True
     with stop.listening():
         os.kill(os.getpid(), number)
-        with pytest.raises(KeyboardInterrupt):
-            time.sleep(30)
+        assert stop.in_time(lambda: time.sleep(30) or "done") is None
     assert stop.requested and stop.cut and not stop.terminated
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_what_may_not_be_given_up_ends_and_nothing_is_begun_in_the_second_half() -> None:
+    """As an update, and the validation after it."""
+    stop, begun = StopRequest(save_deadline_s=60), []
+
+    def update() -> str:
+        # As when half of the time is over.
+        os.kill(os.getpid(), signal.SIGALRM)
+        return "done"
+
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.in_time(update, may_cut=lambda: False) == "done"
+        assert stop.is_late and not stop.cut
+        assert stop.in_time(lambda: begun.append("validation") or "done") is None
+        assert stop.cut and begun == []
+        # What is worth more than that is begun.
+        assert stop.in_time(lambda: "done", may_cut=lambda: False) == "done"
+
+
+def test_another_interrupt_is_not_taken_for_the_deadline() -> None:
+    stop = StopRequest(save_deadline_s=60)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with stop.listening(), pytest.raises(KeyboardInterrupt):
+        stop.in_time(interrupted)
+    assert stop.in_time(lambda: "done") == "done" and not stop.is_late
 
 
 def test_a_start_of_ray_that_sigterm_cuts_short_has_nothing_to_save() -> None:
