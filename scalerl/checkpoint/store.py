@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,11 +257,18 @@ def begin_save(root: str | os.PathLike[str], step: int) -> Path:
     return tmp
 
 
-def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int) -> Path:
+def commit(
+    tmp: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    step: int,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> Path:
     """Turns a fully written `tmp` into global_step_{step} and points the tracker at it; returns the directory.
 
     Call once, after every rank has written. A killed process leaves either the old state or the new one.
-    An existing directory of the same step is replaced.
+    An existing directory of the same step is replaced.  check: called when all is on the disk; what it raises leaves no
+    checkpoint.
     """
     tmp, root = Path(tmp), Path(root)
     final = root / DIRECTORY_FORMAT.format(step)
@@ -278,6 +285,7 @@ def commit(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int)
     }
     (tmp / COMPLETE_NAME).write_text(_manifest_text(manifest), encoding="utf-8")
     flush([tmp / COMPLETE_NAME, tmp])
+    check()
     return _become(tmp, final, step)
 
 

@@ -116,7 +116,13 @@ def ppo_run(cfg: PPOConfig, inputs: PPOInputs, host: RunHost) -> Iterator[Run]:
             timers=Timers(on_enter=tracker.phase),
             total_steps=num_steps,
             stop=host.stop,
-            saves=Saves(trainer, config=cfg, roles=trained_models(cfg), state=length_of_epochs(cfg, num_steps)),
+            saves=Saves(
+                trainer,
+                config=cfg,
+                roles=trained_models(cfg),
+                state=length_of_epochs(cfg, num_steps),
+                commits_on_error=inputs.fit is not None,
+            ),
             start=phases,
         )
         # Trackers open in background threads: one that cannot be opened ends the run here, not after the first step.

@@ -220,10 +220,16 @@ def publish(
     best: Best | None = None,
     every: int | None = None,
     spare: Collection[int] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory."""
+    """Makes what `write` wrote the newest checkpoint, then removes old ones but `spare`; returns its directory.
+
+    check: raises if neither may happen any more; called before, between and after the parts that may take long.
+    """
     with _removed_on_failure(tmp, root, step):
-        directory = commit(tmp, root, step)
+        check()
+        directory = commit(tmp, root, step, check=check)
+    check()
     rotate(root, keep, best=best, every=every, spare=spare)
     return directory
 

@@ -33,6 +33,8 @@ class Saves:
 
     config: of the run, which is saved with it.  roles: the models that the run trains; a save without one fails.
     state: what the state of every save has beside that of the step.
+    commits_on_error: where the loop ends by an exception, what it has not committed becomes a checkpoint, as a loop of
+    the user's own need not call `commit`. Else it is dropped: nobody logged that step, and it is done again.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class Saves:
         config: PPOConfig | SFTConfig | None = None,
         roles: Collection[str] = (),
         state: Mapping[str, Any] | None = None,
+        commits_on_error: bool = False,
     ) -> None:
-        self._state = dict(state or {})
+        self._state, self._commits_on_error = dict(state or {}), commits_on_error
         self._root, self._in_background = trainer.default_local_dir, trainer.async_save
         metric = trainer.best_ckpt_metric
         self._metric = metric
@@ -147,8 +150,7 @@ class Saves:
             yield
         except BaseException as error:
             limit_s = _AFTER_LOST_RANK_S if isinstance(error, WorkerError) else None
-            with suppress(CheckpointWriteError, OSError):
-                self.commit()
+            self._leave_uncommitted()
             self._end(limit_s if isinstance(error, Exception) else _AFTER_INTERRUPT_S)
             raise
         self._collect(wait=True)
@@ -159,12 +161,22 @@ class Saves:
         if failures:
             raise CheckpointWriteError(f"{failures[-1]}{self._stays()}")
 
-    def _publish(self, tmp: Path, *, step: int) -> Path:
-        """Makes what was written a checkpoint; a copy of it for the mirror is made later."""
+    def _leave_uncommitted(self) -> None:
+        """Commits what the loop has not, or drops it."""
+        if self._commits_on_error:
+            with suppress(CheckpointWriteError, OSError):
+                self.commit()
+        elif self._running is not None and not self._running.may_commit.is_set():
+            self._running.give_up()
+        # What was written while the run waited goes with the next rotation.
+        self._written = None
+
+    def _publish(self, tmp: Path, *, step: int, check: Callable[[], None] = lambda: None) -> Path:
+        """Makes what was written a checkpoint; a copy of it for the mirror is made later.  check: as `publish`."""
         kept, uploads = self._kept, self._uploads
         spare = set() if uploads is None else uploads.steps
         directory = checkpoints.publish(
-            tmp, self._root, step, keep=kept.newest, best=kept.best, every=kept.every, spare=spare
+            tmp, self._root, step, keep=kept.newest, best=kept.best, every=kept.every, spare=spare, check=check
         )
         if uploads is not None:
             uploads.add(directory)
@@ -198,6 +210,7 @@ class Saves:
             self.latest = running.directory
 
     def _failed(self, step: int, error: Exception | None) -> None:
+        self.saved_at.pop(step, None)
         self._news["checkpoint/failed_saves"] = self._news.get("checkpoint/failed_saves", 0.0) + 1
         self._failures.append(CheckpointWriteError(f"the checkpoint of step {step} was not written: {error}"))
 
@@ -223,7 +236,7 @@ class _Running:
         written = {role: self._begun(model, tmp / role) for role, model in models.items()}
         # Copied, because the run changes its state while the thread writes.
         self._write = functools.partial(write, tmp, step=step, models=written, state=copy.deepcopy(state))
-        self._publish = functools.partial(publish, tmp, step=step)
+        self._publish = functools.partial(publish, tmp, step=step, check=self._check)
         # A daemon thread: a process that an interrupt ends does not wait for it.
         self._thread = threading.Thread(target=self._run, name=f"save-{step}", daemon=True)
         self._thread.start()
@@ -236,8 +249,9 @@ class _Running:
         self._thread.join(limit_s)
 
     def give_up(self) -> None:
-        """Ends the wait for the ranks; what they wrote stays under its temporary name."""
+        """Ends the wait for the ranks; what they wrote becomes no checkpoint."""
         self.given_up.set()
+        self.may_commit.set()
         # A rank that is well answers at once; the thread may wait for one that is not, and asks nobody else.
         self._thread.join(_GIVE_UP_S)
 
@@ -245,6 +259,11 @@ class _Running:
         assert model.begin is not None, "a model that cannot be saved in the background"
         writing = model.begin(str(directory))
         return replace(model, write=lambda _: writing(self.given_up))
+
+    def _check(self) -> None:
+        """Raises CheckpointWriteError if the save was given up: the directory may be another attempt's by now."""
+        if self.given_up.is_set():
+            raise CheckpointWriteError("it was given up")
 
     def _run(self) -> None:
         try:

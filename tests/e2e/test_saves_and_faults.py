@@ -57,6 +57,8 @@ def test_a_stop_finishes_the_save_that_is_being_written(
         more = ["trainer.total_training_steps=50", f"trainer.save_deadline_s={deadline_s}"]
         job = start_job(main_ppo(keys(inputs, run_dir, tmp_path / "rollouts", *more)), tmp_path / "job")
         job.wait_for(lambda: any(run_dir.glob("global_step_2.tmp-*")), "the second save")
+        # Before it is logged the step would be done again.
+        job.wait_for(lambda: 2 in Record.read(run_dir).final, "the line of the second step")
         assert not (run_dir / "global_step_2").exists()
         job.kill_driver(signal.SIGTERM)
         assert job.finish() == code, job.tail()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import CheckpointWriteError, read_trainer_state
 from scalerl.cluster.failures import WorkerError
@@ -68,10 +69,17 @@ def ranks(model: Path) -> Ranks:
     return Ranks(model)
 
 
-def begun(root: Path, *, async_save: bool = True, max_actor_ckpt_to_keep: int | None = None) -> Saves:
-    return Saves(
-        TrainerConfig(default_local_dir=str(root), async_save=async_save, max_actor_ckpt_to_keep=max_actor_ckpt_to_keep)
+def begun(
+    root: Path,
+    *,
+    async_save: bool = True,
+    max_actor_ckpt_to_keep: int | None = None,
+    commits_on_error: bool = False,
+) -> Saves:
+    trainer = TrainerConfig(
+        default_local_dir=str(root), async_save=async_save, max_actor_ckpt_to_keep=max_actor_ckpt_to_keep
     )
+    return Saves(trainer, commits_on_error=commits_on_error)
 
 
 def names(root: Path) -> list[str]:
@@ -133,6 +141,8 @@ def test_a_save_that_fails_is_told_and_ends_no_run(tmp_path: Path, ranks: Ranks)
         ]
         # Its room is given back, and the next one is written.
         assert names(tmp_path) == ["global_step_1"]
+        # Nor is its state saved, so that a deadline tries again.
+        assert kept.has(1) and not kept.has(2)
         ranks.problem = ""
         kept.save(3, ranks.models(), {}, wait=False)
     assert names(tmp_path) == ["global_step_1", "global_step_3"] and kept.latest == tmp_path / "global_step_3"
@@ -211,10 +221,12 @@ def test_a_checkpoint_comes_when_its_step_is_logged(tmp_path: Path, ranks: Ranks
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("error", [None, ValueError("of a tracker"), KeyboardInterrupt()])
-def test_what_nobody_committed_is_committed_at_the_end(
-    tmp_path: Path, ranks: Ranks, async_save: bool, error: BaseException | None
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_what_nobody_committed_is_committed_at_the_end_but_not_after_an_error(
+    tmp_path: Path, ranks: Ranks, async_save: bool, error: BaseException | None, own_loop: bool
 ) -> None:
-    kept = begun(tmp_path, async_save=async_save)
+    """An error comes before the step is logged: it is done again. A loop of the user's own may never commit."""
+    kept = begun(tmp_path, async_save=async_save, commits_on_error=own_loop)
     ranks.go.set()
     kept.save(1, ranks.models(), {}, wait=False, commit=False)
     # The next save commits the one before, too.
@@ -223,7 +235,38 @@ def test_what_nobody_committed_is_committed_at_the_end(
         assert names(tmp_path)[0] == "global_step_1"
         if error is not None:
             raise error
-    assert names(tmp_path) == ["global_step_1", "global_step_2"] and kept.latest == tmp_path / "global_step_2"
+    last = 2 if error is None or own_loop else 1
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    found = checkpoints.find_resume_point(str(tmp_path), "auto", None)
+    assert found.directory == kept.latest == tmp_path / f"global_step_{last}"
+
+
+def test_a_save_that_was_given_up_becomes_no_checkpoint(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk answers when the run was built again in the same process, which is writing then."""
+    monkeypatch.setattr(saves, "_AFTER_LOST_RANK_S", 0.1)
+    monkeypatch.setattr(saves, "_GIVE_UP_S", 0.1)
+    answers, flush = threading.Event(), store.flush
+
+    def slow_flush(paths: Iterable[Path]) -> None:
+        assert answers.wait(SOON_S)
+        flush(paths)
+
+    kept = begun(tmp_path, max_actor_ckpt_to_keep=1)
+    ranks.go.set()
+    kept.save(1, ranks.models(), {}, wait=True)
+    with monkeypatch.context() as patch, pytest.raises(WorkerError), kept.finished():
+        patch.setattr(store, "flush", slow_flush)
+        kept.save(2, ranks.models(), {}, wait=False)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "save-2")
+        raise WorkerError("rank 1 died")
+    of_another = store.begin_save(tmp_path, 2)
+    answers.set()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    assert names(tmp_path) == ["global_step_1", of_another.name]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 @pytest.mark.parametrize("async_save", [False, True])
