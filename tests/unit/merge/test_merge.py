@@ -8,8 +8,10 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -531,23 +533,57 @@ def test_a_bias_of_a_critic_counts(tmp_path, hf_dir, capsys):
     assert "largest difference of the logits: 1\n" in said
 
 
-def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsys):
-    """A hub that refuses connections; a name that none can have is refused before anything is written."""
+class Hub(BaseHTTPRequestHandler):
+    """A hub that lets nobody make a repository."""
+
+    asked: ClassVar[list[tuple[str, dict[str, Any]]]] = []
+
+    def do_POST(self) -> None:
+        self.asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+        self.send_error(403)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_upload_reaches_the_network_with_a_whole_model(tmp_path, actor, capsys, answers):
+    """A hub that refuses, or is not there; a name that none can have is refused before anything is written."""
     assert run(actor, tmp_path / "merged", "--hf_upload_path", "not/a/name") == 2
     assert "--hf_upload_path 'not/a/name' is no name of a repository" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
     code = "import sys; from scalerl.merge import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["merge", "--backend", "megatron", "--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--hf_upload_path", "somebody/model", "--private"],
-        cwd=REPO,
-        env=os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": "none"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        if answers:
+            threading.Thread(target=hub.serve_forever, daemon=True).start()
+        else:
+            hub.server_close()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, "--hf_upload_path", "somebody/model", "--private"],
+            cwd=REPO,
+            env=os.environ
+            | {
+                "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+                "HF_TOKEN": "none",
+                # Which would raise before a socket is opened.
+                "HF_HUB_OFFLINE": "0",
+                "NO_PROXY": "*",
+                "no_proxy": "*",
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if answers:
+            hub.shutdown()
+    assert done.returncode == 2, done.stderr
     assert done.stdout.startswith("merged 25 tensors")
-    assert "was merged but could not be uploaded to somebody/model" in done.stderr
+    assert "was merged but could not be uploaded to somebody/model: " in done.stderr
+    assert ("403" if answers else "Connection refused") in done.stderr
+    assert f"hf upload somebody/model {tmp_path / 'merged'}" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "merged" / "model.safetensors").is_file()
+    if answers:
+        ((path, wanted),) = Hub.asked
+        assert path == "/api/repos/create" and wanted["visibility"] == "private"
+        assert (wanted["organization"], wanted["name"]) == ("somebody", "model")
