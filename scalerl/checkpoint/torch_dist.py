@@ -7,13 +7,16 @@ A tensor is stored as pieces (boxes of it), each what `torch.save` makes of one 
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import json
 import mmap
 import os
 import pickle
+import resource
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -26,11 +29,15 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from scalerl.checkpoint.digest import ALGORITHM, BLOCK_BYTES, CACHED_BYTES, Digest
 from scalerl.checkpoint.store import PIECES_INDEX_NAME
-from scalerl.errors import UserError
+from scalerl.errors import RunError, UserError
 
 METADATA_NAME = ".metadata"
 # Pieces of up to so many bytes are read in one go; a merge has those of all ranks that share a row open at a time.
 _SMALL_BYTES = 2**18
+# What the system says of data that is not there. Any other error is of the machine, as a file server that is away.
+_LOST_DATA = (errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN)
+# That a process has open beside a checkpoint's.
+_OTHER_FILES = 512
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (item.__module__, item.__qualname__): item
@@ -63,6 +70,43 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 class DamagedCheckpointError(UserError):
     """A part of a checkpoint is not what was saved. The message names the file and, if there is one, the tensor."""
+
+
+class CheckpointReadError(RunError):
+    """A part of a checkpoint cannot be read now, which says nothing of it: too many open files, or no answer."""
+
+
+class RemovedCheckpointError(UserError):
+    """A checkpoint was removed while it was read."""
+
+
+def read_error(what: str, error: OSError) -> DamagedCheckpointError | CheckpointReadError:
+    """The error to raise for one of the system.  what: the beginning of its message."""
+    kind = DamagedCheckpointError if error.errno in _LOST_DATA else CheckpointReadError
+    return kind(f"{what} cannot be read: {error.strerror or error}")
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the soft limit of open files, as far as the hard one allows, if `count` more would not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+
+
+@contextmanager
+def while_there(directory: Path) -> Iterator[None]:
+    """Raises RemovedCheckpointError for an error of the block if the checkpoint's directory is gone by then."""
+    try:
+        yield
+    except Exception:
+        if directory.is_dir():
+            raise
+        raise RemovedCheckpointError(
+            f"{directory} was removed while it was read, as by the rotation of the run that saved it. Take a newer "
+            "one; trainer.ckpt_every_to_keep and trainer.max_actor_ckpt_to_keep say which stay"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -110,6 +154,7 @@ class DistCheckpoint:
         self._metadata = _read_metadata(self.dir / METADATA_NAME)
         self._index = _read_index(self.dir / PIECES_INDEX_NAME)
         self._files: dict[str, int] = {}
+        allow_open_files(len({stored.relative_path for stored in self._metadata.storage_data.values()}))
         # (file, start) of the pieces whose digests have been compared.
         self._verified: set[tuple[str, int]] = set()
 
@@ -219,7 +264,7 @@ class DistCheckpoint:
         try:
             # From the file, so that no copy of the piece lies beside the tensor.
             tensor = torch.load(io.BufferedReader(_PieceFile(self, piece)), map_location="cpu", weights_only=True)
-        except DamagedCheckpointError:
+        except (DamagedCheckpointError, CheckpointReadError):
             raise
         except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
             raise self._damaged(piece, f"cannot be read: {error}") from None
@@ -237,7 +282,7 @@ class DistCheckpoint:
                     raise self._damaged(piece, f"the file is cut short at {position} bytes")
                 out, position = out[size:], position + size
         except OSError as error:
-            raise self._damaged(piece, f"cannot be read: {error}") from None
+            raise read_error(self._place(piece), error) from None
 
     def _file(self, name: str) -> int:
         # Two threads may both open the file; the later descriptor is closed.
@@ -248,8 +293,10 @@ class DistCheckpoint:
         return self._files[name]
 
     def _damaged(self, piece: StoredPiece, what: str) -> DamagedCheckpointError:
-        box = f"{list(piece.offsets)} + {list(piece.sizes)}"
-        return DamagedCheckpointError(f"{self.dir / piece.file}: tensor {piece.key} at {box}: {what}")
+        return DamagedCheckpointError(f"{self._place(piece)} {what}")
+
+    def _place(self, piece: StoredPiece) -> str:
+        return f"{self.dir / piece.file}: tensor {piece.key} at {list(piece.offsets)} + {list(piece.sizes)}:"
 
     def close(self) -> None:
         while self._files:

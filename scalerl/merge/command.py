@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalerl.data.model_source import model_directory
-from scalerl.errors import EXIT_USER_ERROR, CommandParser
+from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, CommandParser, RunError
 from scalerl.merge.compare import report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
@@ -66,13 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0, 2 with one message on stderr, or 1 where `test` found a difference."""
+    """Runs the command line; returns 0, 1 where `test` found a difference, or 2 or 70 with one message on stderr."""
     args = build_parser().parse_args(argv)
     try:
         return {"merge": _merge, "split": _split, "test": _test}[args.operation](args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_USER_ERROR
 
 
 def _merge(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from scalerl.checkpoint.store import COMPLETE_NAME, integrity_problem
-from scalerl.checkpoint.torch_dist import DistCheckpoint
+from scalerl.checkpoint.torch_dist import DistCheckpoint, while_there
 from scalerl.families import (
     CHECKPOINT_MODEL_PREFIX,
     CHECKPOINT_MODEL_ROOTS,
@@ -79,7 +79,7 @@ def merge(
     keys = _check_complete(checkpoint, family, shape)
     out_dtype = _out_dtype(checkpoint, [keys[p.name] for p in family.params(shape) if not p.keeps_float32], dtype)
 
-    with closing(checkpoint), whole_directory(target) as directory:
+    with while_there(actor_dir), closing(checkpoint), whole_directory(target) as directory:
         specs, num_files = _write_tensors(
             directory, checkpoint, keys, family.params(shape), shape, out_dtype, max_shard_bytes, num_workers
         )

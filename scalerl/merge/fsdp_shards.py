@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from scalerl.checkpoint.torch_dist import allow_open_files
 from scalerl.merge.torch_file import FileTensor, PickledObject, TorchFile
 
 FILE_NAME = re.compile(r"model_world_size_(?P<world_size>\d+)_rank_(?P<rank>\d+)\.pt")
@@ -51,6 +52,7 @@ class FsdpCheckpoint:
     def __init__(self, directory: str | Path) -> None:
         self.dir = Path(directory)
         paths = find_files(self.dir)
+        allow_open_files(len(paths))
         with ExitStack() as opened:
             self.files = [opened.enter_context(TorchFile(path)) for path in paths]
             self.tensors = self._join([_named_values(file) for file in self.files])

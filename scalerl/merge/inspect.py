@@ -21,7 +21,7 @@ from scalerl.checkpoint.store import (
     manifest_sizes,
     read_trainer_state,
 )
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, while_there
 from scalerl.errors import EXIT_USER_ERROR, CommandParser
 from scalerl.families import ModelShape
 
@@ -48,14 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = _directory(Path(args.checkpoint))
         if (problem := integrity_problem(directory)) is not None:
             raise ValueError(f"{directory} is no whole checkpoint: {problem}")
-        # First: what is damaged cannot be described.
-        if args.check and (problem := integrity_problem(directory, digests=True)) is not None:
-            print(f"error: {directory}: {problem}", file=sys.stderr)
-            return 1
-        for line in describe(directory):
-            print(line)
-        if args.check:
-            print(_checked(directory))
+        with while_there(directory):
+            # First: what is damaged cannot be described.
+            problem = integrity_problem(directory, digests=True) if args.check else None
+            if problem is not None and directory.is_dir():
+                print(f"error: {directory}: {problem}", file=sys.stderr)
+                return 1
+            for line in describe(directory):
+                print(line)
+            if args.check:
+                print(_checked(directory))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

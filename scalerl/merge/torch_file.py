@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, as_bytes
+from scalerl.checkpoint.torch_dist import DamagedCheckpointError, as_bytes, read_error
 
 # Bytes of a tensor that are read at a time.
 MAX_READ_BYTES = 16 * 2**20
@@ -124,7 +124,7 @@ class TorchFile:
         try:
             self._file = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise DamagedCheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+            raise read_error(str(self.path), error) from None
         try:
             self._members, self.content = self._read()
         except BaseException:

@@ -24,7 +24,14 @@ from safetensors.torch import save as serialized
 
 from scalerl.checkpoint.pieces import DIST_CKPT, Piece, WrittenFile, boxes, write_file, write_index
 from scalerl.checkpoint.store import RNG, CheckpointWriteError
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader, StoredPiece
+from scalerl.checkpoint.torch_dist import (
+    CheckpointReadError,
+    DamagedCheckpointError,
+    DistCheckpoint,
+    PieceReader,
+    StoredPiece,
+    while_there,
+)
 from scalerl.errors import UserError
 from scalerl.families import CHECKPOINT_MODEL_ROOTS, ModelShape, Param, padded_vocab_size
 from scalerl.parallel.optimizer import adopt_main_parameters, main_tensors, optimizer_parts, set_num_updates
@@ -121,12 +128,13 @@ def load_engine(engine: MegatronEngine, directory: str | Path) -> None:
     The random state is loaded if the checkpoint has one for each rank; else a run says that it is not (`resumed_lines`
     of the trainer). Raises CheckpointMismatchError, before any weight changes, if the checkpoint is of another model,
     and DamagedCheckpointError, on every rank, if any byte of the tensors is not what was saved: load another checkpoint
-    then. Each rank compares what it reads, and a share of what none needs, so that no byte is read only to be compared.
+    then. CheckpointReadError and RemovedCheckpointError say that they could not be read. Each rank compares what it
+    reads, and a share of what none needs, so that no byte is read only to be compared.
     """
     directory = Path(directory)
     engine.require_on_device(*_STATE, work="loading a checkpoint")
     engine.before_change()
-    with DistCheckpoint(directory / DIST_CKPT) as stored:
+    with while_there(directory), DistCheckpoint(directory / DIST_CKPT) as stored:
         _check_model(engine, stored)
         common = torch.load(stored.dir / COMMON, map_location="cpu", weights_only=True)
         reads_weights = _reads_weights(engine, stored)
@@ -150,7 +158,7 @@ def _together(work: Callable[[], Any]) -> Any:
     result, failure = None, None
     try:
         result = work()
-    except (OSError, UserError, ValueError) as error:
+    except (OSError, UserError, ValueError, CheckpointReadError) as error:
         failure = error
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, None if failure is None else (type(failure).__name__, str(failure)))
@@ -158,8 +166,9 @@ def _together(work: Callable[[], Any]) -> Any:
     if not failed:
         return result
     rank, kind, message = failed[0]
-    if kind == DamagedCheckpointError.__name__:
-        raise DamagedCheckpointError(message) from failure
+    for error in (DamagedCheckpointError, CheckpointReadError):
+        if kind == error.__name__:
+            raise error(message) from failure
     raise CheckpointWriteError(f"rank {rank} could not write its part of the checkpoint: {message}") from failure
 
 

@@ -16,7 +16,15 @@ from scalerl.checkpoint import torch_dist
 from scalerl.checkpoint.digest import Digest, digest_of_file
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.store import PIECES_INDEX_NAME
-from scalerl.checkpoint.torch_dist import DamagedCheckpointError, DistCheckpoint, PieceReader, as_bytes
+from scalerl.checkpoint.torch_dist import (
+    CheckpointReadError,
+    DamagedCheckpointError,
+    DistCheckpoint,
+    PieceReader,
+    RemovedCheckpointError,
+    as_bytes,
+    while_there,
+)
 
 WHOLE = torch.arange(7 * 5 * 4, dtype=torch.float32).view(7, 5, 4)
 # (offsets, sizes): rows, a row in two parts, columns, and columns of columns.
@@ -91,6 +99,64 @@ def test_a_flipped_byte_is_found_by_who_reads_any_part_of_its_piece(directory: P
                 file.seek(piece.start + at)
                 file.write(bytes([byte]))
         PieceReader(stored, piece).finish()
+
+
+@pytest.mark.parametrize("with_index", [True, False])
+def test_only_lost_data_is_damage(directory: Path, with_index: bool) -> None:
+    """A run passes over a damaged checkpoint; one that cannot be read for another reason may be whole."""
+    if not with_index:
+        (directory / PIECES_INDEX_NAME).unlink()
+    file = directory / "__0_0.distcp"
+    file.rename(directory / "moved")
+    with DistCheckpoint(directory) as stored, pytest.raises(DamagedCheckpointError, match="No such file"):
+        stored.read("whole")
+    # A link to itself, which the system does not follow.
+    file.symlink_to(file.name)
+    with DistCheckpoint(directory) as stored, pytest.raises(CheckpointReadError, match=r"whole at .* Too many levels"):
+        stored.read("whole")
+
+
+FEW_FILES = """
+import os, resource, sys
+from scalerl.checkpoint import torch_dist
+from scalerl.checkpoint.torch_dist import CheckpointReadError, DistCheckpoint
+
+few = len(os.listdir("/proc/self/fd")) + 4
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+with DistCheckpoint(sys.argv[1]) as stored:
+    print(stored.read("rows").sum().item())
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+try:
+    with DistCheckpoint(sys.argv[1]) as stored:
+        stored.read("rows")
+except CheckpointReadError as error:
+    print(error)
+"""
+
+
+def test_a_checkpoint_of_more_files_than_may_be_open(tmp_path: Path) -> None:
+    """As of 1,000 ranks: as many as the system allows are opened, and one that it does not is no damage."""
+    rows = [Piece("rows", (20, 2), (row, 0), torch.ones(1, 2)) for row in range(20)]
+    write_index(tmp_path, [write_file(tmp_path / f"__{row}_0.distcp", [piece]) for row, piece in enumerate(rows)], {})
+    done = subprocess.run([sys.executable, "-c", FEW_FILES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    read, refused = done.stdout.splitlines()
+    assert read == "40.0" and refused.endswith("cannot be read: Too many open files")
+
+
+def test_what_rotation_removes_under_a_reader_is_no_damage(directory: Path) -> None:
+    with (
+        pytest.raises(RemovedCheckpointError, match=r"was removed while it was read.*ckpt_every_to_keep"),
+        while_there(directory),
+        DistCheckpoint(directory) as stored,
+    ):
+        directory.rename(directory.with_name("deleting"))
+        stored.read("whole")
+    directory.with_name("deleting").rename(directory)
+    (directory / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError), while_there(directory), DistCheckpoint(directory) as stored:
+        stored.read("whole")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])

@@ -10,6 +10,7 @@ import torch
 
 from scalerl.checkpoint import store
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
+from scalerl.merge import inspect
 from scalerl.merge.inspect import main
 from tests.tiny_models import make_tiny_model
 
@@ -63,6 +64,21 @@ def test_damage_is_found_when_asked_for(checkpoint: Path, capsys: pytest.Capture
     assert main([str(checkpoint)]) == 0
     assert main([str(checkpoint), "--check"]) == 1
     assert f"file actor/dist_ckpt/__0_0.distcp is not what was saved: tensor {WEIGHT} at" in capsys.readouterr().err
+
+
+def test_what_rotation_removes_while_it_is_checked(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = store.integrity_problem
+
+    def check_too_late(directory: Path, **kwargs: bool) -> str | None:
+        if kwargs:
+            directory.rename(directory.with_name("global_step_3.deleting-0"))
+        return check(directory, **kwargs)
+
+    monkeypatch.setattr(inspect, "integrity_problem", check_too_late)
+    assert main([str(checkpoint), "--check"]) == 2
+    assert f"error: {checkpoint} was removed while it was read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("at", [0.02, 0.5, 0.98])

@@ -30,7 +30,7 @@ from scalerl.checkpoint import store
 from scalerl.checkpoint.pieces import Piece, write_file, write_index
 from scalerl.checkpoint.torch_dist import DistCheckpoint
 from scalerl.families import CHECKPOINT_MODEL_PREFIX, HFWeights, ModelShape, family_of
-from scalerl.merge import main, merge
+from scalerl.merge import convert, main, merge
 from scalerl.merge.command import parse_bytes
 from tests.lanes import full
 from tests.tiny_models import WITH_EXPERTS, make_tiny_model
@@ -531,6 +531,22 @@ def test_a_bias_of_a_critic_counts(tmp_path, hf_dir, capsys):
     said = capsys.readouterr().out
     assert "score.bias: differs by up to 1\n" in said and "1 tensors differ" in said
     assert "largest difference of the logits: 1\n" in said
+
+
+def test_a_checkpoint_that_rotation_removes_meanwhile(tmp_path, actor, capsys, monkeypatch):
+    """After its files were opened and read: those beside the weights are copied last."""
+    write = convert._write_tensors
+
+    def write_and_lose(*args: Any, **kwargs: Any) -> Any:
+        written = write(*args, **kwargs)
+        actor.parent.rename(actor.parent.with_name("global_step_7.deleting-0"))
+        return written
+
+    monkeypatch.setattr(convert, "_write_tensors", write_and_lose)
+    assert run(actor, tmp_path / "merged") == 2
+    said = capsys.readouterr().err
+    assert f"error: {actor} was removed while it was read" in said and "trainer.ckpt_every_to_keep" in said
+    assert not (tmp_path / "merged").exists()
 
 
 class Hub(BaseHTTPRequestHandler):
