@@ -31,6 +31,7 @@ from scalerl.verify.differences import (
 
 if TYPE_CHECKING:
     from scalerl.cluster.processes import Processes
+    from scalerl.config import PPOConfig
 
 USAGE = """\
 scalerl verify-resume key=value ... [--steps N] [--at K] [--keep]
@@ -39,8 +40,9 @@ Trains N steps (default 4) in one go, and again K steps (default N/2), a stop, a
 keys of scalerl train; then compares weights, optimizers, learning rates, random states, sampled tokens, metrics and
 MLflow's history bit for bit. Exit code 0 where all is the same, 1 where something differs, whose name is printed.
 Writes to DIR/verify_resume (DIR: trainer.default_local_dir) and removes it, unless --keep is given or something
-differs. With SGLang, whose sampler has no state that could be saved, it compares steps, prompts, learning rates and the
-state of the run.
+differs. Where a resume draws other samples it compares steps, prompts, learning rates and the state of the run alone:
+with SGLang, whose sampler has no state that could be saved, and where servers of a pool of their own run ahead
+(trainer.max_staleness). It is for RL: the keys of scalerl sft are not taken.
 """
 DIRECTORY = "verify_resume"
 # Name of the comparison of what MLflow has.
@@ -58,7 +60,7 @@ _KEYS = (
     "trainer.logger=[file,mlflow]",
 )
 # Columns of a dump that say what was asked for, not what came.
-_ASKED = ("prompt_uid", "uid", "sample_index", "seed", "policy_version")
+_ASKED = ("prompt_uid", "uid", "sample_index", "seed")
 
 
 @dataclass(frozen=True)
@@ -97,21 +99,38 @@ def main(argv: Sequence[str], processes: Processes | None = None) -> int:
     train(run_keys(keys, pair.resumed, options.steps), processes, stop_after=at)
     print(f"verify-resume: steps {at + 1} to {options.steps}, resumed", flush=True)
     train_in_new_process(run_keys(keys, pair.resumed, options.steps))
-    is_exact = traits_of(cfg.actor_rollout_ref.rollout.name).repeats_draws
-    parts = compare(pair, is_exact=is_exact)
+    reason = why_others(cfg)
+    parts = compare(pair, is_exact=reason is None, is_ahead=runs_ahead(cfg))
     print(table(parts))
-    if not is_exact:
-        print(
-            "  not compared: tokens, weights, optimizers and other metrics. "
-            f"{cfg.actor_rollout_ref.rollout.name} draws others after a resume: its sampler has no state that could be "
-            f"saved (rollout.name={engines_with(lambda traits: traits.repeats_draws)} has)"
-        )
+    if reason is not None:
+        print(f"  not compared: tokens, weights, optimizers and other metrics. {reason}")
     same = all(each.difference is None for each in parts)
     if same and not options.keep:
         shutil.rmtree(root)
     else:
         print(f"both runs are in {root}")
     return 0 if same else 1
+
+
+def runs_ahead(cfg: PPOConfig) -> bool:
+    """Whether servers sample for the next steps while a step trains, as they have not for the first after a resume."""
+    return cfg.trainer.max_staleness > 0 and not cfg.actor_rollout_ref.hybrid_engine
+
+
+def why_others(cfg: PPOConfig) -> str | None:
+    """Why a correct run has other samples after a resume; None where it has the same."""
+    name = cfg.actor_rollout_ref.rollout.name
+    if not traits_of(name).repeats_draws:
+        return (
+            f"{name} draws others after a resume: its sampler has no state that could be saved "
+            f"(rollout.name={engines_with(lambda traits: traits.repeats_draws)} has)"
+        )
+    if runs_ahead(cfg):
+        return (
+            "The servers sample ahead, and the first steps after a resume have samples of a newer policy "
+            "(trainer.max_staleness=0 compares all)"
+        )
+    return None
 
 
 def run_keys(keys: Sequence[str], run_dir: Path, num_steps: int) -> list[str]:
@@ -164,15 +183,19 @@ def train_in_new_process(keys: Sequence[str]) -> None:
         raise RunError(f"verify-resume: the resumed run ended with exit code {code}; its output says why")
 
 
-def compare(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
-    """Compares the straight run with the resumed one.  is_exact: the sampler draws the same again."""
+def compare(pair: Pair, *, is_exact: bool, is_ahead: bool = False) -> list[ComparedPart]:
+    """Compares the straight run with the resumed one.  is_exact: the sampler draws the same again.
+
+    is_ahead: samples may be of another policy (`runs_ahead`).
+    """
     steps = range(1, pair.num_steps + 1)
     metrics = [read_metrics(at) for at in (pair.straight, pair.resumed)]
     dumps = [at / "rollouts" for at in (pair.straight, pair.resumed)]
     lr = {"actor/lr", "critic/lr"}
+    asked = _ASKED if is_ahead else (*_ASKED, "policy_version")
     parts = [
         ComparedPart("steps", f"1 to {pair.num_steps}", _steps(metrics[1], pair.num_steps)),
-        compare_samples(dumps[0], dumps[1], steps, None if is_exact else _ASKED),
+        compare_samples(dumps[0], dumps[1], steps, None if is_exact else asked),
         compare_states(*pair.checkpoints),
         compared_part(
             "learning rates", f"{pair.num_steps} steps", metric_differences(*metrics, wanted=lr.__contains__)

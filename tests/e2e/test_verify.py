@@ -7,12 +7,15 @@ import io
 import json
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load, save_file
 
 from scalerl.data import PromptCursor
 from scalerl.errors import UserError, run_main
@@ -20,6 +23,7 @@ from scalerl.verify import replay, resume
 from scalerl.verify.resume import Pair, compare
 from tests.e2e.jobs import Inputs
 from tests.e2e.kept import Kept
+from tests.e2e.test_running_ahead import CORRECTED, OWN_POOL
 
 
 @dataclass(frozen=True)
@@ -77,33 +81,66 @@ def test_any_difference_is_found(verified: Verified) -> None:
         return next((f"{one.what}: {one.difference}" for one in found if one.difference is not None), "none")
 
     assert first() == "none"
-    at = verified.pair.resumed
-    metrics, state = at / "metrics.jsonl", at / "global_step_2" / "trainer_state.json"
-    dump = at / "rollouts" / "step_2.parquet"
-    rows = pq.read_table(dump)
-    ids = rows["input_ids"].to_pylist()
-    ids[3][-1] += 1
-    other_ids = rows.set_column(rows.column_names.index("input_ids"), "input_ids", [ids])
-    whole = {path: path.read_bytes() for path in (metrics, state, dump)}
-    changed = json.loads(state.read_text())
-    changed["prompts"]["position"] = -1
-    grad_norm = json.loads(metrics.read_text().splitlines()[-1])["data"]["actor/grad_norm"]
-    for path, content, words in (
-        (
-            metrics,
-            whole[metrics].replace(repr(grad_norm).encode(), b"0.5"),
-            f"step 2: actor/grad_norm {grad_norm!r}, 0.5",
-        ),
-        (metrics, b"\n".join(whole[metrics].splitlines()[:1]), "steps: logged steps are [1]"),
-        (state, json.dumps(changed).encode(), "state of the run: prompts.position: "),
-        (dump, None, "sampled tokens: step 2: input_ids of sample 3"),
+    step_2 = verified.pair.resumed / "global_step_2"
+    files = {
+        "metrics": verified.pair.resumed / "metrics.jsonl",
+        "state": step_2 / "trainer_state.json",
+        "dump": verified.pair.resumed / "rollouts" / "step_2.parquet",
+        "common": step_2 / "actor" / "dist_ckpt" / "common.pt",
+        "random": step_2 / "actor" / "rng" / "rank_0.safetensors",
+        "mlflow": verified.pair.resumed / "mlflow.db",
+    }
+    whole = {name: path.read_bytes() for name, path in files.items()}
+    data = json.loads(whole["metrics"].splitlines()[-1])["data"]
+    grad_norm, lr = data["actor/grad_norm"], data["actor/lr"]
+
+    def with_metric(key: str) -> bytes:
+        *others, line = whole["metrics"].splitlines()
+        changed = json.loads(line)
+        changed["data"][key] = 0.5
+        return b"\n".join([*others, json.dumps(changed).encode()])
+
+    def state() -> bytes:
+        changed = json.loads(whole["state"])
+        changed["prompts"]["position"] = -1
+        return json.dumps(changed).encode()
+
+    def dump() -> None:
+        rows = pq.read_table(files["dump"])
+        ids = rows["input_ids"].to_pylist()
+        ids[3][-1] += 1
+        pq.write_table(rows.set_column(rows.column_names.index("input_ids"), "input_ids", [ids]), files["dump"])
+
+    def common() -> None:
+        changed = torch.load(files["common"], weights_only=True)
+        torch.save(changed | {"num_updates": changed["num_updates"] + 1}, files["common"])
+
+    def random() -> None:
+        states = load(whole["random"])
+        name = min(states)
+        save_file(states | {name: states[name].flip(0)}, files["random"])
+
+    def mlflow() -> None:
+        with contextlib.closing(sqlite3.connect(files["mlflow"])) as store, store:
+            update = "UPDATE metrics SET value = value + 1 WHERE key = 'actor/grad_norm' AND step = 2"
+            assert store.execute(update).rowcount == 1
+
+    for name, change, words in (
+        ("metrics", with_metric("actor/grad_norm"), f"metrics: step 2: actor/grad_norm {grad_norm!r}, 0.5"),
+        ("metrics", with_metric("actor/lr"), f"learning rates: step 2: actor/lr {lr!r}, 0.5"),
+        ("metrics", b"\n".join(whole["metrics"].splitlines()[:1]), "steps: logged steps are [1]"),
+        ("state", state(), "state of the run: prompts.position: "),
+        ("dump", dump, "sampled tokens: step 2: input_ids of sample 3"),
+        ("common", common, "actor: number of updates: num_updates: "),
+        ("random", random, "random states: actor/rng/rank_0.safetensors: "),
+        ("mlflow", mlflow, f"MLflow's history: step 2: actor/grad_norm {grad_norm!r}, "),
     ):
-        if content is None:
-            pq.write_table(other_ids, path)
+        if isinstance(change, bytes):
+            files[name].write_bytes(change)
         else:
-            path.write_bytes(content)
+            change()
         assert words in first()
-        path.write_bytes(whole[path])
+        files[name].write_bytes(whole[name])
     assert first() == "none"
 
 
@@ -149,6 +186,22 @@ def test_with_sglang_it_says_what_it_compares(inputs: Inputs, kept: Kept, tmp_pa
     found = verify(inputs, kept, tmp_path, "actor_rollout_ref.rollout.name=sglang")
     assert found.code == 0, found.said
     assert "not compared: tokens, weights, optimizers" in found.said
+    for what in ("steps", "prompts", "state of the run", "learning rates", "MLflow's history"):
+        assert f"  {what} " in found.said
+    assert "actor: weights" not in found.said
+
+
+@pytest.mark.full
+def test_where_servers_run_ahead_it_says_what_it_compares(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
+    """The step after the resume has samples of the policy before it, and in one go of the one before that."""
+    found = verify(inputs, kept, tmp_path, *OWN_POOL, CORRECTED, "trainer.max_staleness=1")
+    assert found.code == 0, found.said
+    assert "not compared: tokens, weights, optimizers" in found.said and "sample ahead" in found.said
+    versions = [
+        set(pq.read_table(at / "rollouts" / "step_2.parquet")["policy_version"].to_pylist())
+        for at in (found.pair.straight, found.pair.resumed)
+    ]
+    assert versions == [{0}, {1}]
     for what in ("steps", "prompts", "state of the run", "learning rates", "MLflow's history"):
         assert f"  {what} " in found.said
     assert "actor: weights" not in found.said

@@ -71,10 +71,10 @@ def test_what_rotation_removes_while_it_is_checked(
 ) -> None:
     check = store.integrity_problem
 
-    def check_too_late(directory: Path, **kwargs: bool) -> str | None:
-        if kwargs:
+    def check_too_late(directory: Path, *, digests: bool = False) -> str | None:
+        if digests:
             directory.rename(directory.with_name("global_step_3.deleting-0"))
-        return check(directory, **kwargs)
+        return check(directory, digests=digests)
 
     monkeypatch.setattr(inspect, "integrity_problem", check_too_late)
     assert main([str(checkpoint), "--check"]) == 2
