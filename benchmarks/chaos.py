@@ -54,6 +54,8 @@ CRITIC = [
     "algorithm.kl_ctrl={type:adaptive,kl_coef:0.1,horizon:100,target_kl:0.1}",
 ]
 EXAMPLE = record.REPOSITORY / "examples" / "arithmetic"
+# From so many on the phases of about 1 ms are chosen too.
+_MANY_KILLS = 60
 # In --directory.
 PROGRESS = "chaos.json"
 
@@ -145,6 +147,7 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
     inputs = Inputs(directory / "model", directory / "rl_train.parquet", directory / "rl_val.parquet")
     pair = Pair(directory / "straight", directory / "killed", steps, 0)
     phases = (kills.START, *kills.PHASES, *(kills.CRITIC_PHASES if args.critic else ()))
+    phases += kills.BRIEF_PHASES if args.kills >= _MANY_KILLS else ()
     jobs: list[Job] = []
 
     def start(run_dir: Path) -> Job:

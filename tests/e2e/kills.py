@@ -29,13 +29,17 @@ START = "start"
 PHASES = (
     "gen",
     "old_log_prob",
+    "ref",
     "update_actor",
     "update_weights",
+    "dump_rollout_generations",
     "testing",
     "save_checkpoint",
     "commit",
     "rotation",
 )
+# Those of about 1 ms: of few kills they would take the tries of the others.
+BRIEF_PHASES = ("balance", "adv", "metrics")
 # Those that a run with a critic has beside them.
 CRITIC_PHASES = ("values", "update_critic")
 # Phases that not every step has.
