@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from scalerl.families import Family, ModelShape, family_of, read_config, value_model_config
+from scalerl.families import Family, HFWeights, ModelShape, family_of, read_config, value_model_config
 from scalerl.merge.compare import VALUE_BIAS
 from scalerl.merge.convert import DTYPES, MergeSummary, check_target, copy_beside
 from scalerl.merge.copy import MAX_WORKERS
@@ -79,6 +79,8 @@ def merge_fsdp(
             if config != read_config(hf_dir):
                 written = read_config(tmp)
                 (tmp / "config.json").write_text(json.dumps(written | _changes(config), indent=2) + "\n")
+            with HFWeights(tmp) as weights:
+                weights.check(family, ModelShape.from_hf(tmp), {VALUE_BIAS} & specs.keys())
     return MergeSummary.of(target, specs, num_files, out_dtype, start)
 
 

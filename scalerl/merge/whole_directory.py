@@ -24,9 +24,15 @@ def whole_directory(target: Path) -> Iterator[Path]:
         # Or a power failure could leave empty files under the name.
         flush([*tmp.rglob("*"), tmp])
         old = _beside(target, "old") if target.exists() else None
-        if old is not None:
-            target.rename(old)
-        tmp.rename(target)
+        try:
+            if old is not None:
+                target.rename(old)
+            tmp.rename(target)
+        # Ctrl-C too.
+        except BaseException:
+            if old is not None and old.exists() and not target.exists():
+                old.rename(target)
+            raise
         fsync(target.parent)
         if old is not None:
             shutil.rmtree(old)
