@@ -137,7 +137,8 @@ class SampleStream:
             raise NoContrastError(self._none_differs(len(rounds)))
         filled = []
         for finished, uids in zip(rounds, kept, strict=True):
-            others = [uid for uid in dict.fromkeys(finished.samples.samples["uid"].tolist()) if uid not in set(uids)]
+            chosen = set(uids)
+            others = [uid for uid in dict.fromkeys(finished.samples.samples["uid"].tolist()) if uid not in chosen]
             filled.append([*uids, *others[:missing]])
             missing -= len(others[:missing])
         return filled

@@ -22,15 +22,22 @@ class GroupScores:
         self.samples: dict[int, list[Trajectory]] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[ScoreResult]] = {}
         self.kept: set[int] = set()
-        # Finished groups that are not known to be kept or dropped yet.
+        # uid of a group -> how many of its scores are there, or failed.
+        self.num_scored: dict[int, int] = {}
+        # Groups with all scores that are not known to be kept or dropped yet.
         self.unjudged: set[int] = set()
 
     def add(self, sample: Trajectory) -> None:
         """Starts to score a finished sample."""
         self.samples.setdefault(sample.uid, []).append(sample)
-        self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
-        if self.is_finished(sample.uid):
-            self.unjudged.add(sample.uid)
+        task = self.tasks[sample.uid, sample.sample_index] = asyncio.ensure_future(self.score(sample))
+        task.add_done_callback(lambda _: self._note_scored(sample.uid))
+
+    def _note_scored(self, uid: int) -> None:
+        """Counts a score of a group, so that `are_enough` looks at a group when its last one is there, and once."""
+        self.num_scored[uid] = self.num_scored.get(uid, 0) + 1
+        if self.num_scored[uid] == self.n:
+            self.unjudged.add(uid)
 
     def is_finished(self, uid: int) -> bool:
         return len(self.samples.get(uid, ())) == self.n
@@ -49,8 +56,6 @@ class GroupScores:
         assert self.enough is not None
         for uid in list(self.unjudged):
             tasks = [self.tasks[uid, sample.sample_index] for sample in self.samples[uid]]
-            if not all(task.done() for task in tasks):
-                continue
             if any(task.cancelled() or task.exception() for task in tasks):
                 return True
             self.unjudged.discard(uid)

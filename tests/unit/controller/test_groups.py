@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,40 @@ def test_enough_is_when_that_many_groups_are_whole_scored_and_kept() -> None:
         assert scores.are_enough()
         assert [(sample.sample_index, result.score) for sample, result in await scores.of(2)] == [(0, 0.0), (1, 1.0)]
         assert scores.finished(3) == []
+        scores.cancel()
+
+    asyncio.run(scenario())
+
+
+class CountedLookUps(dict[Any, Any]):
+    """Counts the values that are looked up."""
+
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(key)
+
+
+def test_groups_that_wait_for_scores_cost_nothing_at_each_output() -> None:
+    """With a slow reward all groups of a step wait, and each of their outputs asks whether there are enough."""
+
+    async def scenario() -> None:
+        slow = asyncio.Event()
+
+        async def score(sample: Trajectory) -> ScoreResult:
+            if sample.uid != 5:
+                await slow.wait()
+            return ScoreResult(1.0)
+
+        scores = GroupScores(4, score, EarlyEnd(2))
+        scores.tasks = CountedLookUps()
+        for uid in range(50):
+            for index in range(4):
+                scores.add(sample_of(uid, index))
+                await asyncio.sleep(0)
+                assert not scores.are_enough()
+        assert scores.kept == {5} and scores.tasks.count == 4, "the one group that is scored, once"
         scores.cancel()
 
     asyncio.run(scenario())
