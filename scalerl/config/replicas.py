@@ -37,6 +37,13 @@ class ReplicaRoom:
         """The number of replicas for which there is room; 0 for replicas that are too large."""
         return self.nnodes // self.nodes_each * (self.devices_per_node // self.devices_each)
 
+    def planned(self, num_replicas: int | None) -> int:
+        """The number of replicas that a run has.  num_replicas: the configured number; None: as many as have room.
+
+        On a CPU there is one even where it is larger than the pool.
+        """
+        return num_replicas or max(self.num_replicas, 1)
+
 
 def size_violations(
     servers: ServerConfig, section: str, room: ReplicaRoom, keys: tuple[str, str], *, fills_nodes: bool = False

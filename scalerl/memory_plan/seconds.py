@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig, model_roles, world_size
+from scalerl.config.rules.rollout import num_replicas
 from scalerl.families import ModelShape
 from scalerl.families.flops import flops_shape
 from scalerl.memory_plan.parameters import ITEMSIZE
@@ -64,10 +65,9 @@ def _update_passes(granularity: str | None) -> int:
 def _generating(cfg: PPOConfig, shape: ModelShape, plan: MemoryPlan, samples: int) -> float:
     rollout, server = cfg.actor_rollout_ref.rollout, plan.server
     assert server is not None and plan.concurrency
-    replicas = world_size(cfg) // rollout.tensor_model_parallel_size
     response = RESPONSE_FRAC * cfg.data.max_response_length
     tokens = cfg.data.max_prompt_length + response / 2
-    each = -(-samples // replicas)
+    each = -(-samples // num_replicas(cfg))
     at_a_time = min(each, rollout.max_num_seqs, max(1, int((server.kv_tokens or 0) / tokens)))
     kv = kv_token_bytes(shape, rollout.tensor_model_parallel_size, ITEMSIZE[rollout.dtype])
     round_s = (server.weights + at_a_time * tokens * kv) / (H100_BANDWIDTH * BANDWIDTH_FRAC)

@@ -48,7 +48,7 @@ def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]
     room = ReplicaRoom(pool.nnodes, pool.devices_per_node, config.tensor_model_parallel_size)
     per_node, places = max(1, pool.devices_per_node // room.devices_each), pool.nnodes // room.nodes_each
     plans = []
-    for index in range(config.num_replicas or per_node * places):
+    for index in range(room.planned(config.num_replicas)):
         node, start = index // per_node % places * room.nodes_each, index % per_node * room.devices_each
         nodes, devices = range(node, node + room.nodes_each), range(start, start + room.devices_each)
         plans.append(ReplicaPlan(index, tuple(nodes), tuple(devices)))

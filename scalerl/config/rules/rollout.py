@@ -93,7 +93,7 @@ def _count_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
 
 @rule(f"{ROLLOUT}.num_workers", _TP_SIZE, f"{ROLLOUT}.num_replicas", *_NODES_OF_TRAINER, *_NODES_OF_POOL)
 def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
-    num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, _num_replicas(cfg)
+    num_workers, num_servers = cfg.actor_rollout_ref.rollout.num_workers, num_replicas(cfg)
     if num_workers is not None and num_workers > num_servers:
         yield (
             f"{ROLLOUT}.num_workers = {num_workers}: each has servers of its own, there are {num_servers}; set "
@@ -101,11 +101,9 @@ def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
         )
 
 
-def _num_replicas(cfg: PPOConfig) -> int:
+def num_replicas(cfg: PPOConfig) -> int:
     """The number of the policy's servers."""
-    rollout = cfg.actor_rollout_ref.rollout
-    # On a CPU a replica may be larger than the trainer.
-    return rollout.num_replicas or max(_room(cfg).num_replicas, 1)
+    return _room(cfg).planned(cfg.actor_rollout_ref.rollout.num_replicas)
 
 
 def _room(cfg: PPOConfig) -> ReplicaRoom:

@@ -295,6 +295,23 @@ def test_seconds_count_the_passes_that_a_step_makes() -> None:
     assert predicted_seconds(two, shapes(), found) == pytest.approx(training[1])
 
 
+def test_seconds_count_the_servers_that_there_are() -> None:
+    """Half as many servers have twice the samples each, and generate twice as many rounds of the same length."""
+    batches = ("data.train_batch_size=2048", "actor_rollout_ref.actor.ppo_mini_batch_size=2048")
+    # So few at a time divide the samples of a server.
+    more = (f"{MEGATRON}.tensor_model_parallel_size=4", f"{ROLLOUT}.max_num_seqs=16", *batches)
+    found = memory_plan(config(*more), shapes(), memory_bytes=H100)
+    room, eight, four, two = (
+        predicted_seconds(config(*more, f"{ROLLOUT}.num_replicas={count}"), shapes(), found)
+        for count in ("null", 8, 4, 2)
+    )
+    assert room == eight
+    assert 0 < two - four == pytest.approx(2 * (four - eight))
+    pool = (f"{ROLLOUT}.resource_pool.nnodes=1", f"{ROLLOUT}.resource_pool.n_gpus_per_node=2")
+    apart = config(*more, "actor_rollout_ref.hybrid_engine=false", *pool)
+    assert predicted_seconds(apart, shapes(), found) == two
+
+
 def test_balance_by_hand() -> None:
     """512 samples of one length are even over 8 ranks; 36 are not: the busiest has 5, the mean is 4.5."""
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
