@@ -174,25 +174,25 @@ class PolicyServers:
         """Marks every server as serving, before samples are asked for."""
         self._advance("continue", [index for index, order in self.orders.items() if not order.serving])
 
-    def mark_drained(self, failed: Mapping[int, str] | None = None) -> None:
-        """Marks every server as drained: no sample runs any more.
-
-        failed: index -> why, of servers that could not be paused.
-        """
+    def mark_drained(self) -> None:
+        """Marks every server as drained: no sample runs any more."""
         self._advance("drain", [index for index, order in self.orders.items() if order.serving])
-        self.server_set.end_failed(failed or {})
 
     def pause(self) -> dict[int, str]:
-        """Interrupts running samples where they are; `mark_drained` follows.
+        """Interrupts running samples where they are: every server is drained.
 
         Returns index -> error of servers that failed.
         """
+        self.mark_drained()
         return self.control.pause()
 
     def resume_interrupted(self) -> None:
         """Continues the samples that `pause` interrupted; servers that cannot continue are replaced."""
+        # First, for a server with weights that are not defined must not be asked.
+        self.mark_serving()
         self.server_set.end_failed(self.control.continue_generation())
         self.recovery.serve()
+        # The successors of those that could not.
         self.mark_serving()
 
     def replace(self, lost: Sequence[LostServer], *, generating: bool) -> None:

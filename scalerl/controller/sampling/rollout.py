@@ -279,7 +279,7 @@ class HybridRollout:
         down = self.servers.server_set.down
         lost = self.workers.news_so_far()
         failed |= {server.index: server.why for server in lost if server.index not in down}
-        self.servers.mark_drained(failed)
+        self.servers.server_set.end_failed(failed)
         return True
 
     def faults(self) -> Metrics:

@@ -9,7 +9,7 @@ import pytest
 
 from scalerl.config.schema import RolloutConfig
 from scalerl.controller.sampling.policy_servers import PolicyServers
-from scalerl.hybrid.order import SyncOrder, WrongOrderError
+from scalerl.hybrid.order import Step, SyncOrder, WrongOrderError
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.recovery import ServerRecovery
 from scalerl.servers.replica import Replica
@@ -62,7 +62,7 @@ def test_nothing_is_asked_of_anybody_where_nothing_happened() -> None:
     """After a generation without a loss, and for news of none."""
     servers = policy_servers(Nobody())
     servers.mark_serving()
-    servers.mark_drained({})
+    servers.mark_drained()
     servers.replace([], generating=False)
 
 
@@ -80,6 +80,29 @@ def test_a_server_that_serves_is_refused_where_its_weights_would_be_sent() -> No
     servers.mark_serving()
     with pytest.raises(WrongOrderError, match="http://0: begin is out of order"):
         servers.sync(1)
+
+
+@pytest.mark.parametrize("undefined", [("begin", "bucket"), ("release_kv", "release_weights", "resume_weights")])
+def test_no_server_continues_its_samples_while_the_weights_of_one_are_undefined(undefined: tuple[Step, ...]) -> None:
+    servers = policy_servers(Nobody())
+    for step in undefined:
+        servers.orders[1].advance(step)
+    # The servers' control is `Nobody`.
+    with pytest.raises(WrongOrderError, match="http://1: continue is out of order"):
+        servers.resume_interrupted()
+
+
+def test_a_server_is_drained_from_the_request_that_interrupts_it_on() -> None:
+    """Also where it fails in it: what it generates then is not known."""
+    servers = policy_servers(Ranks())
+    servers.mark_serving()
+
+    def pause() -> dict[int, str]:
+        assert not any(order.serving for order in servers.orders.values())
+        return {1: "it does not answer"}
+
+    servers.server_set.control = SimpleNamespace(pause=pause)  # type: ignore[assignment]
+    assert servers.pause() == {1: "it does not answer"}
 
 
 def test_servers_of_a_sync_that_did_not_end_are_of_no_use_to_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
