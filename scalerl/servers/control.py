@@ -1,15 +1,20 @@
-"""`ServerControl`: pause, continue, release and resume, and health, of all servers of a set at the same time."""
+"""`ServerControl`: pause, continue, release, resume, health and caches of all servers of a set at the same time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from scalerl.runtime.threads import in_daemon
 from scalerl.servers.client import RolloutClient
+from scalerl.servers.engines.protocol import CacheSize
 from scalerl.servers.replica import ClientSettings, Replica
 from scalerl.servers.requests import RolloutError
+
+T = TypeVar("T")
 
 
 class ServerControl:
@@ -61,10 +66,17 @@ class ServerControl:
 
         return asyncio.run(ask())
 
+    def cache_sizes(self, indices: Iterable[int]) -> dict[int, CacheSize | None]:
+        """The sizes of these servers' KV caches (`RolloutClient.cache_size`), by index.  Raises RolloutError."""
+        answers = self._side_by_side(RolloutClient.cache_size, indices)
+        return {index: answer.result() for index, answer in answers.items()}
+
+    def _side_by_side(self, call: Callable[[RolloutClient], T], indices: Iterable[int]) -> dict[int, Future[T]]:
+        return {index: in_daemon(partial(call, self.clients[index]), f"server {index}") for index in indices}
+
     def _ask_each(self, call: Callable[[RolloutClient], None], indices: Sequence[int]) -> dict[int, str]:
-        answers = {index: in_daemon(partial(call, self.clients[index]), f"server {index}") for index in indices}
         failed = {}
-        for index, answer in answers.items():
+        for index, answer in self._side_by_side(call, indices).items():
             error = answer.exception()
             if isinstance(error, RolloutError):
                 failed[index] = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -177,13 +177,18 @@ class ServerSet:
         tp_size = ENGINES[self.config.name].num_ranks(self.config.tensor_model_parallel_size)
         self.replicas = [Replica(url, self.config.name, tp_size, key) for url, key in started]
         self.control = ServerControl(self.clients, self.replicas)
-        if small := self._small_caches(range(len(self.replicas))):
+        if small := list(small_caches(self.control, range(len(self.replicas)), self.config.kv_cache_tokens)):
             raise ServerStartError("\n".join(small))
 
-    def end(self, index: int, why: str) -> None:
-        """Kills what is left of a lost server; it is down then. Raises RolloutError when it may not be restarted."""
-        (how,) = values_of(f"{self.purpose.who} end", [self.hosts[index].end.remote()], self.timeout_s)
-        self._count_down(index, f"{self.purpose.who} {index} was lost: {why}\n{how}")
+    def end(self, lost: Mapping[int, str]) -> None:
+        """Kills what is left of lost servers, index -> why, side by side; they are down then.
+
+        Raises RolloutError when one may not be restarted.
+        """
+        ending = [self.hosts[index].end.remote() for index in lost]
+        ends = values_of(f"{self.purpose.who} end", ending, self.timeout_s)
+        for (index, why), how in zip(lost.items(), ends, strict=True):
+            self._count_down(index, f"{self.purpose.who} {index} was lost: {why}\n{how}")
 
     def end_lost(self, lost: Sequence[LostServer]) -> bool:
         """Ends lost servers that were not replaced or ended meanwhile, as the news of a loss may come late.
@@ -191,9 +196,10 @@ class ServerSet:
         Returns whether any of the lost servers has no successor.
         """
         lost = [server for server in lost if self.replicas[server.index].url == server.url]
-        for server in lost:
-            if server.index not in self.down:
-                self.end(server.index, server.why)
+        # Several may tell of one; the first reason is the loss.
+        whys = {server.index: server.why for server in reversed(lost) if server.index not in self.down}
+        if whys:
+            self.end(whys)
         return bool(lost)
 
     def end_failed(self, failed: Mapping[int, str]) -> None:
@@ -203,7 +209,7 @@ class ServerSet:
         for index, is_well in self.control.are_well(sorted(failed)).items():
             if is_well:
                 raise RolloutError(failed[index])
-            self.end(index, failed[index])
+        self.end(failed)
 
     def restart_down(self) -> dict[int, Replica]:
         """Restarts the servers that are down. Returns index -> successor.
@@ -226,13 +232,9 @@ class ServerSet:
                 del self.down[index]
                 self.replicas[index] = replace(self.replicas[index], url=url, key=key)
                 self.control.put(index, self.replicas[index])
-        for small in self._small_caches(restarted):
+        for small in small_caches(self.control, restarted, self.config.kv_cache_tokens):
             logger.warning(small)
         return {index: self.replicas[index] for index in restarted}
-
-    def _small_caches(self, indices: Iterable[int]) -> list[str]:
-        clients = {index: self.control.clients[index] for index in indices}
-        return list(small_caches(clients, self.config.kv_cache_tokens, self.purpose))
 
     def leave(self) -> None:
         """Makes the servers forget the run; they wait for another, each with its actors."""

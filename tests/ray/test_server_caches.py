@@ -58,7 +58,7 @@ def test_a_server_has_the_cache_it_was_given_and_a_smaller_one_is_noticed(
     with pytest.raises(ServerStartError, match=said):
         servers.wait_ready()
 
-    servers.end(0, "the test ends it")
+    servers.end({0: "the test ends it"})
     with caplog.at_level(logging.WARNING):
         servers.restart_down()
     assert cache_tokens(servers) == TOKENS

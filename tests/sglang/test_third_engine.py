@@ -148,14 +148,15 @@ def test_it_gives_its_device_back(client: RolloutClient, replica: Replica) -> No
     assert len(ask(client)) == 3
 
 
-def test_its_cache_is_measured_in_its_blocks(client: RolloutClient) -> None:
+def test_its_cache_is_measured_in_its_blocks(client: RolloutClient, replica: Replica) -> None:
+    control = ServerControl(CLIENTS, [replica])
     # It has 48 tokens: three blocks of 16.
-    assert list(small_caches({0: client}, 63, POLICY)) == []
-    (said,) = small_caches({0: client}, 64, POLICY)
+    assert list(small_caches(control, [0], 63)) == []
+    (said,) = small_caches(control, [0], 64)
     assert said.startswith(
         f"rollout server 0 ({client.url}) has a KV cache of 48 tokens, not the 64 of the memory plan"
     )
-    assert list(small_caches({0: client}, None, POLICY)) == []
+    assert list(small_caches(control, [0], None)) == []
 
 
 def test_its_refusals_are_told_in_its_words(client: RolloutClient, replica: Replica) -> None:

@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from scalerl.servers.cache_size import small_caches
 from scalerl.servers.control import ServerControl
+from scalerl.servers.engines.protocol import CacheSize
 from scalerl.servers.purpose import POLICY
 from scalerl.servers.replica import ClientSettings, Replica
 
@@ -43,13 +45,15 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(500 if self.server.refuses else 200)
 
     def do_GET(self) -> None:
-        self._answer(503 if self.server.refuses else 200)
+        if self.server.together is not None:
+            self.server.together.wait(TOGETHER_S)
+        self._answer(503 if self.server.refuses else 200, b'{"max_total_num_tokens": 48}')
 
-    def _answer(self, status: int) -> None:
+    def _answer(self, status: int, body: bytes = b"{}") -> None:
         self.send_response(status)
-        self.send_header("Content-Length", "2")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -85,6 +89,14 @@ def test_all_are_asked_at_the_same_time(servers: list[Server], control: ServerCo
     assert asked(servers) == [["/pause_generation", "/continue_generation"]] * NUM_SERVERS
     assert control.continue_generation() == {}
     assert asked(servers) == [[]] * NUM_SERVERS, "nothing was paused"
+
+
+def test_the_sizes_of_all_caches_are_asked_at_the_same_time(control: ServerControl) -> None:
+    assert control.cache_sizes(range(NUM_SERVERS)) == dict.fromkeys(range(NUM_SERVERS), CacheSize(48))
+    assert list(small_caches(control, range(NUM_SERVERS), 48)) == []
+    assert [said.split(" (")[0] for said in small_caches(control, range(NUM_SERVERS), 49)] == [
+        f"rollout server {index}" for index in range(NUM_SERVERS)
+    ]
 
 
 def test_one_that_refuses_is_named(servers: list[Server], control: ServerControl) -> None:
@@ -124,4 +136,5 @@ def test_a_successor_has_all_its_memory_and_is_not_paused(servers: list[Server],
 def test_health_is_asked_of_those_that_are_named(control: ServerControl, servers: list[Server]) -> None:
     servers[2].shutdown()
     servers[2].server_close()
+    servers[0].together = None
     assert control.are_well([0, 2]) == {0: True, 2: False}

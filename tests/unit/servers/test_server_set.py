@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +16,11 @@ from scalerl.controller.sampling.policy_servers import verification_is_due
 from scalerl.hybrid.feeds import plan_feeds
 from scalerl.servers.engines import Launch
 from scalerl.servers.host import in_device_order
+from scalerl.servers.purpose import POLICY
+from scalerl.servers.recovery import LostServer
 from scalerl.servers.replica import Replica
-from scalerl.servers.server_set import ReplicaPlan, launches, plan_replicas
+from scalerl.servers.requests import RolloutError
+from scalerl.servers.server_set import ReplicaPlan, ServerSet, launches, plan_replicas
 
 
 def pool_of(nnodes: int, devices_per_node: int, device: str = "cuda") -> ResourcePool:
@@ -155,3 +162,46 @@ def test_the_first_syncs_and_then_every_kth_are_verified() -> None:
     assert [at for at in range(25) if verification_is_due(at, 10)] == [0, 1, 2, 10, 20]
     assert all(verification_is_due(at, 1) for at in range(25))
     assert not any(verification_is_due(at, 0) for at in range(25))
+
+
+def server_set(num_servers: int, waits: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> ServerSet:
+    """A set without Ray, of servers that do not answer.  waits: gets the ends of each wait."""
+
+    def values_of(what: str, ending: list[str], timeout_s: float) -> list[str]:
+        waits.append(ending)
+        return [f"{end} has ended" for end in ending]
+
+    monkeypatch.setattr("scalerl.servers.server_set.values_of", values_of)
+    servers = ServerSet.__new__(ServerSet)
+    servers.purpose, servers.config, servers.timeout_s = POLICY, RolloutConfig(max_restarts=1), 1.0
+    servers.replicas = [Replica(f"http://{index}", "sglang", 1, "") for index in range(num_servers)]
+    servers.down, servers.num_restarts_of = {}, {}
+    hosts: list[Any] = [
+        SimpleNamespace(end=SimpleNamespace(remote=lambda index=index: f"server {index}"))
+        for index in range(num_servers)
+    ]
+    servers.hosts = hosts
+    servers.control = SimpleNamespace(are_well=lambda indices: dict.fromkeys(indices, False))  # type: ignore[assignment]
+    return servers
+
+
+def test_servers_that_were_lost_together_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[list[str]] = []
+    servers = server_set(4, waits, monkeypatch)
+    lost = [LostServer(index, f"http://{index}", "gone") for index in (1, 3)]
+    assert servers.end_lost([*lost, LostServer(1, "http://1", "gone, said another"), LostServer(0, "before", "late")])
+    assert [sorted(ended) for ended in waits] == [["server 1", "server 3"]]
+    assert servers.down[1] == "rollout server 1 was lost: gone\nserver 1 has ended" and set(servers.down) == {1, 3}
+    assert servers.end_lost(lost) and len(waits) == 1, "they have ended"
+    assert not servers.end_lost([LostServer(0, "before", "late")])
+    servers.end_failed({0: "no weights", 2: "no weights"})
+    assert waits[1:] == [["server 0", "server 2"]] and set(servers.down) == {0, 1, 2, 3}
+
+
+def test_all_that_were_lost_are_ended_where_one_has_no_restart_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[list[str]] = []
+    servers = server_set(2, waits, monkeypatch)
+    servers.num_restarts_of = {0: 1}
+    with pytest.raises(RolloutError, match=r"server 0 was lost: gone\n.*\nIt was restarted 1 times.*max_restarts=1"):
+        servers.end_failed({0: "gone", 1: "gone"})
+    assert waits == [["server 0", "server 1"]]
