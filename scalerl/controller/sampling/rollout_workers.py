@@ -29,8 +29,11 @@ T = TypeVar("T")
 # Servers per worker where rollout.num_workers is not set.
 SERVERS_PER_WORKER = 8
 # Data-parallel ranks whose tokens a worker cuts or puts together at a time: so many are in its memory twice. More where
-# there are more workers, since each of them makes an object of every so many ranks: so these are no more than ranks.
+# there are more workers, since each of them makes an object of every so many ranks: these objects are a quarter of the
+# ranks then, however many there are of both. With eight ranks for a server and SERVERS_PER_WORKER that is reached from
+# 4 workers and 256 ranks on, and always 16 workers put tokens together: 64 ranks each of 1,024, 256 of 4,096.
 RANKS_PER_CALL = 16
+RANKS_PER_CALL_AND_WORKER = 4
 # Parts of a dump: each worker makes an object of every part.
 MAX_DUMP_PARTS = 64
 
@@ -186,7 +189,7 @@ class RolloutWorkers:
 
     @property
     def _ranks_per_call(self) -> int:
-        return max(RANKS_PER_CALL, len(self))
+        return max(RANKS_PER_CALL, RANKS_PER_CALL_AND_WORKER * len(self))
 
     def _cut(self, worker: int, cuts: Sequence[tuple[int, list[int]]], *, trained: bool = True) -> list[ray.ObjectRef]:
         cut = self.handles[worker].cut.options(num_returns=len(cuts)).remote(cuts, trained=trained)
@@ -229,8 +232,7 @@ class RolloutWorkers:
                 others[number].append((step_rows, ref))
         part_S = np.repeat(np.arange(len(ranges)), [len(part) for part in ranges])
         for column in made:
-            # No more objects than ranks.
-            for number, step_rows, ref in self._dealt_by(column, part_S, max(RANKS_PER_CALL, len(ranges))):
+            for number, step_rows, ref in self._dealt_by(column, part_S, self._ranks_per_call):
                 others[number].append((step_rows, ref))
         calls = []
         for number, (file, part) in enumerate(parts.items()):

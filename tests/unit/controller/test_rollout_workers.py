@@ -248,14 +248,26 @@ def test_calls_for_tokens_do_not_grow_with_the_workers(num_workers: int, cuts: l
     assert [handle.calls["deal"] for handle in workers.handles] == deals
 
 
-@pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (64, 256), (40, 100)])
-def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_size: int) -> None:
-    """The workers cut no more pieces than there are ranks (and one each): the driver holds two references a rank."""
+def returned_for_tokens(num_workers: int, dp_size: int) -> Counter[str]:
+    """The objects that all workers return where each has two rows of any part of a batch, by method."""
     workers, held = holders(num_workers, 2 * dp_size)
     assert len(workers.tokens(held, plan_of(dp_size, 2 * dp_size))) == dp_size
-    returned = [handle.returned for handle in workers.handles]
-    assert sum(count["cut"] for count in returned) <= dp_size + num_workers
-    assert sum(count["deal"] for count in returned) == dp_size
+    return sum((handle.returned for handle in workers.handles), Counter[str]())
+
+
+@pytest.mark.parametrize(("num_workers", "dp_size"), [(4, 256), (16, 256), (64, 256), (40, 100)])
+def test_references_do_not_grow_with_ranks_times_workers(num_workers: int, dp_size: int) -> None:
+    """The workers cut no more pieces than a quarter of the ranks (and one each); each rank gets one object."""
+    returned = returned_for_tokens(num_workers, dp_size)
+    assert returned["cut"] <= dp_size / 4 + num_workers
+    assert returned["deal"] == dp_size
+
+
+def test_references_of_a_rank_do_not_grow_with_a_run() -> None:
+    """A worker for every 64 ranks, as a run has: 4, 16 and 32 of them hold as many pieces for each rank."""
+    sizes = [256, 1024, 2048]
+    assert [default_num_workers(dp_size // 8) for dp_size in sizes] == [4, 16, 32]
+    assert [returned_for_tokens(dp_size // 64, dp_size)["cut"] / dp_size for dp_size in sizes] == [0.25] * 3
 
 
 def fragments_of(name: str, plan: StepPlan, lengths: Sequence[int]) -> TokenColumn:
