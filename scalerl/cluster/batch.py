@@ -192,12 +192,18 @@ class PlacedBatch:
     deal: Callable[[TokenColumn, StepPlan], Sequence[Any]] | None = None
 
     def shards(self, role: str, *columns: str) -> ShardedBatch:
-        """The samples and the named columns, to be cut for that role's ranks. Raises KeyError for a missing column."""
-        missing = [name for name in columns if name not in self.columns]
-        if missing:
-            raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(self.columns)}")
+        """The named columns, of tokens or of samples, to be cut for that role's ranks.
+
+        Others stay here: what a rank does not read would be sent to each of them, in each pass. Raises KeyError for a
+        missing column.
+        """
+        known = self.columns.keys() | self.samples.keys()
+        if missing := [name for name in columns if name not in known]:
+            raise KeyError(f"the batch has no {', '.join(missing)} for {role}; it has {sorted(known)}")
         plan = self.plans[role]
-        return ShardedBatch(plan, self.samples, tuple(self._under(plan, self.columns[name]) for name in columns))
+        of_tokens = [name for name in columns if name in self.columns]
+        samples = {name: self.samples[name] for name in columns if name not in self.columns}
+        return ShardedBatch(plan, samples, tuple(self._under(plan, self.columns[name]) for name in of_tokens))
 
     def _under(self, plan: StepPlan, column: TokenColumn) -> TokenColumn:
         # Plans of equal numbers are equal, whoever made them.

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from scalerl.algorithms import get_adv_estimator, policy_loss_needs
+from scalerl.algorithms.losses import SELECTED
 from scalerl.balance import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.controller.training.background_save import Writing, begin_save
 from scalerl.controller.training.rl_worker import RLWorker
+from scalerl.controller.training.token_advantages import SAMPLE_NAMES
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Metrics, explained_variance_metrics
 
@@ -65,11 +68,12 @@ class MegatronActor:
     ) -> tuple[PlacedBatch, Metrics]:
         """The batch with advantages and returns of single tokens. kl_coef: weight of the KL in the rewards, if any."""
         name, held = self._old_logprobs
-        columns = ["values"] if "values" in batch.columns else []
+        columns = ["score", *get_adv_estimator(config.adv_estimator).needs]
+        columns += ["values"] if "values" in batch.columns else []
         columns += [*held, "ref_logprobs"] if kl_coef is not None else []
         metrics, _, columns_made = self.workers.call(
             RLWorker.compute_advantages,
-            batch.shards("actor", TOKENS, *columns),
+            batch.shards("actor", TOKENS, *dict.fromkeys(columns)),
             config=config,
             kl=None if kl_coef is None else (kl_coef, name),
         )
@@ -80,7 +84,8 @@ class MegatronActor:
     def _made_before(self, batch: PlacedBatch) -> list[str]:
         """Columns of the batch that an update reads beside its tokens and the old log-probs."""
         used = ["advantages", *(["ref_logprobs"] if self.config.use_kl_loss else [])]
-        return [name for name in used if name in batch.columns]
+        used += SAMPLE_NAMES if SELECTED in policy_loss_needs(self.config.policy_loss.loss_mode) else []
+        return [name for name in used if name in batch.columns or name in batch.samples]
 
     def evaluate_and_update(self, batch: PlacedBatch) -> tuple[PlacedBatch, Metrics]:
         shards = batch.shards("actor", TOKENS, *self._made_before(batch))

@@ -106,7 +106,9 @@ def test_columns_are_added_and_named(plan: StepPlan) -> None:
 def test_samples_are_added(plan: StepPlan) -> None:
     first = PlacedBatch(samples(), {"actor": plan})
     second = first.with_samples(advantages=np.arange(8.0))
-    assert second.shards("actor").shard_samples(1)["advantages"].tolist() == [float(row) for row in plan.rows(1)]
+    assert second.shards("actor", "advantages").shard_samples(1)["advantages"].tolist() == [
+        float(row) for row in plan.rows(1)
+    ]
     assert "advantages" not in first.samples
 
 
