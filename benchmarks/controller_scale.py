@@ -23,6 +23,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,13 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
                 ended = time.monotonic()
                 phases = {name: seconds for name, seconds in timing_s.items() if name != "step"}
                 phases_cpu_s = cpu_s.pop()
+                place_s, place_cpu_s = scale_parts.seconds_of_place(run)
                 steps.append(
                     {
                         "wall_s": ended - began,
                         "driver_cpu_s": sum(phases_cpu_s.values()),
-                        "phases_s": phases | {"step_metrics": ended - logging_began},
-                        "phases_cpu_s": phases_cpu_s,
+                        "phases_s": halves(phases, place_s) | {"step_metrics": ended - logging_began},
+                        "phases_cpu_s": halves(phases_cpu_s, place_cpu_s),
                     }
                 )
                 run.step = step
@@ -133,6 +135,11 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         },
         "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
+
+
+def halves(phases_s: Mapping[str, float], place_s: float) -> dict[str, float]:
+    """The phases with the two halves of `balance`, each under a name of its own too.  place_s: of the second one."""
+    return {**phases_s, "balance: plan": phases_s["balance"] - place_s, "balance: place": place_s}
 
 
 def growth(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ import numpy as np
 import ray
 import torch
 
+from scalerl.balance import StepPlan
+from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.cluster.dispatch import Dispatch, MicroBatches, Result, register
 from scalerl.cluster.pools import ActorSpec, PooledActor, ResourcePool
 from scalerl.cluster.rank import RankProcess, Worker
@@ -25,7 +27,7 @@ from scalerl.controller.sampling.rollout import HybridRollout
 from scalerl.controller.sampling.rollout_workers import RolloutWorkers, default_num_workers, share_servers
 from scalerl.controller.sampling.worker import GeneratedBatch, RolloutWorker
 from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.roles import MegatronActor, MegatronCritic
+from scalerl.controller.training.roles import MegatronActor, MegatronCritic, MegatronReference
 from scalerl.data import PromptCursor
 from scalerl.hybrid.handover import Handover, RankMemory
 from scalerl.hybrid.order import SyncOrder
@@ -70,15 +72,19 @@ class InstantRank(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return metrics_of("mismatch"), token_columns(len(shard), "old_logprobs")
+        return metrics_of("mismatch"), token_columns(micro_batches, "old_logprobs")
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
+        return {}, token_columns(micro_batches, "ref_logprobs")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return {}, token_columns(len(shard), "values")
+        return {}, token_columns(micro_batches, "values")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_advantages(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return metrics_of("advantages"), token_columns(len(shard), "advantages", "returns")
+        return metrics_of("advantages"), token_columns(micro_batches, "advantages", "returns")
 
     @register(Dispatch.DP_COMPUTE_PROTO, with_reading=True)
     def update_actor(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
@@ -90,7 +96,8 @@ class InstantRank(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def find_worst_tokens(self, shard: DataProto, micro_batches: MicroBatches, **kwargs: Any) -> Result:
-        return {}, DataProto(samples={name: np.zeros(len(shard), dtype) for name, dtype in WORST.items()})
+        count = num_rows(micro_batches)
+        return {}, DataProto(samples={name: np.zeros(count, dtype) for name, dtype in WORST.items()})
 
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
@@ -127,9 +134,15 @@ def metrics_of(role: str) -> dict[str, Metric]:
     return {f"{role}/{number}": Metric(1.0, "mean", 2.0) for number in range(NUM_METRICS)}
 
 
-def token_columns(num_rows: int, *names: str) -> DataProto:
+def token_columns(micro_batches: MicroBatches, *names: str) -> DataProto:
     """Of rows without tokens."""
-    return DataProto(dict.fromkeys(names, Jagged(torch.zeros(0), torch.zeros(num_rows + 1, dtype=torch.int64))))
+    bounds = torch.zeros(num_rows(micro_batches) + 1, dtype=torch.int64)
+    return DataProto(dict.fromkeys(names, Jagged(torch.zeros(0), bounds)))
+
+
+def num_rows(micro_batches: MicroBatches) -> int:
+    """Of a rank: what it gets of tokens is empty here."""
+    return sum(len(rows) for mini_batch in micro_batches for rows in mini_batch)
 
 
 def seconds_of_empty_calls(run: Run, calls: Mapping[str, int]) -> float:
@@ -189,19 +202,29 @@ def sample_columns(groups: Sequence[SampleGroup], n: int, generator: np.random.G
         "prompt_length": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
         "prompt_length_before": np.repeat(generator.integers(50, MAX_PROMPT, len(groups)), n),
         "response_length": responses,
-        "num_sampled_tokens": responses,
+        "num_sampled_tokens": responses.copy(),
         "num_turns": np.ones(count, dtype=np.int64),
         "score": generator.random(count),
         "reward_failed": np.zeros(count, dtype=bool),
         "policy_version": np.zeros(count, dtype=np.int64),
     }
-    texts = {"finish_reason": "stop", "data_source": "openai/gsm8k", "reward_style": "rule"}
-    objects: dict[str, list[Any]] = {name: [text] * count for name, text in texts.items()}
-    objects["reward_extra"] = [{"acc": 1.0}] * count
+    # No value is the object of another that it is not in a run: pickle writes an object once, then that it was there.
+    objects: dict[str, list[Any]] = {
+        "finish_reason": [own("stop") for _ in range(count)],
+        "reward_extra": [{own("acc"): float(score)} for score in generator.random(count)],
+    }
+    # Samples of a group have their prompt's.
+    for name, text in {"data_source": "openai/gsm8k", "reward_style": "rule"}.items():
+        objects[name] = [of_prompt for _ in groups for of_prompt in itertools.repeat(own(text), n)]
     for name, values in objects.items():
         numbers[name] = np.empty(count, dtype=object)
         numbers[name][:] = values
     return numbers
+
+
+def own(text: str) -> str:
+    """An equal text that is an object of its own, as one that another process sent is."""
+    return text.encode().decode()
 
 
 class GroupOnFewActors(WorkerGroup):
@@ -241,6 +264,8 @@ def make_run(
         for number in range(options.rollout_workers or default_num_workers(_num_servers(group)))
     ]
     rollout = make_rollout(config, pool, group, workers)
+    # As a run has it: on the actor's ranks, and by the actor's plan.
+    planned = groups | ({"ref": group} if config.actor_rollout_ref.actor.use_kl_loss else {})
     actor = config.actor_rollout_ref.actor
     update = actor.ppo_mini_batch_size * GROUP
     planners = {
@@ -253,14 +278,14 @@ def make_run(
             update,
             SHAPE,
         )
-        for role, ranks in groups.items()
+        for role, ranks in planned.items()
     }
     return Run(
         config=config,
         samples=SampleStream(config, rollout, PromptCursor(10**6, 1, True), total_steps=10**6),
         rollout=rollout,
         actor=MegatronActor(group, actor, 1.0),
-        reference=None,
+        reference=MegatronReference(group, 1.0) if "ref" in planned else None,
         critic=MegatronCritic(critic_group, config.critic) if options.critic else None,
         reward_model=None,
         kl=None,
@@ -275,6 +300,12 @@ def make_run(
     )
 
 
+def seconds_of_place(run: Run) -> tuple[float, float]:
+    """Wall and processor seconds of the last step's `place`."""
+    assert isinstance(run.rollout, TimedRollout)
+    return run.rollout.place_s[-1]
+
+
 def critic_ranks(options: argparse.Namespace, dp_size: int) -> int:
     """Ranks of the critic's pool: half of the actor's."""
     return max(1, dp_size // 2) * options.tp
@@ -284,7 +315,20 @@ def _num_servers(group: WorkerGroup) -> int:
     return max(1, group.world_size // RANKS_OF_A_SERVER)
 
 
-def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, workers: Sequence[Any]) -> HybridRollout:
+class TimedRollout(HybridRollout):
+    """A rollout that notes the seconds of each `place`, the half of a step's balance that follows the plan: (wall,
+    processor)."""
+
+    place_s: list[tuple[float, float]]
+
+    def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
+        began = time.monotonic(), time.process_time()
+        batch = super().place(samples, plans)
+        self.place_s.append((time.monotonic() - began[0], time.process_time() - began[1]))
+        return batch
+
+
+def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, workers: Sequence[Any]) -> TimedRollout:
     """With servers that nobody starts: one for every RANKS_OF_A_SERVER ranks."""
     servers = PolicyServers.__new__(PolicyServers)
     servers.config, servers.pool, servers.rollout = config, pool, config.actor_rollout_ref.rollout
@@ -297,7 +341,8 @@ def make_rollout(config: PPOConfig, pool: ResourcePool, group: WorkerGroup, work
     )
     servers._server_set = server_set
     servers.orders = {index: SyncOrder(replica.url, serving=False) for index, replica in enumerate(replicas)}
-    rollout = HybridRollout.__new__(HybridRollout)
+    rollout = TimedRollout.__new__(TimedRollout)
+    rollout.place_s = []
     rollout.config, rollout.servers, rollout.judge, rollout.rollout = config, servers, None, servers.rollout
     rollout.timeout_s, rollout.running, rollout.val_uids = 600.0, [], []
     rollout.num_restarts = rollout.num_judge_restarts = rollout.num_resubmitted = 0
