@@ -18,7 +18,7 @@ from scalerl.config.schema import ServerConfig
 from scalerl.errors import CommandParser, RunError, UserError
 from scalerl.servers.access import NO_KEY
 from scalerl.servers.engines import ENGINES, Launch
-from scalerl.servers.process import RolloutServer
+from scalerl.servers.process import START_TIMEOUT_S, RolloutServer
 from scalerl.servers.purpose import Purpose
 
 # Environment variable with the key that the server asks for and clients send; unset or empty: no key is needed.
@@ -29,7 +29,7 @@ CONTEXT = {"cpu": 4096, "cuda": 32768}
 # Requests at a time; on a CPU memory for each is taken at the start.
 MAX_REQUESTS = {"cpu": 8, "cuda": 256}
 POLL_S = 0.5
-SERVE = Purpose("the server", "scalerl serve")
+SERVE = Purpose("the server", None)
 ENGINE = next(ENGINES[name] for name, traits in ROLLOUT_ENGINES.items() if traits.answers_openai)
 
 
@@ -71,6 +71,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="default: float32 on a CPU, else the model's own")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="devices that share the model")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of prompt and answer together")
+    parser.add_argument(
+        "--start-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="default {cpu:.0f} on a CPU, else {cuda:.0f}".format(**START_TIMEOUT_S),
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that the model directory brings")
 
 
@@ -86,7 +92,10 @@ def serving(arguments: argparse.Namespace) -> Iterator[RolloutServer]:
     url = f"http://{_in_url(arguments.host)}:{arguments.port}"
     with tempfile.TemporaryDirectory(prefix="scalerl-serve-") as logs:
         command, env = ENGINE.command(launch)
-        server = RolloutServer(command, env, url, Path(logs) / "server.log", purpose=SERVE, key=key or NO_KEY)
+        given_s = arguments.start_timeout_s
+        timeout_s = START_TIMEOUT_S[launch.device] if given_s is None else given_s
+        log = Path(logs) / "server.log"
+        server = RolloutServer(command, env, url, log, timeout_s, purpose=SERVE, key=key or NO_KEY)
         with server:
             server.start()
             server.wait_ready()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalerl.cluster.pools import Reusable
 from scalerl.servers.engines import ENGINES, Command, Launch
+from scalerl.servers.process import START_TIMEOUT_S
 from scalerl.servers.purpose import Purpose
 from scalerl.servers.replica import ClientSettings, Replica
 
@@ -33,11 +34,6 @@ def server_seed(seed: int, *, index: int, first_step: int, num_restarts: int) ->
     """
     digest = hashlib.blake2s(f"{seed} {index} {first_step} {num_restarts}".encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
-
-
-# Seconds that a server may take to start where the configuration has no number; less than trainer.timeout_s, so that a
-# server that does not start is named with the last lines of its log.
-START_TIMEOUT_S = {"cpu": 600.0, "cuda": 1500.0}
 
 
 @dataclass(frozen=True)

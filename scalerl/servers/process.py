@@ -25,6 +25,10 @@ from scalerl.servers.connection import ask
 from scalerl.servers.purpose import POLICY, Purpose
 from scalerl.servers.supervise import descendants
 
+# Seconds that a server may take to start where nobody gives a number; less than trainer.timeout_s, so that a server
+# that does not start is named with the last lines of its log.
+START_TIMEOUT_S = {"cpu": 600.0, "cuda": 1500.0}
+
 LOG_TAIL_LINES = 30
 POLL_INTERVAL_S = 0.2
 STOP_TIMEOUT_S = 45.0

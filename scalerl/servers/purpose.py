@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Purpose:
-    """The purpose of servers.  who: their name in errors.  section: configuration section of their `ServerConfig`."""
+    """The purpose of servers.  who: their name in errors.
+
+    section: configuration section of their `ServerConfig`; None: a command's server, which options of it configure.
+    """
 
     who: str
-    section: str
+    section: str | None
 
     def key(self, name: str) -> str:
-        return f"{self.section}.{name}"
+        """What sets this field of their `ServerConfig`: a configuration key, or an option."""
+        return f"--{name.replace('_', '-')}" if self.section is None else f"{self.section}.{name}"
 
 
 POLICY = Purpose("rollout server", "actor_rollout_ref.rollout")

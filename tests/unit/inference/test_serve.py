@@ -9,7 +9,8 @@ import pytest
 
 from scalerl.errors import UserError
 from scalerl.inference import chat
-from scalerl.inference.serve import API_KEY, main
+from scalerl.inference.serve import API_KEY, build_parser, main
+from scalerl.servers.process import RolloutServer
 from tests.tiny_models import make_tiny_model
 
 
@@ -40,6 +41,24 @@ def test_what_the_model_does_not_allow(tmp_path: Path, options: list[str], messa
     model = make_tiny_model(tmp_path / "model")
     with pytest.raises(UserError, match=message):
         main([str(model), "--port", "0", "--device", "cpu", *options])
+
+
+@pytest.mark.parametrize(("options", "start_timeout_s"), [([], 600.0), (["--start-timeout-s", "7"], 7.0)])
+def test_a_server_may_take_as_long_to_start_as_the_option_says_that_its_error_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], start_timeout_s: float
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def no_start(server: RolloutServer) -> None:
+        raise Asked(server.start_timeout_s, server.purpose.key("start_timeout_s"))
+
+    monkeypatch.setattr(RolloutServer, "start", no_start)
+    with pytest.raises(Asked) as asked:
+        main([str(make_tiny_model(tmp_path / "model")), "--port", "0", "--device", "cpu", *options])
+    assert asked.value.args == (start_timeout_s, "--start-timeout-s")
+    for command in (build_parser(), chat.build_parser()):
+        assert "--start-timeout-s" in command.format_help()
 
 
 def test_nobody_answers_a_question() -> None:
