@@ -99,6 +99,11 @@ def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
     return any(isinstance(option, bool) == isinstance(value, bool) and _folded(option) == folded for option in options)
 
 
+def _is_section(value: Any) -> bool:
+    """Whether a value, of a YAML file, is a section with keys, which are read one by one."""
+    return isinstance(value, dict) and bool(value)
+
+
 def _folded(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
@@ -106,7 +111,9 @@ def _folded(value: Any) -> Any:
 def same(pattern: str, *allowed: Any, why: str) -> Entry:
     """An entry of keys whose allowed values ask for what scalerl always does; no allowed values: every value does."""
 
-    def read(_: re.Match[str], value: Any, __: Context) -> Outcome:
+    def read(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
+        if not allowed and _is_section(value):
+            return None
         if not allowed or is_one_of(value, allowed):
             return AlreadySo(why)
         return Refused(f"{why}; leave it out")
@@ -156,7 +163,7 @@ def absent(pattern: str, *neutral: Any, why: str, instead: str = "leave it out")
 def goes_with(pattern: str, switch: str) -> Entry:
     """An entry of keys that only detail what another key switches on; that key is checked instead."""
     why = f"counts only with {switch}"
-    return Entry(pattern, "already so", why, lambda _, __, ___: AlreadySo(why))
+    return Entry(pattern, "already so", why, lambda _, value, __: None if _is_section(value) else AlreadySo(why))
 
 
 def computed(pattern: str, said: str, why: str, read: Read, *, asks_others: bool = False) -> Entry:

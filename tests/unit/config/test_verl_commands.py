@@ -359,6 +359,80 @@ def test_the_value_that_scalerl_does_not_do_is_refused_with_the_reason():
     )
 
 
+# What scalerl always does, written with the other value.
+THE_OTHER_VALUE = [
+    ("ppo", "actor_rollout_ref.model.use_remove_padding=false", "sequences are always packed"),
+    ("ppo", f"{ACTOR}.megatron.use_remove_padding=false", "sequences are always packed"),
+    ("ppo", f"{ACTOR}.megatron.use_mbridge=false", "by one table per family"),
+    ("ppo", "data.return_raw_chat=false", "prompts stay lists of messages"),
+    ("ppo", "trainer.balance_batch=false", "balanced over the ranks"),
+    ("ppo", f"{ACTOR}.use_dynamic_bsz=some", "packed up to a number of tokens"),
+    ("sft", "model.use_remove_padding=false", "sequences are always packed"),
+    ("sft", "engine.use_remove_padding=false", "sequences are always packed"),
+    ("sft", "engine.use_mbridge=false", "by one table per family"),
+    ("sft", "data.use_dynamic_bsz=some", "packed up to a number of tokens"),
+]
+# Misspelt keys of sections whose other keys ask for what is so.
+MISSPELT = [
+    ("sft", "engine.tensor_model_paralel_size=2", "did you mean megatron.tensor_model_parallel_size"),
+    ("sft", "engine.override_transfomer_config.moe_permute_fusion=true", "leave it out"),
+    ("sft", "model.fsdp_config.paramoffload=true", "leave it out"),
+    ("ppo", f"{ACTOR}.fsdp_config.paramoffload=true", "leave it out"),
+    ("ppo", "critic.model.fsdp_config.paramoffload=true", "leave it out"),
+    ("ppo", "ray_kwargs.ray_init.num_cpu=3", "leave it out"),
+    ("ppo", "ray_init.num_cpu=3", "leave it out"),
+    ("ppo", "critic.kl_ctrl.kl_coeff=0.1", "leave it out"),
+    ("ppo", "trainer.remove_previous_ckpt_in_save=some", "leave it out"),
+]
+NEEDED = {"ppo": REQUIRED, "sft": ["data.train_files=a", "model.path=m"]}
+
+
+@pytest.mark.parametrize(("kind", "argument", "reason"), THE_OTHER_VALUE)
+def test_the_other_value_of_what_is_always_so_is_refused_with_the_reason(kind: str, argument: str, reason: str):
+    with pytest.raises(ConfigError) as caught:
+        composed(kind, [*NEEDED[kind], argument])
+    (found,) = caught.value.violations
+    assert found.startswith(argument.replace("=", " = ") + ": ") and reason in found
+    assert found.endswith("; leave it out")
+    key = argument.partition("=")[0]
+    assert composed(kind, [*NEEDED[kind], f"{key}=true"]).translations[0].verdict == "already so"
+
+
+@pytest.mark.parametrize(("kind", "argument", "advice"), MISSPELT)
+def test_a_misspelt_key_is_never_already_so(kind: str, argument: str, advice: str):
+    with pytest.raises(ConfigError) as caught:
+        composed(kind, [*NEEDED[kind], argument])
+    (found,) = caught.value.violations
+    assert key_of(argument) in found and advice in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("ppo", f"{ACTOR}.use_dynamic_bsz"), ("ppo", "critic.use_dynamic_bsz"), ("sft", "data.use_dynamic_bsz")],
+)
+def test_micro_batches_of_a_fixed_size_pass_and_the_reason_is_said(kind: str, key: str):
+    """False is the default of verl, and what it asks for changes no number."""
+    (found,) = composed(kind, [*NEEDED[kind], f"{key}=false"]).translations
+    assert found.verdict == "already so" and "packed all the same" in found.why
+
+
+def test_sections_of_a_file_are_read_key_by_key(tmp_path: Path):
+    """A section is never "already so" as a whole: its keys may say something else."""
+    (tmp_path / "run.yaml").write_text(
+        "data: {train_files: a}\nmodel: {path: m, fsdp_config: {wrap_policy: {min_num_params: 0}}}\n"
+        "engine: {use_remove_padding: true, dtype: float32, wrap_policy: {min_num_params: 0}}\n"
+        "global_profiler: {steps: [2], tool: torch}\nray_kwargs: {ray_init: {num_cpus: 3, runtime_env: {}}}\n"
+    )
+    arguments = ["--config-dir", str(tmp_path), "--config-name", "run"]
+    cfg = composed("sft", arguments).config
+    assert (cfg.megatron.dtype, cfg.trainer.profile_steps) == ("float32", [2])
+    with pytest.raises(ConfigError, match=r"engine.use_remove_padding = false"):
+        (tmp_path / "run.yaml").write_text(
+            "data: {train_files: a}\nmodel: {path: m}\nengine: {use_remove_padding: false}\n"
+        )
+        composed("sft", arguments)
+
+
 def test_keys_of_a_file_are_translated_too(tmp_path: Path):
     (tmp_path / "run.yaml").write_text(
         "data: {train_files: a, val_files: b}\n"

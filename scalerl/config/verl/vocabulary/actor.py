@@ -101,5 +101,5 @@ ACTOR_KEYS = [
     renamed(f"{REF}.model.path", f"{REF}.model_path"),
     absent(f"{REF}.enable", None, True, why="a run has a reference model where a KL is used"),
     computed("critic.enable", "already so where `algorithm.adv_estimator` has it so", "", critic_enable),
-    same("critic.(ppo_epochs_*|kl_ctrl.**)", why="algorithm.kl_ctrl says it"),
+    same("critic.kl_ctrl.(type|kl_coef|horizon|target_kl)", why="algorithm.kl_ctrl says it"),
 ]

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 from scalerl.config.verl.batch_units import pass_micro_batch, tokens_of_a_device, update_micro_batch
-from scalerl.config.verl.entry import computed, same
+from scalerl.config.verl.entry import AlreadySo, Context, Outcome, Refused, computed, same
 from scalerl.config.verl.vocabulary.words import ACTOR, ALL_DEVICES, ANY, MAX_TOKENS, PACKING, REF, ROLLOUT, TRAINED
 
+# Why a fixed number of samples passes: it is verl's default, and asks for another size of micro-batches alone.
+FIXED_SIZE_PASSES = "false, verl's default: packed all the same, as loss and gradients do not depend on micro-batches"
+
+
+def dynamic_batches(_: re.Match[str], value: Any, __: Context) -> Outcome:
+    """Reads whether micro-batches are packed by their tokens, or have a fixed number of samples."""
+    if value is True:
+        return AlreadySo(PACKING)
+    return AlreadySo(FIXED_SIZE_PASSES) if value in (False, None) else Refused(f"{PACKING}; leave it out")
+
+
 BATCHES = [
-    same(
+    computed(
         f"{ANY}.(use_dynamic_bsz|log_prob_use_dynamic_bsz|forward_use_dynamic_bsz)|{ROLLOUT}.log_prob_use_dynamic_bsz",
-        why=PACKING,
+        "`true`, `false`: already so",
+        f"{PACKING}; {FIXED_SIZE_PASSES}",
+        dynamic_batches,
     ),
     computed(
         f"{TRAINED}.ppo_max_token_len_per_gpu|({REF}).log_prob_max_token_len_per_gpu|"

@@ -8,6 +8,7 @@ from typing import Any
 from scalerl.config.verl.entry import (
     AlreadySo,
     Context,
+    Entry,
     Outcome,
     Refused,
     absent,
@@ -18,7 +19,7 @@ from scalerl.config.verl.entry import (
     same,
 )
 from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
-from scalerl.config.verl.vocabulary.words import ACTOR, ANY, MEGATRON, NONE, OFF, PACKED, POLICY, REF
+from scalerl.config.verl.vocabulary.words import ACTOR, ANY, MEGATRON, NONE, OF_FSDP, OFF, PACKED, POLICY, REF
 
 
 def _seconds(value: Any) -> Any:
@@ -42,34 +43,46 @@ def _converted_weights(match: re.Match[str], value: Any, context: Context) -> Ou
     )
 
 
+def engine_entries(section: str) -> list[Entry]:
+    """Makes the entries of a section of verl's Megatron engine.  section: its name, `a.megatron|b.megatron` in ()."""
+    return [
+        same(f"{section}.use_mbridge", True, why="weights go from and to Hugging Face names by one table per family"),
+        same(f"{section}.vanilla_mbridge", why="weights go from and to Hugging Face names by one table per family"),
+        same(
+            f"{section}.use_dist_checkpointing",
+            why="a rank reads its part of the model's directory; a checkpoint goes on with trainer.resume_mode",
+        ),
+        same(f"{section}.dist_checkpointing_prefix", why="checkpoints have names of their own"),
+        same(
+            f"{section}.(dist_ckpt_optim_fully_reshardable|distrib_optim_fully_reshardable_mem_efficient)",
+            why="a checkpoint loads on every layout",
+        ),
+        absent(
+            f"{section}.dynamic_context_parallel",
+            *OFF,
+            why="context_parallel_size is the same for all sequences",
+        ),
+        goes_with(f"{section}.max_seqlen_per_dp_cp_rank", "dynamic_context_parallel"),
+        same(f"{section}.(pad_bshd_to_minibatch_max|pad_to_length|pad_to_length_*)", why=PACKED),
+        absent(f"{section}.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
+        absent(f"{section}.extra", {}, None, why=MEGATRON),
+        absent(f"{section}.enable", True, why=MEGATRON),
+    ]
+
+
 MEGATRON_KEYS = [
     *OVERRIDE_ENTRIES,
-    same(f"{ANY}.megatron.use_mbridge", True, why="weights go from and to Hugging Face names by one table per family"),
-    same(f"{ANY}.megatron.vanilla_mbridge", why="weights go from and to Hugging Face names by one table per family"),
-    same(
-        f"{ANY}.megatron.use_dist_checkpointing",
-        why="a rank reads its part of the model's directory; a checkpoint goes on with trainer.resume_mode",
-    ),
+    *engine_entries(f"{ANY}.megatron"),
     computed(
         f"{ANY}.megatron.dist_checkpointing_path",
         "no counterpart where `use_dist_checkpointing` is true, once for actor and reference; else already so",
         "a model starts from a Hugging Face directory, of which each rank reads its part",
         _converted_weights,
     ),
-    same(f"{ANY}.megatron.dist_checkpointing_prefix", why="checkpoints have names of their own"),
     same(
-        f"{ANY}.megatron.(dist_ckpt_optim_fully_reshardable|distrib_optim_fully_reshardable_mem_efficient)",
-        why="a checkpoint loads on every layout",
+        f"{ANY}.megatron.(forward_only|load_weight)|{ANY}.load_weight",
+        why="a role's work decides it: only what is trained has gradients, and every model has its weights",
     ),
-    absent(
-        f"{ANY}.megatron.dynamic_context_parallel",
-        *OFF,
-        why="context_parallel_size is the same for all sequences",
-    ),
-    goes_with(f"{ANY}.megatron.max_seqlen_per_dp_cp_rank", "dynamic_context_parallel"),
-    same(f"{ANY}.megatron.(pad_bshd_to_minibatch_max|pad_to_length|pad_to_length_*)", why=PACKED),
-    absent(f"{ANY}.megatron.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
-    same(f"{ANY}.megatron.(forward_only|load_weight)|{ANY}.load_weight", why="what a role does says it"),
     same(
         f"({ACTOR}|{REF}).(megatron.|)entropy_(from_logits_with_chunking|from_logits_chunk_size|checkpointing)|"
         f"({ACTOR}|{REF}).(megatron.|)(entropy_chunk_size|use_entropy_chunking|chunked_entropy*)",
@@ -87,8 +100,6 @@ MEGATRON_KEYS = [
         why="NCCL is configured by its environment variables",
         instead="leave it out, and export them before the command",
     ),
-    absent(f"{ANY}.megatron.extra", {}, None, why=MEGATRON),
-    absent(f"{ANY}.megatron.enable", True, why=MEGATRON),
     same(f"({ANY}|trainer).strategy|model_engine", "megatron", "fsdp", "fsdp2", "dp", why=MEGATRON),
     renamed(f"{ANY}(.model|).fsdp_config.(param_offload|optimizer_offload)", r"\1.megatron.\3", why=MEGATRON),
     renamed(
@@ -103,7 +114,7 @@ MEGATRON_KEYS = [
         why="of parameters and arithmetic",
     ),
     same(
-        f"{ANY}(.model|).(fsdp_config|fsdp).**",
+        f"{ANY}(.model|).(fsdp_config|fsdp).({OF_FSDP})",
         why=f"{MEGATRON}, whose optimizer state is split over data-parallel ranks",
     ),
     same(f"{ANY}.(engine|model).strategy", why=MEGATRON),

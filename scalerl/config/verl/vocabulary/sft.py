@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from scalerl.config.schema import MegatronConfig
+from scalerl.config.keys import KeyTable
+from scalerl.config.schema import MegatronConfig, SFTConfig
 from scalerl.config.verl.batch_units import lr_warmup_ratio, tokens_of_a_device
 from scalerl.config.verl.entry import (
     AlreadySo,
@@ -22,8 +23,10 @@ from scalerl.config.verl.entry import (
 )
 from scalerl.config.verl.overrides import OVERRIDE_ENTRIES
 from scalerl.config.verl.vocabulary.actor import save_contents
+from scalerl.config.verl.vocabulary.batches import FIXED_SIZE_PASSES, dynamic_batches
+from scalerl.config.verl.vocabulary.megatron import engine_entries
 from scalerl.config.verl.vocabulary.optimizer import warmup_style
-from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATRON, NONE, OFF, PACKED, PACKING
+from scalerl.config.verl.vocabulary.words import ALL_DEVICES, MAX_TOKENS, MEGATRON, NONE, OF_FSDP, OFF, PACKED, PACKING
 
 _MEGATRON_FIELDS = "|".join(name for name in MegatronConfig.__dataclass_fields__ if not name.startswith("override_"))
 
@@ -65,6 +68,13 @@ def _config_group(_: re.Match[str], value: Any, __: Context) -> Outcome | None:
     return AlreadySo("the keys of the section say it") if isinstance(value, str) else None
 
 
+def _no_field(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
+    """Reads a key of the section `engine` that no engine of verl has as a misspelt one of the section `megatron`."""
+    if isinstance(value, dict) and value:
+        return None
+    return Refused(KeyTable(SFTConfig).unknown(f"megatron.{match[1]}").partition(": ")[2])
+
+
 def _after_each_epoch(match: re.Match[str], value: Any, _: Context) -> Outcome | None:
     if value != "after_each_epoch":
         return None
@@ -82,7 +92,16 @@ SFT = [
         tokens_of_a_device,
         asks_others=True,
     ),
-    same("data.(micro_batch_size|micro_batch_size_per_gpu|use_dynamic_bsz)", why=PACKING),
+    same("(data|engine).(infer_|)(micro_batch_size|micro_batch_size_per_gpu)", why=PACKING),
+    computed(
+        "(data|engine).use_dynamic_bsz",
+        "`true`, `false`: already so",
+        f"{PACKING}; {FIXED_SIZE_PASSES}",
+        dynamic_batches,
+    ),
+    same(
+        "engine.infer_max_token_len_per_gpu", why="every pass has the micro-batches of data.max_tokens_per_micro_batch"
+    ),
     same("data.pad_mode", "no_padding", why=PACKED),
     same("data.(balance_dp_token|num_workers)", why="conversations are tokenized once and balanced by their tokens"),
     absent("data.(train_max_samples|val_max_samples)", -1, None, why="all rows are used"),
@@ -99,7 +118,7 @@ SFT = [
     renamed("data.multiturn.messages_key", "data.messages_key"),
     renamed("data.multiturn.tools_key", "data.tools_key"),
     same("model.strategy", "megatron", "fsdp", "fsdp2", why=MEGATRON),
-    same("use_remove_padding", True, why=PACKED),
+    same("(engine.|)use_remove_padding", True, why=PACKED),
     renamed(
         "(engine.|)ulysses_sequence_parallel_size",
         "megatron.context_parallel_size",
@@ -107,7 +126,7 @@ SFT = [
     ),
     renamed(f"engine.({_MEGATRON_FIELDS})", r"megatron.\1"),
     computed(
-        "engine.(override_**)",
+        "engine.(override_(transformer|ddp)_config(.**|))",
         "`megatron.override_...`",
         "fields of Megatron's own configs",
         _override,
@@ -119,15 +138,20 @@ SFT = [
     computed("checkpoint.(save_contents|load_contents|contents)", "as those of PPO's actor", "", save_contents),
     same("checkpoint.*", False, None, why="a checkpoint holds the whole model"),
     same("data.ignore_input_ids_mismatch", why="a conversation is tokenized as a whole, never turn by turn"),
-    absent("engine.dynamic_context_parallel", *OFF, why="context_parallel_size is the same for all sequences"),
-    absent("engine.use_megatron_fsdp", *OFF, why="gradients are reduced by Megatron's own data parallelism"),
     absent(
         "engine.dist_checkpointing_path",
         *NONE,
         why="a model starts from a Hugging Face directory, of which each rank reads its part",
         instead="leave it out, and set model.path to that directory",
     ),
-    same("(model.fsdp_config|engine).**|engine", why=MEGATRON),
+    *engine_entries("engine"),
+    same(
+        "engine.(use_fused_kernels|use_entropy_chunking|entropy_chunk_size)",
+        why="the loss is computed in pieces; no number depends on it",
+    ),
+    same("engine|engine.(name|forward_only|load_weight)", why=MEGATRON),
+    same(f"(model.fsdp_config|engine).({OF_FSDP})", why=MEGATRON),
+    computed("engine.(**)", "any other: refused, no such key", "", _no_field),
     renamed("optim.clip_gradient|optim.grad_clip", "optim.clip_grad"),
     computed(
         "()optim.warmup_steps_ratio",

@@ -61,7 +61,7 @@ TRAINER = [
     renamed(
         "trainer.remove_previous_ckpt_in_save", "trainer.max_actor_ckpt_to_keep", only=(True,), convert=lambda _: 1
     ),
-    same("trainer.remove_previous_ckpt_in_save", why="off"),
+    same("trainer.remove_previous_ckpt_in_save", *OFF, why="checkpoints stay until newer ones take their place"),
     computed(
         "trainer.max_critic_ckpt_to_keep",
         "`trainer.max_actor_ckpt_to_keep`, the larger of both",
@@ -137,7 +137,11 @@ TRAINER = [
         instead="leave it out, and export it before the command",
     ),
     same(
-        "(ray_kwargs.|)ray_init.(num_cpus|num_gpus|address|dashboard_*|include_dashboard|ignore_reinit_error|runtime_env.**|**)",
+        "(ray_kwargs.|)ray_init.(num_cpus|num_gpus|resources|labels|object_store_memory|address|namespace|job_config|"
+        "local_mode|dashboard_host|dashboard_port|include_dashboard|ignore_reinit_error|configure_logging|"
+        "logging_level|logging_format|logging_config|log_to_driver|runtime_env|enable_resource_isolation|cgroup_path|"
+        "system_reserved_cpu|system_reserved_memory|_*)|"
+        "(ray_kwargs.|)ray_init.(runtime_env|resources|labels|_system_config|_metadata).**",
         why="scalerl starts or joins Ray by itself (docs/slurm.md)",
     ),
     same("ray_kwargs.timeline_json_file", *NONE, why="Ray writes no timeline"),
