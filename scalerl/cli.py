@@ -217,8 +217,9 @@ def _run(argv: list[str]) -> int | None:
     if command not in COMMANDS:
         import difflib
 
-        nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        print(f"error: there is no command {command}; did you mean scalerl {nearest}?\n\n{USAGE}", file=sys.stderr)
+        nearest = difflib.get_close_matches(command, COMMANDS, n=1)
+        guess = f"; did you mean scalerl {nearest[0]}?" if nearest else ""
+        print(f"error: there is no command {command}{guess}\n\n{USAGE}", file=sys.stderr)
         return EXIT_USER_ERROR
     if command in SCHEMA_OF and not {"-h", "--help"}.isdisjoint(rest):
         from scalerl.config import help_text

@@ -421,10 +421,9 @@ def _unknown_options(request: _Request, group: str, value: Any) -> list[str]:
     wanted = [name for name in (value if isinstance(value, list) else [value]) if name is not None]
     violations = []
     for name in (str(name) for name in wanted if str(name) not in options):
-        close = difflib.get_close_matches(name, options, n=1, cutoff=0.0)
-        violations.append(
-            f"{group}={name}: no such option; did you mean {group}={close[0]}? There are {', '.join(options)}"
-        )
+        close = difflib.get_close_matches(name, options, n=1)
+        guess = f"did you mean {group}={close[0]}? There" if close else "there"
+        violations.append(f"{group}={name}: no such option; {guess} are {', '.join(options)}")
     return violations
 
 

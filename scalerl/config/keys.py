@@ -15,6 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from scalerl.config.suggestions import is_misspelt
 
 KeyKind = Literal["leaf", "section", "free", "unknown"]
+# Sections of models that a run may do without.
+_OTHER_MODELS = ("critic.", "reward_model.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,23 +101,27 @@ class KeyTable:
     def nearest(self, key: str) -> str | None:
         """The known key that `key` is a misspelling of: a neighbour in its section whose name is nearly the same.
 
-        A path may lack its start or a section in between. None: nothing is near enough to be meant.
+        A path may lack its start or a section in between, where only one key then ends so. None: nothing is near enough
+        to be meant.
         """
         section, _, last = key.rpartition(".")
         known = [*self.leaves, *sorted(self.sections)]
         if whole := [name for name in known if name.endswith("." + key)]:
             # Of the models the policy is meant, which every run has.
-            return min(whole, key=lambda name: (name in self.inherited, name.startswith("critic."), name.count(".")))
-        below = [name for name in known if name.startswith(section + ".") or not section]
-        if skipped := [name for name in below if section and name.endswith("." + last)]:
-            return min(skipped, key=lambda name: name.count("."))
+            own = [name for name in whole if name not in self.inherited and not name.startswith(_OTHER_MODELS)]
+            return _only(own or whole, key)
+        below = [name for name in known if section and name.startswith(section + ".") and name.endswith("." + last)]
+        if usual := [name for name in below if name in (f"{section}.optim.{last}", f"{section}.megatron.{last}")]:
+            return _only(usual, key)
+        if below and "_" in last:
+            return _only(below, last)
         neighbours = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
         if near := [name for name in neighbours if is_misspelt(last, name)]:
             return neighbours[max(near, key=lambda name: _ratio(name, last))]
-        cut = [name for name in neighbours if name.startswith(last + "_") or _lacks_one_word(last, name)]
-        # A name that is part of several is no misspelling of one of them, unless they begin with it.
-        if len(cut) == 1 or (cut and all(name.startswith(last + "_") for name in cut)):
-            return neighbours[max(cut, key=lambda name: _ratio(name, last))]
+        cut = [name for name in neighbours if _lacks_words(last, name)]
+        # A name that is part of several is no misspelling of one of them.
+        if len(cut) == 1:
+            return neighbours[cut[0]]
         return self._misspelt_section(section, last)
 
     def _misspelt_section(self, section: str, last: str) -> str | None:
@@ -137,11 +143,21 @@ class KeyTable:
         return f"{key}: no such key{origin}; {advice}"
 
 
-def _lacks_one_word(written: str, known: str) -> bool:
-    """Whether a name of at least two words has all words of the other but one, in their order."""
+def _only(names: list[str], end: str) -> str | None:
+    """The one name that ends so; None where there are several, or where the end may be that of any section."""
+    is_one_word = "_" not in end and "." not in end
+    if len(names) != 1 or (is_one_word and names[0].split(".")[-2] not in ("optim", "megatron")):
+        return None
+    return names[0]
+
+
+def _lacks_words(written: str, known: str) -> bool:
+    """Whether a name of at least two words begins the other, or has all its words but one, in their order."""
     words, meant = written.split("_"), known.split("_")
+    if len(words) < 2:
+        return False
     others = iter(meant)
-    return len(words) >= 2 and len(meant) == len(words) + 1 and all(word in others for word in words)
+    return known.startswith(written + "_") or (len(meant) == len(words) + 1 and all(word in others for word in words))
 
 
 def _ratio(a: str, b: str) -> float:

@@ -225,6 +225,12 @@ def test_the_module_runs_as_a_program():
     assert done.returncode == 2 and "there is no command nonsense" in done.stderr
 
 
+def test_a_command_is_guessed_only_where_one_is_near(capsys):
+    assert cli.main(["trian"]) == cli.main(["zzz"]) == 2
+    near, far = re.findall(r"there is no command .*", capsys.readouterr().err)
+    assert near == "there is no command trian; did you mean scalerl train?" and far == "there is no command zzz"
+
+
 def test_a_command_offers_only_the_recipes_that_it_takes(capsys):
     for command, offered in (
         ("train", {"recipe", "layout"}),

@@ -158,6 +158,11 @@ def test_everything_wrong_is_named_at_once():
         assert text.startswith(start)
 
 
+def test_an_option_is_guessed_only_where_one_is_near():
+    (found,) = [text for text in violations("ppo", *PPO, "recipe=zzz") if text.startswith("recipe")]
+    assert found.startswith("recipe=zzz: no such option; there are ") and "did you mean" not in found
+
+
 def test_missing_values_and_broken_rules_come_together():
     found = violations("ppo", "data.train_batch_size=100", f"{ROLLOUT}.n=4")
     assert [text.split(" ")[0] for text in found] == [

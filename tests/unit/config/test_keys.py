@@ -22,6 +22,9 @@ PPO = KeyTable(PPOConfig)
         ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
         ("lr", "actor_rollout_ref.actor.optim.lr"),
         ("optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("model.path", "actor_rollout_ref.model.path"),
+        ("critic.tensor_model_parallel_size", "critic.megatron.tensor_model_parallel_size"),
+        ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
         ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
         ("actor_rollout_ref.rollout.tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
         ("trainer.n_gpus", "trainer.n_gpus_per_node"),
@@ -53,6 +56,15 @@ def test_nearest_key(wrong, right):
         "actor_rollout_ref.rollout.resource_pool_id",
         "trainer.train_freq",
         "algorithm.use_pf_in_reward",
+        # The name of a key in a deeper section, of several keys, or of the first words of several.
+        "trainer.name",
+        "algorithm.enable",
+        "data.path",
+        "actor_rollout_ref.rollout.path",
+        "tensor_model_parallel_size",
+        "path",
+        "enable",
+        "trainer.max",
     ],
 )
 def test_what_is_like_no_key_gets_no_guess(wrong):
