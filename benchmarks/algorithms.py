@@ -165,7 +165,7 @@ def train_overrides(options: argparse.Namespace, start: Path, run_dir: Path, alg
         f"custom_reward_function.path={EXAMPLE}/reward.py",
         f"trainer.total_training_steps={options.steps}",
         # 4 updates a step.
-        f"actor_rollout_ref.actor.optim.lr_decay_steps={4 * options.steps}",
+        f"actor_rollout_ref.actor.optim.lr_decay_updates={4 * options.steps}",
         f"trainer.test_freq={options.test_freq}",
         "trainer.logger=[console,file]",
         "trainer.log_val_generations=0",

@@ -23,21 +23,22 @@ def total_steps(trainer: RunConfig, num_rows: int, batch_size: int) -> int:
 
 
 def decay_to_the_end(cfg: PPOConfig | SFTConfig, num_rows: int) -> Iterator[str]:
-    """Sets each lr_decay_steps that is null to the optimizer updates of the whole run, where the rate decays.
+    """Sets each lr_decay_updates that is null to the optimizer updates of the whole run, where the rate decays.
 
     num_rows: of the training data. `cfg` must be valid. Yields a violation where the warm-up has as many updates.
     """
     steps = total_steps(cfg.trainer, num_rows, cfg.data.train_batch_size)
     for section, optim, updates in _updates_of_models(cfg, steps):
-        if optim.lr_decay_style == "constant" or optim.lr_decay_steps is not None:
+        if optim.lr_decay_style == "constant" or optim.lr_decay_updates is not None:
             continue
-        if optim.lr_warmup_steps >= updates:
+        if optim.lr_warmup_updates >= updates:
             yield (
-                f"{section}.lr_warmup_steps = {optim.lr_warmup_steps}: must be below the {updates} optimizer updates "
-                f"of the run, where the decay ends; set {section}.lr_warmup_steps lower, or {section}.lr_decay_steps"
+                f"{section}.lr_warmup_updates = {optim.lr_warmup_updates}: must be below the {updates} optimizer "
+                f"updates of the run, where the decay ends; set {section}.lr_warmup_updates lower, or "
+                f"{section}.lr_decay_updates"
             )
         else:
-            optim.lr_decay_steps = updates
+            optim.lr_decay_updates = updates
 
 
 def _updates_of_models(cfg: PPOConfig | SFTConfig, steps: int) -> Iterator[tuple[str, OptimConfig, int]]:

@@ -219,15 +219,15 @@ def set_num_updates(optimizer: Any, num_updates: int) -> None:
 def build_schedule(optimizer: Any, optim: OptimConfig) -> OptimizerParamScheduler:
     """Builds the schedule of the learning rate and makes its first step.
 
-    Warm-up gives update k (from 0) lr * (k + 1) / lr_warmup_steps, so that no update is wasted on lr 0.
+    Warm-up gives update k (from 0) lr * (k + 1) / lr_warmup_updates, so that no update is wasted on lr 0.
     """
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=optim.lr_decay_steps or _NO_DECAY_STEPS,
+        lr_warmup_steps=optim.lr_warmup_updates,
+        lr_decay_steps=optim.lr_decay_updates or _NO_DECAY_STEPS,
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,

@@ -43,9 +43,6 @@ of verl that decide what is trained, and are others here, are written out where 
 `actor_rollout_ref.rollout.tensor_model_parallel_size=2`).
 
 ## The same name, another meaning
-- `optim.lr_warmup_steps` and `lr_decay_steps` count optimizer updates; verl counts steps. A step has
-`train_batch_size / ppo_mini_batch_size * ppo_epochs` updates. `scalerl translate` multiplies; `scalerl train` takes
-the number as it is. With `lr_decay_steps` left out the decay takes the whole run, as verl's.
 - `trainer.save_freq=-1` saves the last step, too. `trainer.default_local_dir` begins with `outputs/`.
 - `algorithm.rollout_correction.*`: bounds of `*_k1` are of the ratio, not of its inverse
 ([configuration](configuration.md)).

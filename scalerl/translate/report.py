@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import KeyTable
@@ -35,7 +35,6 @@ _OF_MERGER_ALONE = {
     "--use_cpu_initialization": 0,
     "--hf_model_path": 1,
 }
-_STEPS = re.compile(r"((actor_rollout_ref\.actor|critic)\.optim\.(lr_warmup_steps|lr_decay_steps))=(\d+)")
 
 # A field of megatron in this section may be a key of the section around it.
 _OVERRIDES = "override_transformer_config"
@@ -121,7 +120,7 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
     ]
     left_open = {_key(text).replace(f".{_OVERRIDES}.", "."): _value(text) for text in open_arguments}
     result = examined(kind, [_readable(text) for text in arguments if text not in open_arguments], left_open)
-    rows = [_taken(text, result.config) for text in result.taken]
+    rows = [Row(text, "taken over", (text,)) for text in result.taken]
     rows += [Row(text, "taken over", (text.lstrip("+"),)) for text in open_arguments]
     for translation in result.translations:
         if translation.verdict == "refused":
@@ -149,18 +148,6 @@ def _judged(kind: str, report: Report) -> Report:
     # Without it a run takes what its own machine has.
     left_open |= {"trainer.n_gpus_per_node"} - {_key(text) for text in known}
     return Report(report.command, report.rows, refusals(kind, known, left_open))
-
-
-def _taken(text: str, config: Any) -> Row:
-    if (match := _STEPS.fullmatch(text)) and (per_step := _updates_per_step(config, match[2])) > 1 and int(match[4]):
-        why = f"counted in steps by verl, here in optimizer updates, of which a step has {per_step}"
-        return Row(text, "renamed", (f"{match[1]}={int(match[4]) * per_step}",), why)
-    return Row(text, "taken over", (text,))
-
-
-def _updates_per_step(config: Any, section: str) -> int:
-    role = config.critic if section == "critic" else config.actor_rollout_ref.actor
-    return max(config.data.train_batch_size // role.ppo_mini_batch_size, 1) * role.ppo_epochs
 
 
 def _key(text: str) -> str:

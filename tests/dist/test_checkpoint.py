@@ -81,7 +81,7 @@ class Trainer:
         from scalerl.parallel.engine import MegatronEngine
 
         # Warm-up and decay, so that every update has its own learning rate.
-        optim = OptimConfig(lr=1e-3, lr_warmup_steps=3, lr_decay_style="cosine", lr_decay_steps=10, clip_grad=0.5)
+        optim = OptimConfig(lr=1e-3, lr_warmup_updates=3, lr_decay_style="cosine", lr_decay_updates=10, clip_grad=0.5)
         return MegatronEngine(model_path, MegatronConfig(dtype="float32"), self.groups, optim=optim)
 
     def update(self, count: int) -> list[dict[str, float]]:

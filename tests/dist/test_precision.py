@@ -131,7 +131,7 @@ def overflow(model: str, layout: tuple[int, int, int], distributed: bool) -> Any
         layout,
         dtype="float16",
         use_distributed_optimizer=distributed,
-        optim={"lr_warmup_steps": 4},
+        optim={"lr_warmup_updates": 4},
         initial_loss_scale=2.0**30,
         loss_scale_window=1,
         # Fewer than there will be.

@@ -10,7 +10,7 @@ from scalerl.config.rules.base import Rule, rule, value_at
 
 def optimizer_rules(optim: str) -> list[Rule]:
     """Makes the rules of one `optim` section."""
-    style, decay, warmup = f"{optim}.lr_decay_style", f"{optim}.lr_decay_steps", f"{optim}.lr_warmup_steps"
+    style, decay, warmup = f"{optim}.lr_decay_style", f"{optim}.lr_decay_updates", f"{optim}.lr_warmup_updates"
     lr, min_lr = f"{optim}.lr", f"{optim}.min_lr"
 
     @rule(style, decay)

@@ -55,11 +55,11 @@ class OptimConfig:
 
     lr: float = key(1e-6, at_least(0))
     # Optimizer updates over which lr rises from 0.
-    lr_warmup_steps: int = key(0, at_least(0))
+    lr_warmup_updates: int = key(0, at_least(0))
     # How lr falls after the warm-up.
     lr_decay_style: str = key("constant", one_of("constant", "linear", "cosine"))
     # Optimizer updates over which lr decays to min_lr; null: all of the run.
-    lr_decay_steps: int | None = key(None, or_null(at_least(1)))
+    lr_decay_updates: int | None = key(None, or_null(at_least(1)))
     min_lr: float = key(0.0, at_least(0))
     weight_decay: float = key(0.01, at_least(0))
     betas: list[float] = key([0.9, 0.999], BETAS)

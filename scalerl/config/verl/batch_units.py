@@ -87,22 +87,49 @@ def updates_per_step(context: Context, section: str) -> int | None:
     """
     if not section:
         return 1
-    prompts, mini, epochs = (
-        context.value(key) for key in ("data.train_batch_size", f"{section}ppo_mini_batch_size", f"{section}ppo_epochs")
-    )
+    keys = _sizes_of_a_step(section)
+    if any(context.left_open(key) for key in keys):
+        return None
+    prompts, mini, epochs = map(context.value, keys)
     if not all(type(number) is int and number > 0 for number in (prompts, mini, epochs)) or prompts % mini:
         return None
     return prompts // mini * epochs
 
 
+def _sizes_of_a_step(section: str) -> tuple[str, str, str]:
+    return "data.train_batch_size", f"{section}ppo_mini_batch_size", f"{section}ppo_epochs"
+
+
+def lr_steps(match: re.Match[str], value: Any, context: Context) -> Outcome:
+    """Converts a warm-up or a decay that counts steps, of which each may have several updates, to optimizer updates."""
+    section, name = match[1], match[2]
+    key, style = f"{section}optim.lr_{name}_updates", f"{section}optim.lr_decay_style"
+    if value in (None, -1):
+        return AlreadySo("no warm-up by it" if name == "warmup" else "the decay takes the whole run")
+    if name == "decay" and context.value(style) == "constant":
+        return AlreadySo(f"counts only with {style}=linear or cosine")
+    per_step = updates_per_step(context, section)
+    if per_step is None:
+        sizes = ", ".join(_sizes_of_a_step(section))
+        return Refused(f"counts steps, and it is not known how many optimizer updates one has ({sizes}); set {key}")
+    why = (
+        f"counted in steps by verl, here in optimizer updates, of which a step has {per_step}" if per_step != 1 else ""
+    )
+    if type(value) is int:
+        return Becomes({key: value * per_step}, why)
+    if isinstance(value, str) and "$" in value:
+        return Becomes({key: f"$(({value} * {per_step}))" if per_step != 1 else value}, why)
+    return Refused(f"is a number of steps; set {key} to one of optimizer updates")
+
+
 def lr_warmup_ratio(match: re.Match[str], value: Any, context: Context) -> Outcome:
     """Converts a warm-up as a share of all steps to optimizer updates."""
     section = match[1]
-    key = f"{section}optim.lr_warmup_steps"
+    key, steps_key = (f"{section}optim.lr_warmup_{unit}" for unit in ("updates", "steps"))
     if not value:
         return AlreadySo("no warm-up by it")
-    if context.is_set(key):
-        return AlreadySo(f"{key} says it")
+    if context.is_set(key) or context.foreign(steps_key) not in (None, -1):
+        return AlreadySo(f"{key if context.is_set(key) else steps_key} says it")
     steps, per_step = context.value("trainer.total_training_steps"), updates_per_step(context, section)
     if type(steps) is int and per_step is not None and isinstance(value, float):
         return Becomes({key: int(value * steps) * per_step}, "optimizer updates of that share of the steps")

@@ -56,8 +56,8 @@ RULES = [
         "critic.ppo_mini_batch_size x actor_rollout_ref.rollout.n = 1 x 4 = 4 samples: must be at least 8",
     ),
     (
-        [GAE, "critic.optim.lr_decay_steps=3"],
-        "critic.optim.lr_decay_steps = 3: has no effect when critic.optim.lr_decay_style = constant",
+        [GAE, "critic.optim.lr_decay_updates=3"],
+        "critic.optim.lr_decay_updates = 3: has no effect when critic.optim.lr_decay_style = constant",
     ),
     (
         [GAE, "critic.megatron.recompute_method=block"],

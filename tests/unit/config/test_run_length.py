@@ -97,13 +97,13 @@ def test_a_decay_without_an_end_of_its_own_takes_the_whole_run():
     decays = [f"{ACTOR}.optim.lr_decay_style=cosine", "critic.optim.lr_decay_style=linear"]
     cfg = ppo(*batches, *critic, *warmup, *decays)
     assert list(decay_to_the_end(cfg, 80)) == []
-    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_steps, cfg.critic.optim.lr_decay_steps) == (28, 20)
+    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_updates, cfg.critic.optim.lr_decay_updates) == (28, 20)
     # What is given stays, and a constant rate has no end.
-    cfg = ppo(*batches, *decays[:1], f"{ACTOR}.optim.lr_decay_steps=5")
+    cfg = ppo(*batches, *decays[:1], f"{ACTOR}.optim.lr_decay_updates=5")
     assert list(decay_to_the_end(cfg, 80)) == []
-    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_steps, cfg.critic.optim.lr_decay_steps) == (5, None)
-    sft = compose("sft", [*SFT, "data.train_batch_size=8", "optim.lr_decay_style=cosine", "optim.lr_warmup_steps=9"])
-    assert list(decay_to_the_end(sft, 80)) == [] and sft.optim.lr_decay_steps == 10
-    sft.optim.lr_decay_steps = None
+    assert (cfg.actor_rollout_ref.actor.optim.lr_decay_updates, cfg.critic.optim.lr_decay_updates) == (5, None)
+    sft = compose("sft", [*SFT, "data.train_batch_size=8", "optim.lr_decay_style=cosine", "optim.lr_warmup_updates=9"])
+    assert list(decay_to_the_end(sft, 80)) == [] and sft.optim.lr_decay_updates == 10
+    sft.optim.lr_decay_updates = None
     (found,) = decay_to_the_end(sft, 72)
-    assert found.startswith("optim.lr_warmup_steps = 9: must be below the 9 optimizer updates of the run")
+    assert found.startswith("optim.lr_warmup_updates = 9: must be below the 9 optimizer updates of the run")

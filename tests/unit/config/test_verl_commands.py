@@ -52,10 +52,10 @@ def translations(*given: str) -> dict[str, Translation]:
 COUNTS = {
     "grpo8b": (32, 2, 8, 0),
     "gspo30b": (48, 6, 12, 0),
-    "dsv3": (65, 17, 17, 0),
+    "dsv3": (64, 18, 17, 0),
     "dapo_npu": (67, 19, 15, 2),
-    "further": (55, 40, 102, 3),
-    "megatron": (130, 22, 180, 0),
+    "further": (54, 41, 102, 3),
+    "megatron": (129, 21, 182, 0),
 }
 
 
@@ -143,7 +143,7 @@ def test_no_value_of_a_key_of_scalerl_is_taken_for_verls():
     assert found.translations == []
     # Keys that both have, with values that both take.
     both = [f"{ROLLOUT}.name=sglang", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.logger=[console]"]
-    both += [f"{ROLLOUT}.top_k=5", f"{ACTOR}.loss_scale_factor=7", "data.seed=3", f"{ACTOR}.optim.lr_warmup_steps=2"]
+    both += [f"{ROLLOUT}.top_k=5", f"{ACTOR}.loss_scale_factor=7", "data.seed=3"]
     assert translations(*both) == {}
 
 
@@ -254,7 +254,7 @@ def test_keys_of_the_older_fine_tuning_are_understood():
     cfg = composed(
         "sft", [*given, "optim.warmup_steps_ratio=0.1", "optim.lr_scheduler=cosine", "trainer.seed=1"]
     ).config
-    assert (cfg.optim.lr_warmup_steps, cfg.optim.lr_decay_style, cfg.data.seed) == (5, "cosine", 1)
+    assert (cfg.optim.lr_warmup_updates, cfg.optim.lr_decay_style, cfg.data.seed) == (5, "cosine", 1)
     for key in ("prompt_key=question", "response_dict_keys=[answer]"):
         with pytest.raises(ConfigError, match=r"`scalerl data own --sft`$"):
             composed("sft", [*given, f"+data.{key}"])
@@ -297,7 +297,7 @@ def test_keys_of_fine_tuning_are_understood():
     assert cfg.megatron.override_transformer_config == {"moe_deepep_num_sms": 8, "moe_permute_fusion": True}
     assert cfg.megatron.override_ddp_config == {"bucket_size": 1000}
     assert cfg.trainer.max_actor_ckpt_to_keep == 3
-    assert (cfg.optim.lr_decay_style, cfg.optim.lr_warmup_steps) == ("cosine", 5)
+    assert (cfg.optim.lr_decay_style, cfg.optim.lr_warmup_updates) == ("cosine", 5)
     table = KeyTable(SFTConfig)
     targets = [text.partition("=")[0] for name in found.translations for text in name.becomes]
     assert targets and all(table.kind(target) in ("leaf", "free") for target in targets)
@@ -339,10 +339,40 @@ def test_the_reference_has_micro_batches_of_its_own():
 def test_a_share_of_the_steps_becomes_updates():
     steps = ["trainer.total_training_steps=50", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32"]
     key = f"{ACTOR}.optim.lr_warmup_steps_ratio"
-    assert translations(*steps, f"{key}=0.1")[key].becomes == (f"{ACTOR}.optim.lr_warmup_steps=10",)
+    assert translations(*steps, f"{key}=0.1")[key].becomes == (f"{ACTOR}.optim.lr_warmup_updates=10",)
     (found,) = violations([*REQUIRED, f"{key}=0.1"])
     assert found.startswith(f"{key} = 0.1: warm-up is a number of optimizer updates")
     assert translations(f"{key}=0.0")[key].verdict == "already so"
+    # Of verl's number of steps -1 is none, so that the share counts.
+    for none in ("-1", "null"):
+        found = translations(*steps, f"{ACTOR}.optim.lr_warmup_steps={none}", f"{key}=0.1")[key]
+        assert found.becomes == (f"{ACTOR}.optim.lr_warmup_updates=10",)
+    both = translations(*steps, f"{key}=0.1", f"{ACTOR}.optim.lr_warmup_steps=3")
+    assert [both[name].verdict for name in (key, f"{ACTOR}.optim.lr_warmup_steps")] == ["already so", "renamed"]
+
+
+def test_steps_of_a_schedule_become_updates():
+    """The name counts steps in verl, of which each may have several optimizer updates."""
+    sizes = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.ppo_epochs=2"]
+    sizes += ["critic.ppo_mini_batch_size=64", "critic.ppo_epochs=1"]
+    optim = f"{ACTOR}.optim"
+    warmup, decay, style = (f"{optim}.lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style"))
+    # The sizes may be written behind the numbers that they multiply.
+    cosine = [f"{style}=cosine", "critic.optim.lr_decay_style=cosine", "algorithm.adv_estimator=gae"]
+    given = [f"{warmup}=3", f"{decay}=40", "critic.optim.lr_warmup_steps=3", "critic.optim.lr_decay_steps=40"]
+    cfg = composed("ppo", [*REQUIRED, *given, *cosine, *sizes]).config
+    actor, critic = cfg.actor_rollout_ref.actor.optim, cfg.critic.optim
+    assert (actor.lr_warmup_updates, actor.lr_decay_updates) == (3 * 8, 40 * 8)
+    assert (critic.lr_warmup_updates, critic.lr_decay_updates) == (3, 40)
+    # A step of fine-tuning is one update.
+    fine_tuning = ["optim.lr_warmup_steps=3", "optim.lr_decay_steps=40", "optim.lr_decay_style=linear"]
+    optim = composed("sft", [*NEEDED["sft"], *fine_tuning]).config.optim
+    assert (optim.lr_warmup_updates, optim.lr_decay_updates) == (3, 40)
+    # Without a decay, and where verl's defaults are written out.
+    found = translations(f"{decay}=40", f"{warmup}=-1", "critic.optim.lr_decay_steps=null")
+    assert {name.verdict for name in found.values()} == {"already so"}
+    (text,) = [text for text in violations([*REQUIRED, f"{warmup}=3", "data.train_batch_size=100"]) if warmup in text]
+    assert text.startswith(f"{warmup} = 3: counts steps") and text.endswith(f"set {ACTOR}.optim.lr_warmup_updates")
 
 
 def test_two_keys_that_differ_about_the_same_are_refused():

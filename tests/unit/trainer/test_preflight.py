@@ -411,4 +411,4 @@ def test_a_rate_that_decays_ends_with_the_run(directory: Path) -> None:
     inputs = check_ppo(cfg, "cpu")
     updates = cfg.data.train_batch_size // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
     steps = len(inputs.train) * cfg.trainer.total_epochs // cfg.data.train_batch_size
-    assert cfg.actor_rollout_ref.actor.optim.lr_decay_steps == updates * steps > 0
+    assert cfg.actor_rollout_ref.actor.optim.lr_decay_updates == updates * steps > 0

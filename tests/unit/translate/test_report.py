@@ -47,7 +47,7 @@ def test_the_command_composes_to_what_the_script_asked_for():
     assert cfg.data.train_files == ["a.parquet", "b c.parquet"]
     assert cfg.actor_rollout_ref.actor.optim.clip_grad == 0.5
     # verl counts steps, each of four updates.
-    assert cfg.actor_rollout_ref.actor.optim.lr_warmup_steps == 40
+    assert cfg.actor_rollout_ref.actor.optim.lr_warmup_updates == 40
     assert cfg.custom_reward_function.path == "./f.py" and cfg.trainer.logger == ["console", "wandb"]
     # Of verl, where the script says nothing.
     assert cfg.trainer.total_epochs == 30 and cfg.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
@@ -146,6 +146,18 @@ def test_a_script_without_a_program_of_verl_is_refused(tmp_path: Path, capsys):
     assert main(["translate", str(script)]) == 0
     assert capsys.readouterr().out.startswith("scalerl train")
     assert main(["translate", str(tmp_path / "none.sh")]) == 2
+
+
+def test_steps_of_a_schedule_are_multiplied_by_the_shell_or_not_guessed():
+    key = f"{ACTOR}.optim.lr_warmup_"
+    rows = report_on("train", "ppo", [f"{ACTOR}.ppo_mini_batch_size=256", f"{key}steps=$W"]).rows
+    assert [row.becomes for row in rows if row.fate == "renamed"] == [(f"{key}updates=$(($W * 4))",)]
+    (row,) = [
+        row
+        for row in report_on("train", "ppo", ["data.train_batch_size=$B", f"{key}steps=3"]).rows
+        if row.why[:6] == "counts"
+    ]
+    assert row.fate == "dropped" and row.why.endswith(f"set {key}updates")
 
 
 def test_what_only_the_shell_knows_is_renamed_and_multiplied_there():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from scalerl.config.verl.batch_units import lr_warmup_ratio
+from scalerl.config.verl.batch_units import lr_steps, lr_warmup_ratio
 from scalerl.config.verl.entry import (
     Becomes,
     Context,
@@ -33,15 +33,21 @@ def optimizer_entries(trained: str) -> list[Entry]:
         renamed(f"{trained}grad_clip", r"\1optim.clip_grad"),
         same(f"{trained}optim.optimizer", "adam", "adamw", why="the optimizer is Adam with decoupled weight decay"),
         same(f"{trained}optim.optimizer_impl", "torch.optim", why="the optimizer is Megatron's Adam"),
-        renamed(f"{trained}optim.lr_warmup_steps", r"\1optim.lr_warmup_steps", only=(-1, None), convert=lambda _: 0),
+        computed(
+            f"{trained}optim.lr_(warmup|decay)_steps",
+            "`....optim.lr_warmup_updates`, `....optim.lr_decay_updates`, times the updates of a step",
+            "a number of optimizer updates, of which a step has train_batch_size / ppo_mini_batch_size * ppo_epochs",
+            lr_steps,
+            asks_others=True,
+        ),
         computed(
             f"{trained}optim.lr_warmup_steps_ratio",
-            "0: already so; else `....optim.lr_warmup_steps`, where trainer.total_training_steps is set",
+            "0: already so; else `....optim.lr_warmup_updates`, where trainer.total_training_steps is set",
             "a number of optimizer updates",
             lr_warmup_ratio,
             asks_others=True,
         ),
-        same(f"{trained}optim.total_training_steps", why="lr_decay_steps says where the learning rate ends"),
+        same(f"{trained}optim.total_training_steps", why="lr_decay_updates says where the learning rate ends"),
         computed(f"{trained}optim.(warmup_style|lr_scheduler_type)", "`....optim.lr_decay_style`", "", warmup_style),
         absent(f"{trained}optim.lr_warmup_init", 0, None, why="warm-up starts from 0"),
         absent(
