@@ -61,8 +61,8 @@ COMMANDS = {"ppo": "train", "sft": "sft", "generation": "generate", "eval": "eva
 FILES_OF_VERL = re.compile(
     r"(_generated_)?(ppo|dapo|sft|multiturn_grpo|gsm8k_multiturn\w*)(_megatron|_fsdp|_veomni)?_trainer\w*"
 )
-# `--section.key=value`, as some launchers write it.
-DASHED = re.compile(r"--\w+\.[\w.]+=")
+# `--section.key=value` or `--key=value`, as some launchers write it.
+DASHED = re.compile(r"--(?!config_)\w+(\.\w+)*=")
 UNREADABLE = (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError)
 
 # The name that a defaults list begins with. It is empty: values are checked against the schema by PartialConfig, and

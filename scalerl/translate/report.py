@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from scalerl.config import Examined, examined, refusals
 from scalerl.config.keys import KeyTable
+from scalerl.config.rules.base import value_at
 from scalerl.config.schema import SCHEMAS
 
 Fate = Literal["taken over", "renamed", "already so", "verl's default", "dropped"]
@@ -138,16 +140,34 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
     for written, text in (launched or {}).items():
         if _key(text) not in given:
             rows.append(Row(written, "renamed", (text,), "of the program's launcher"))
-    return _judged(kind, Report(command, rows))
+    return _judged(kind, Report(command, rows), result.config)
 
 
-def _judged(kind: str, report: Report) -> Report:
+def _judged(kind: str, report: Report, config: Any) -> Report:
     """The report with what a run would refuse of its command, as far as no shell has to say it."""
     known = [text for text in report.arguments if not _left_to_the_shell(text)]
     left_open = {_key(text) for text in report.arguments if _left_to_the_shell(text)}
     # Without it a run takes what its own machine has.
     left_open |= {"trainer.n_gpus_per_node"} - {_key(text) for text in known}
-    return Report(report.command, report.rows, refusals(kind, known, left_open))
+    refused = [*refusals(kind, known, left_open), *_wrong_fields({_key(text) for text in known}, config)]
+    return Report(report.command, report.rows, refused)
+
+
+def _wrong_fields(keys: set[str], config: Any) -> Iterator[str]:
+    """What is wrong with the fields of Megatron's own configs that are among the keys."""
+    of_megatron = {key: match[1] for key in keys if (match := re.fullmatch(r"(.+)\.override_\w+_config\.\w+", key))}
+    if not of_megatron:
+        return
+    with warnings.catch_warnings():
+        # Of kernels that this machine lacks, which is another one than the run's.
+        warnings.simplefilter("ignore")
+        # Imported here: megatron takes seconds to import.
+        from scalerl.parallel.overrides import override_violations
+    for section in sorted(set(of_megatron.values())):
+        for text in override_violations(section, value_at(config, section)):
+            # A field that is inherited is named where it was written.
+            if re.split("[ :=]", text)[0] in of_megatron:
+                yield text
 
 
 def _key(text: str) -> str:

@@ -68,7 +68,8 @@ class LaunchScript:
 class _Block:
     """A block of statements that the reader is in.
 
-    kind: if, case, group or skipped.  active: its statements count.  done: one of its branches has been taken.
+    kind: if, case, group or skipped.  active: its statements count.  done: one of its branches has been taken, or the
+    brace that begins a function has been read.
     subject: the text that a case compares.
     """
 
@@ -153,13 +154,15 @@ class _Interpreter:
                 self.blocks.pop()
             if first == "else" and block is not None and block.kind == "if":
                 block.active, block.done = not block.done, True
-            if first == "{":
+            if first == "{" and block is not None and block.kind == "skipped" and not block.done:
+                block.done = True
+            elif first == "{":
                 self.blocks.append(_Block("group", True))
             self._drop(statement)
         elif first in ("for", "while", "until", "select"):
             if self._active:
                 self._note(f"a loop ({first}) is left out")
-            self.blocks.append(_Block("skipped", False, name=f"a loop ({first})"))
+            self.blocks.append(_Block("skipped", False, True, name=f"a loop ({first})"))
             statement.words.clear()
         elif first == "case":
             subject = self._text(statement.words[1]) if len(statement.words) > 1 else None
@@ -169,8 +172,10 @@ class _Interpreter:
             name = statement.raw(1 if first == "function" and len(statement.words) > 1 else 0).rstrip("()")
             if self._active:
                 self._note(f"the function {name} is left out")
-            self.blocks.append(_Block("skipped", False, name=f"the function {name}"))
-            statement.words.clear()
+            words = [statement.raw(number) for number in range(len(statement.words))]
+            self.blocks.append(_Block("skipped", False, "{" in words, name=f"the function {name}"))
+            for _ in words[: words.index("{") + 1] if "{" in words else words:
+                self._drop(statement)
         elif block is not None and block.kind == "case" and first.endswith(")") and not first.startswith("$"):
             self._case_pattern(block, first.rstrip(")").lstrip("("))
             self._drop(statement)

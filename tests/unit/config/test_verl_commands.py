@@ -478,9 +478,11 @@ def test_keys_of_a_file_are_translated_too(tmp_path: Path):
 
 def test_verls_own_files_and_dashes_are_understood():
     given = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *REQUIRED, "--trainer.nnodes=2"]
-    found = composed("ppo", given)
+    found = composed("ppo", [*given, "--model_engine=megatron"])
     assert found.config.trainer.nnodes == 2
-    assert [name.key for name in found.translations] == ["--config-name", "--config-path"]
+    assert [name.key for name in found.translations] == ["--config-name", "--config-path", "model_engine"]
+    (text,) = violations([*REQUIRED, "--config_name=ppo"])
+    assert text.startswith("--config_name=ppo: not understood")
     (text,) = violations(["--config-path=config", "--config-name=ppo", *REQUIRED])
     assert "--config-dir DIR --config-name NAME" in text
 

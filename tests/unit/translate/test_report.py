@@ -106,6 +106,16 @@ def test_what_a_run_would_refuse_of_the_command_is_said():
     assert "a run will refuse:\n  data.train_files: missing" in translated("python3 -m verl.trainer.main_ppo")
 
 
+def test_fields_of_megatron_are_checked_by_name_and_type():
+    fields = f"+{ACTOR}.megatron.override_transformer_config"
+    given = [*REQUIRED, f"{fields}.moe_permute_fusoin=True", f"{fields}.moe_deepep_num_sms=many", "trainer.nnodes=1"]
+    refused = report_on("train", "ppo", given).refused
+    names = sorted(text.partition(" ")[0].rpartition(".")[2] for text in refused)
+    assert names == ["moe_deepep_num_sms", "moe_permute_fusoin"]
+    fine = [f"{fields}.moe_permute_fusion=True", f"{fields}.moe_deepep_num_sms=$SMS"]
+    assert report_on("train", "ppo", [*REQUIRED, *fine, "trainer.nnodes=1"]).refused == []
+
+
 @pytest.mark.parametrize("name", ["grpo8b", "gspo30b", "dsv3", "dapo_npu"])
 def test_a_run_takes_the_translation_of_a_whole_script(name: str):
     given = (Path(__file__).parents[1] / "config" / "verl_commands" / f"{name}.txt").read_text()
@@ -136,6 +146,15 @@ def test_a_program_in_a_loop_or_a_function_is_named():
     assert "line 2: verl.trainer.main_ppo is in a loop (for), and not translated; put its command" in text
     assert "line 5: verl.trainer.main_ppo is in the function run" in text
     assert "line 8: verl.trainer.main_ppo is in the function go" in text
+
+
+@pytest.mark.parametrize("head", ["run() {", "function run {", "run() { cd x &&", "run()\n{", "run() {\n"])
+def test_a_function_ends_at_its_brace_and_its_program_is_named(head: str):
+    main = "python3 -m verl.trainer.main_ppo"
+    with pytest.raises(UserError, match="main_ppo is in the function run, and not translated"):
+        translated(f"{head} {main} a=1; }}\nrun\n")
+    # What follows it is read.
+    assert "trainer.nnodes=2" in translated(f"{head} {main} a=1; }}\n{main} trainer.nnodes=2\n").partition("\n\n")[0]
 
 
 def test_a_script_without_a_program_of_verl_is_refused(tmp_path: Path, capsys):
