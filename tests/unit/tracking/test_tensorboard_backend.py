@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scalerl.tracking import Tracking
+from scalerl.trainer.dumps import generations_table
 
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -36,6 +38,22 @@ def test_scalars_tables_and_configuration_are_read_back(tmp_path):
     assert text == "| prompt | score |\n| --- | --- |\n| a\\|b<br>&lt;b> | 1.0 |"
     (config_text,) = read(tmp_path).Tensors("config")
     assert "| optim.lr | 0.5 |\n| hub.token | *** |" in config_text.tensor_proto.string_val[0].decode()
+
+
+def test_a_table_of_samples_has_all_of_its_columns(tmp_path):
+    extras = np.empty(2, dtype=object)
+    extras[:] = [{"acc": 1.0}, {"pred": "a|b"}]
+    columns = {"score": np.array([1.0, 0.0]), "data_source": np.array(["gsm8k", "math"]), "reward_extra": extras}
+    table = generations_table(columns, [("1+1=", "2", "2"), ("x\ny", "<3", "7")])
+    with Tracking("p", "e", "tensorboard", run_dir=tmp_path) as tracking:
+        tracking.log_table("val/generations", *table, 4)
+    (found,) = read(tmp_path).Tensors("val/generations")
+    assert found.tensor_proto.string_val[0].decode().splitlines() == [
+        "| prompt | response | ground_truth | score | data_source | acc | pred |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 1+1= | 2 | 2 | 1.0 | gsm8k | 1.0 |  |",
+        "| x<br>y | &lt;3 | 7 | 0.0 | math |  | a\\|b |",
+    ]
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path):
