@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import pytest
 
 from scalerl.config import ConfigError, PPOConfig, SFTConfig, composed, translation_table
 from scalerl.config.keys import KeyTable
-from scalerl.config.save import flatten
 from scalerl.config.verl import Translation
+from scalerl.tracking.backend import flat_config
 
 # Arguments of four of verl's example scripts, of its vocabulary (further), and every key of ppo_megatron_trainer with
 # its default (megatron), one a line.
@@ -509,7 +510,7 @@ def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_hav
     assert actor.optim.override_optimizer_config == {"adam_eps": 1e-9}
     assert actor.megatron.override_ddp_config == {"bucket_size": 1000}
     # As MLflow records them.
-    recorded = flatten(cfg)
+    recorded = flat_config(asdict(cfg))
     assert recorded[f"{fields}.moe_permute_fusion"] is True
     assert recorded[f"{ACTOR}.optim.override_optimizer_config.adam_eps"] == 1e-9
     assert recorded[f"{ACTOR}.megatron.override_ddp_config.bucket_size"] == 1000
