@@ -33,8 +33,8 @@ def _tokens(section: str, of_verl: str, value: Any, context: Context) -> Outcome
     unknown += [f"{name}={text}" for name in (*lengths, tp_key, cp_key) if (text := context.left_open(name))]
     if unknown and value is not None:
         return Refused(
-            f"is so many of the longest samples; their tokens depend on {', '.join(unknown)}, which only the shell "
-            f"knows; set {key} to their number"
+            f"counts samples, here a micro-batch has tokens; those of samples of the greatest length depend on "
+            f"{', '.join(unknown)}, which only the shell knows; set {key} to their number"
         )
     sizes = [context.value(name) for name in lengths]
     if value is None or not all(type(size) is int and size > 0 for size in (value, *sizes)):
@@ -44,7 +44,7 @@ def _tokens(section: str, of_verl: str, value: Any, context: Context) -> Outcome
     )
     layout = LayoutSizes.of(megatron)
     tokens = value * layout.padded_tokens(sum(sizes), sequence_parallel=megatron.sequence_parallel)
-    return Becomes({key: tokens}, f"{value} of the longest samples; no number depends on it")
+    return Becomes({key: tokens}, f"the tokens of {value} samples of the greatest length; no number depends on it")
 
 
 def tokens_of_a_device(match: re.Match[str], value: Any, context: Context) -> Outcome:

@@ -37,14 +37,14 @@ BATCHES = [
     ),
     computed(
         f"{TRAINED}.ppo_micro_batch_size_per_gpu",
-        "`....max_tokens_per_micro_batch`, unless that is set: so many of the longest samples",
+        "`....max_tokens_per_micro_batch`, unless that is set: the tokens of so many samples of the greatest length",
         PACKING,
         update_micro_batch,
         asks_others=True,
     ),
     computed(
         f"{REF}.log_prob_micro_batch_size_per_gpu",
-        f"`{REF}.max_tokens_per_micro_batch`, unless that is set: so many of the longest samples",
+        f"`{REF}.max_tokens_per_micro_batch`, unless that is set: the tokens of so many samples of the greatest length",
         PACKING,
         pass_micro_batch,
         asks_others=True,
