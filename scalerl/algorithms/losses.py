@@ -132,7 +132,10 @@ def check_loss_counts(
     *,
     section: str = "actor",
 ) -> None:
-    """Raises ValueError as `loss_weights` does.  section: the configuration section that loss_agg_mode is in."""
+    """Raises ValueError for an unknown loss_agg_mode, a scale that it lacks, or a mini-batch without loss tokens.
+
+    section: the configuration section that loss_agg_mode is in.
+    """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"{section}.loss_agg_mode={loss_agg_mode!r}: no such mode; known are {list(LOSS_AGG_MODES)}")
     if loss_agg_mode == "seq-mean-token-sum-norm" and not (

@@ -235,7 +235,7 @@ def _as_given(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[A
 
 
 def the_same_for_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The dispatch_fn of Dispatch.ONE_TO_ALL."""
+    """Gives every rank the same arguments: the dispatch_fn of Dispatch.ONE_TO_ALL."""
     return [[arg] * group.world_size for arg in args], {key: [arg] * group.world_size for key, arg in kwargs.items()}
 
 

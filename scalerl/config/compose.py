@@ -456,7 +456,7 @@ def _defaults_list(request: _Request, groups: list[str]) -> Any:
 
 
 def _files(request: _Request, groups: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """(file, package, content) of every YAML file of the composition, in the order in which they apply."""
+    """Yields (file, package, content) of every YAML file of the composition, in the order in which they apply."""
     try:
         defaults = _defaults_list(request, groups).defaults
     except UNREADABLE as error:

@@ -71,7 +71,7 @@ class PromptCursor:
         return {"epoch": epoch, "position": position, **self._identity(), **digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was saved.
+        """Restores the position of a saved state.
 
         Raises ValueError when the state belongs to other rows or another order of them, or is damaged. A state from
         before there were digests has none to compare.

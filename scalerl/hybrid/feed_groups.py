@@ -25,7 +25,10 @@ class FeedGroups:
                 self._groups[feed.index] = cast("dist.ProcessGroup", dist.new_group(distinct, backend="gloo"))
 
     def gather(self, feed: Feed, mine: Mapping[int, T]) -> dict[int, T]:
-        """What all ranks of the feed have, by engine rank, on its lead; {} on the others. Collective over the feed."""
+        """Gathers each rank's part on the feed's lead: engine rank -> part; {} on other ranks.
+
+        Collective over the feed.
+        """
         group = self._groups.get(feed.index)
         if group is None:
             return dict(mine)

@@ -161,7 +161,7 @@ class Handover:
     def _needed(
         self, point: HandoverPoint, with_servers: Sequence[RankMemory], ranks: Sequence[RankMemory]
     ) -> dict[str, dict[str, int]]:
-        """Device -> what comes there next -> bytes."""
+        """The bytes that each device needs free after this point: device -> what comes there next -> bytes."""
         devices = {memory.device for memory in with_servers}
         if point == "after_release":
             return trainer_needs(ranks)
@@ -196,7 +196,7 @@ class Handover:
 
 
 def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) -> dict[str, int]:
-    """Device -> bytes that became free on it, as the first of its ranks measured them."""
+    """The bytes that became free on each device, as the first of its ranks measured them."""
     released: dict[str, int] = {}
     for memory in ranks:
         released.setdefault(memory.device, max(0, memory.free_bytes - free_before[memory.rank]))
@@ -206,7 +206,10 @@ def released_bytes(ranks: Iterable[RankMemory], free_before: Mapping[int, int]) 
 def trainer_needs(
     ranks: Iterable[RankMemory], *, role: str | None = None, parts: Collection[str] | None = None
 ) -> dict[str, dict[str, int]]:
-    """Device -> role -> bytes that the ranks there bring back. Roles take turns: without `role` the largest alone."""
+    """The bytes that the trainer brings back to each device: device -> role -> bytes.
+
+    Roles take turns, so that without `role` the largest counts alone.
+    """
     needed: dict[str, dict[str, int]] = {}
     for memory in ranks:
         sizes = {
@@ -222,7 +225,7 @@ def trainer_needs(
 
 
 def short_of(ranks: Iterable[RankMemory], needed: Mapping[str, Mapping[str, int]]) -> list[tuple[int, RankMemory]]:
-    """(lacking bytes, memory) of each rank whose device has less free than it needs. needed: as `check_room`."""
+    """Finds the ranks whose device has less free than it needs: (lacking bytes, memory). needed: as `check_room`."""
     return [
         (total - memory.free_bytes, memory)
         for memory in ranks

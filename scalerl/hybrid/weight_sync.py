@@ -84,7 +84,7 @@ class WeightSync:
                 self.clients[successor.url] = self._client(feed)
 
     def close(self) -> None:
-        """Gives back what was set up with all servers; not collective."""
+        """Frees what the transport holds for all servers; not collective."""
         for feed in self.feeds:
             self.transport.forget(feed.index)
 

@@ -99,7 +99,7 @@ def _jobs(record: SubmittedJob) -> list[tuple[SubmittedJob, Job | None]]:
 
 
 def _refuse_second_job(live: dict[Path, list[tuple[SubmittedJob, Job]]]) -> None:
-    """A second job would find the run's directory locked, unless it waits for the first."""
+    """Raises UserError for a run with a live job: a second one would find the run's directory locked."""
     for run_dir, jobs in live.items():
         for record, job in jobs:
             raise UserError(
@@ -206,7 +206,7 @@ def last_step(run_dir: Path, attempt: Path) -> str | None:
 
 
 def last_line(path: Path, is_wanted: Callable[[str], bool]) -> str | None:
-    """The last line of a file that is wanted, however much follows it; None where there is none."""
+    """The last line of a file for which `is_wanted` is true, however much follows it; None where there is none."""
     if not path.exists():
         return None
     return next((line for line in _lines_backwards(path) if is_wanted(line)), None)
@@ -225,7 +225,7 @@ def _lines_backwards(path: Path) -> Iterator[str]:
 
 
 def _current(jobs: list[tuple[SubmittedJob, Job | None]]) -> tuple[SubmittedJob, Job | None]:
-    """The job of a run that is its turn: the first that is not over, else the last."""
+    """The job that runs or comes next: the first of a run's jobs that is not over, else the last."""
     return next(((record, job) for record, job in jobs if job is not None and not job.is_over), jobs[-1])
 
 

@@ -158,7 +158,7 @@ def run_directory(cfg: PPOConfig | SFTConfig) -> Path:
 
 @contextmanager
 def _cache_of(cfg: PPOConfig | SFTConfig) -> Iterator[None]:
-    """Copies of what is at URLs go where the job's will, so that all nodes see them; for the block."""
+    """Makes copies of files at URLs go, within the block, to the job's directory for them, which all nodes see."""
     before = os.environ.get(CACHE_DIR_ENV)
     os.environ[CACHE_DIR_ENV] = cache_directory(run_directory(cfg))
     try:
@@ -181,7 +181,10 @@ def seconds_to_end(partition: Partition | None, kill_wait_s: int) -> int:
 
 
 def deadline_overrides(save_deadline_s: float, seconds_to_end: int, is_set: bool) -> tuple[list[str], list[str]]:
-    """(overrides that set trainer.save_deadline_s by the site's limits unless the user did, notes for the user)."""
+    """Makes the overrides that set trainer.save_deadline_s from the site's limits, and notes on them for the user.
+
+    is_set: the user has set the key, which stays.
+    """
     if is_set:
         if save_deadline_s > seconds_to_end > 0:
             what = f"{SAVE_DEADLINE}={save_deadline_s:g}: Slurm kills a cancelled or preempted job {seconds_to_end} s"

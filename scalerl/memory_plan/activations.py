@@ -45,16 +45,16 @@ class _Sizes:
     on_cpu: bool
 
     def norm(self, width: float) -> float:
-        """torch's RMSNorm: on a GPU its input and one float32 number; on the CPU float32 input and output."""
+        """Bytes per token kept of an RMSNorm: its input and a float32 number; on the CPU float32 input and output."""
         return (2 * FLOAT if self.on_cpu else self.itemsize) * width + FLOAT
 
     @property
     def hidden(self) -> float:
-        """The residual, or any tensor of its size."""
+        """Bytes per token of a hidden state: the residual, or any tensor of its size."""
         return self.itemsize * self.shape.hidden_size * self.part
 
     def swiglu(self, width: float) -> float:
-        """Gate and up, and their product, the next matrix' input; on the CPU two temporaries more."""
+        """Bytes per token kept of a SwiGLU: gate, up and their product; on the CPU two temporaries more."""
         return (5 if self.on_cpu else 3) * self.itemsize * width
 
 
@@ -88,7 +88,7 @@ def _input_of_linear(sizes: _Sizes, recomputed: set[str]) -> float:
 
 
 def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
-    """Grouped-query attention: from the input of the query, key and value matrix to that of the projection."""
+    """Bytes per token kept of grouped-query attention, from the input of its first matrix to that of the projection."""
     shape, tp_size, itemsize = sizes.shape, sizes.layout.tp_size, sizes.itemsize
     heads, kv_heads = shape.num_attention_heads / tp_size, shape.num_kv_heads / tp_size
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
@@ -113,7 +113,7 @@ def _grouped(sizes: _Sizes, recomputed: set[str]) -> float:
 
 
 def _latent(sizes: _Sizes, recomputed: set[str]) -> float:
-    """The bytes of latent attention. The kernel takes one head size, so values and output are as wide as queries."""
+    """Bytes per token kept of latent attention. Its kernel takes one head size: values are as wide as queries."""
     shape, itemsize = sizes.shape, sizes.itemsize
     assert shape.kv_lora_rank is not None and shape.qk_rope_head_dim is not None and shape.v_head_dim is not None
     heads = shape.num_attention_heads / sizes.layout.tp_size
@@ -140,7 +140,7 @@ def _dense(sizes: _Sizes, recomputed: set[str]) -> float:
 
 
 def _mixture(sizes: _Sizes, recomputed: set[str]) -> float:
-    """Router, experts and shared experts, which have the same input."""
+    """Bytes per token kept of a layer's router, experts and shared experts, which have the same input."""
     shape, layout = sizes.shape, sizes.layout
     if "moe" in recomputed:
         return sizes.hidden
@@ -160,10 +160,11 @@ def _routed_tokens(sizes: _Sizes) -> float:
 
 
 def _working(sizes: _Sizes, is_mixture: bool) -> float:
-    """Gradients of the residual and of an MLP's inner tensors beside what is kept, where they are the most: on a GPU
-    the product's is freed when gate and up have theirs, on the CPU the tensors that were kept are freed as fast.
+    """Bytes per token of the gradients that a layer's backward pass holds beside what is kept, where they are the most.
 
-    Sequence parallelism gathers all tokens of the residual's gradient, and on a GPU of a matrix' input again.
+    They are those of the residual and of an MLP's inner tensors: on a GPU the product's is freed when gate and up have
+    theirs, on the CPU the tensors that were kept are freed as fast. Sequence parallelism gathers all tokens of the
+    residual's gradient, and on a GPU of a matrix' input again.
     """
     shape, layout = sizes.shape, sizes.layout
     inner = 1 if sizes.on_cpu else 2
@@ -243,7 +244,7 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int, num_micro_batches: int
 def head_bytes(
     shape: ModelShape, layout: Layout, megatron: MegatronConfig, tokens: int, *, on_cpu: bool
 ) -> tuple[float, float]:
-    """The bytes of the last stage's end: (kept of a micro-batch, needed beside while the end is computed).
+    """Bytes of the output head: (kept per micro-batch, temporary while it is computed).
 
     tokens: of the micro-batch on this rank.
     """

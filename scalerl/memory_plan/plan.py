@@ -166,7 +166,7 @@ class _Model:
         return ITEMSIZE[self.megatron.dtype]
 
     def state(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of what this model has on a device of the stage when all of it is there."""
+        """The bytes of each part of this model on a device of the stage when all of it is there."""
         parameters = self.stages[stage]
         bytes_by_part = {"weights": parameters.weight_bytes(self.itemsize)}
         if self.has_optimizer:
@@ -176,7 +176,7 @@ class _Model:
         return bytes_by_part
 
     def resting(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of what this model has on a device of the stage while it does not compute."""
+        """The bytes of each part of this model on a device of the stage while it does not compute."""
         away = {
             "weights": self.megatron.param_offload,
             "gradients": self.megatron.grad_offload,
@@ -185,7 +185,7 @@ class _Model:
         return {part: 0 if away[part] else size for part, size in self.state(stage).items()}
 
     def forward(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of a pass without gradients, beside the weights."""
+        """The bytes of each part of a pass without gradients, beside the weights."""
         keeping = replace(self.megatron, recompute_granularity=None)
         whole, _ = kept_bytes(self.shape, self.layout, keeping, stage, on_cpu=self.on_cpu)
         bytes_by_part = {"layer": int(whole / len(self.stages[stage].layers) * self.tokens)}
@@ -195,7 +195,7 @@ class _Model:
         return bytes_by_part
 
     def backward(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of an update beside weights, gradients and optimizer: of its passes, or of what follows them.
+        """The bytes of each part of an update beside weights, gradients and optimizer: of its passes or what follows.
 
         The gradients are exchanged when the last micro-batch has given back what it kept. NCCL needs nothing for that.
         """
@@ -218,7 +218,7 @@ class _Model:
         return bytes_by_part | {"layer": max(0, layer)}
 
     def step(self, stage: int) -> dict[str, int]:
-        """Part -> bytes of the optimizer beside its state: on a GPU it is fused, and has no temporaries."""
+        """The bytes of each temporary of the optimizer's step: on a GPU it is fused, and has none."""
         if not self.on_cpu:
             return {}
         numbers = self.stages[stage].optimizer_numbers(distributed=self.megatron.use_distributed_optimizer)

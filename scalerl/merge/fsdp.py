@@ -117,7 +117,7 @@ def _changes(config: Mapping) -> dict:
 def _places(
     checkpoint: FsdpCheckpoint, family: Family, shape: ModelShape
 ) -> tuple[dict[str, list[_Stretch]], dict[str, TensorSpec]]:
-    """Tensor of the state -> where its numbers go; Hugging Face name -> its spec, in the family's order.
+    """Maps each tensor of the state to where its numbers go, and Hugging Face names to specs, in the family's order.
 
     Raises one ValueError with all that is missing, unexpected or of another shape.
     """
@@ -154,12 +154,12 @@ def _places(
 
 
 def _in_module(name: str) -> str:
-    """The name that transformers 5 uses in a model: Mixtral's files have an older one."""
+    """Converts a tensor's name in files to transformers 5's name in a model: Mixtral's files have an older one."""
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def _joined_experts(family: Family, shape: ModelShape) -> dict[str, tuple[str, int, tuple[int, ...]]]:
-    """Hugging Face name of an expert's tensor -> (name, first number, shape) of where transformers 5 has it."""
+    """Maps each expert tensor's Hugging Face name to its place in transformers 5: (name, first number, shape)."""
     sources = {}
     width, hidden, count = shape.moe_ffn_hidden_size, shape.hidden_size, shape.num_experts
     for param in family.params(shape):
@@ -250,8 +250,10 @@ def _copy(
 
 
 def _numbers(checkpoint: FsdpCheckpoint, tensor: ShardedTensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first number, numbers) of the whole tensor in its order: a few megabytes at a time where rows are split, all
-    at once where columns are."""
+    """Yields the numbers of the whole tensor in their order, as (first number, numbers).
+
+    They come a few megabytes at a time where rows are split, all at once where columns are.
+    """
     if all(shard.tensor.shape[1:] == tensor.shape[1:] for shard in tensor.shards):
         inner = prod(tensor.shape[1:])
         for shard in sorted(tensor.shards, key=lambda shard: shard.offsets):

@@ -168,7 +168,7 @@ def _of_dtensor(file: TorchFile, rank: int, value: PickledObject) -> tuple[tuple
 
 
 def _coordinates(file: TorchFile, rank: int, mesh: Any) -> list[tuple[int, int]]:
-    """(coordinate, size) of the rank in each dimension of the mesh."""
+    """The rank's place in each dimension of the mesh, as (coordinate, size)."""
     if not isinstance(mesh, PickledObject):
         raise ValueError("is a DTensor without a mesh")
     sizes, strides, ranks = _mesh(file, mesh)

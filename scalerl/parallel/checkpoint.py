@@ -323,7 +323,10 @@ def _set_loss_scale(optimizer: Any, common: dict[str, Any]) -> None:
 
 
 def _check_model(engine: MegatronEngine, checkpoint: DistCheckpoint) -> None:
-    """Every rank compares the whole model, not its part: all refuse together, none waits in a collective."""
+    """Raises CheckpointMismatchError where the checkpoint has other tensors than the model.
+
+    Every rank compares the whole model, not its part: all refuse together, none waits in a collective.
+    """
     stored = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     params = {param.name: param for param in engine.family.params(engine.shape)}
     wrong = []

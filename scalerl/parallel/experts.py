@@ -207,7 +207,7 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, chosen_TE: Tensor) -> None:
-        """Tokens of each expert since the last update, which moves the router's bias."""
+        """Counts the tokens of each expert since the last update, which moves the router's bias by them."""
         if self.enable_expert_bias:
             is_real_T = self._own_tokens(self._seen.rows) >= 0
             assert self.local_tokens_per_expert is not None
@@ -227,7 +227,7 @@ class Router(TopKRouter):
         return num_experts * (share_SE[rows_T] * scores_TE * is_real_T[:, None]).sum()
 
     def _own_tokens(self, values_T: Tensor) -> Tensor:
-        """A cp rank's tokens -> the part of them that this tp rank routes."""
+        """Selects, of a cp rank's tokens, the part that this tp rank routes."""
         if not self.config.sequence_parallel:
             return values_T
         return values_T.chunk(self.tp_group.size())[self.tp_group.rank()]

@@ -258,7 +258,7 @@ class _Joining:
                 self._put(param, [_view(rank_bytes, start, shard) for rank_bytes in gathered])
 
     def _gathered(self, local: Tensor, receivers: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-        """What each rank of the group gives, on the receivers; on the others the list may be empty."""
+        """Gathers each rank's tensor on the receivers; on other ranks the list may be empty."""
         size = dist.get_world_size(group)
         if len(receivers) > 1:
             gathered = [torch.empty_like(local) for _ in range(size)]
@@ -300,7 +300,7 @@ class _Owner:
         return at.pp_rank == self.stage and (not self.has_expert or at.ep_rank == self.ep_rank)
 
     def sends(self, groups: Groups) -> bool:
-        """Whether other ranks than those that join its shards need them."""
+        """Whether joined tensors are sent on to ranks that hold no shard of them."""
         return groups.layout.pp_size > 1 or (self.has_expert and groups.layout.ep_size > 1)
 
 
@@ -319,7 +319,7 @@ def _pieces(params: Sequence[Param], sizes: Sequence[int], limit: int) -> Iterat
 
 
 def _aligned(num_bytes: int) -> int:
-    """Where the next tensor may begin, whatever its dtype."""
+    """Rounds a number of bytes up to where a tensor of any dtype may begin."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

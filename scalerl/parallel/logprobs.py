@@ -104,7 +104,7 @@ class _Words:
     count: int
 
     def find(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(row of each label, clamped to a valid one, whether it is of this rank)."""
+        """Locates each label in this rank's part of the vocabulary: (its row, clamped; whether it is there)."""
         rows_T = labels_T - self.start
         return rows_T.clamp(0, max(self.count - 1, 0)), (rows_T >= 0) & (rows_T < self.count)
 
@@ -167,8 +167,10 @@ def _coefficients(
     entropy_T: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(label, constant, slope) that make the gradient of logit j: label * 1{j = label} + exp(z_j) * (constant + slope
-    * z_j), with z = logit / temperature - max; slope None is 0.
+    """Computes the coefficients (label, constant, slope) of the gradient of the logits; slope None is 0.
+
+    The gradient of logit j is label * 1{j = label} + exp(z_j) * (constant + slope * z_j), with
+    z = logit / temperature - max.
 
     d logprob / d z_j = 1{j = label} - p_j;  d entropy / d z_j = -p_j * (log p_j + entropy);  p_j = exp(z_j) / sum.
     """
@@ -184,7 +186,7 @@ def _coefficients(
 def _chunks(
     hidden_TH: Tensor, weight_VH: Tensor, words: _Words, temperature: float, chunk_tokens: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(tokens, logits / temperature [C, W] float32, scratch of that shape); both are overwritten for the next chunk."""
+    """Yields chunks: (tokens, logits / temperature [C, W] float32, scratch of that shape); the next overwrites both."""
     num_tokens = hidden_TH.shape[0]
     # Equal chunks: a last one of a few tokens would read the whole weight for little.
     size = -(-num_tokens // max(1, -(-num_tokens // chunk_tokens)))
@@ -210,8 +212,11 @@ def _chunks(
 def _local_sums(
     hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, words: _Words, temperature: float, chunk_tokens: int
 ) -> Tensor:
-    """[4, T], over this rank's words, with z = logit / temperature: max z, sum exp(z - max), z_label - max (of any word
-    where the label is another rank's), sum exp(z - max) * (z - max)."""
+    """Computes four statistics of the logits of this rank's words: [4, T].
+
+    With z = logit / temperature: max z, sum exp(z - max), z_label - max (of any word where the label is another
+    rank's), sum exp(z - max) * (z - max).
+    """
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
     statistics = torch.zeros(4, hidden_TH.shape[0], dtype=dtype, device=hidden_TH.device)
     max_T, sum_T, label_T, weighted_T = statistics
@@ -233,7 +238,7 @@ def _local_sums(
 def _sum_over_ranks(
     local: Tensor, is_mine_T: Tensor, tp_group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_local_sums` of every rank -> the same four of the whole vocabulary: one max and one sum for all tokens."""
+    """Merges `_local_sums` of all ranks into those of the whole vocabulary, by one max and one sum for all tokens."""
     max_T, sum_T, label_T, weighted_T = local.unbind()
     if tp_group is None or dist.get_world_size(tp_group) == 1:
         return max_T, sum_T, label_T, weighted_T

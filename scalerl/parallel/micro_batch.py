@@ -1,4 +1,4 @@
-"""Rows of a batch -> one packed (THD) micro-batch, and per-token results back to rows."""
+"""Packs rows of a batch into one (THD) micro-batch, and splits per-token results into rows again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Packing(PackedSeqParams):
 
     @property
     def routed(self) -> Routing:
-        """`routing` of a micro-batch for which the engine has filled it in."""
+        """The routing record of this micro-batch, which `add_routing` must have set."""
         assert self.routing is not None
         return self.routing
 

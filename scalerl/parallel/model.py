@@ -1,4 +1,4 @@
-"""ModelShape -> megatron-core GPTModel of this rank's pipeline stage."""
+"""The megatron-core GPTModel of this rank's pipeline stage, built from a ModelShape."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def add_routing(batches: Sequence[MicroBatch], groups: Groups, *, record: bool =
 
 
 def _of_cp_rank(batch: MicroBatch, values_T: Tensor, groups: Groups) -> Tensor:
-    """Values of the real tokens -> those of this cp rank's tokens, -1 for padding."""
+    """Selects this cp rank's part of the real tokens' values, with -1 for padding."""
     values_P = values_T.new_full((batch.num_tokens + batch.num_padded_tokens, *values_T.shape[1:]), -1)
     values_P[batch.token_indices] = values_T
     return values_P.unflatten(0, (groups.layout.cp_size, -1))[groups.coordinates.cp_rank]

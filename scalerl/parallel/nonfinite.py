@@ -78,7 +78,7 @@ def first_nonfinite(gradients: Iterable[Gradient]) -> tuple[int, str]:
 
 
 def _first_here(gradients: Iterable[Gradient]) -> tuple[int, int, str] | None:
-    """(position, rank, text) of this rank's first gradient that is not finite."""
+    """Finds this rank's first gradient that is not finite: (position, rank, text)."""
     gradients = sorted(gradients, key=lambda gradient: gradient[0])
     if not gradients:
         return None

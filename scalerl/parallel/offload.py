@@ -205,7 +205,7 @@ class _FlatTensors:
         self._tensors, self._storages = [], []
 
     def _join(self, host: _HostBuffer) -> None:
-        """One new storage for all tensors; whoever holds a tensor keeps it, but not a view that was made of it."""
+        """Moves all tensors into one new storage. Whoever holds a tensor keeps it, but not a view made of it."""
         first = self._tensors[0]
         flat = torch.empty(self._offsets[-1], dtype=torch.uint8, device=first.device)
         host.read(0, flat)

@@ -1,4 +1,4 @@
-"""OptimConfig -> megatron's (distributed) optimizer and learning-rate schedule."""
+"""Megatron's (distributed) optimizer and learning-rate schedule, built from OptimConfig."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def update_loss_scale(optimizer: Any, *, overflowed: bool) -> None:
 
 
 def _allocate_adam_state(part: Any) -> None:
-    """No Adam has state before its first step, and a checkpoint cannot describe what is not there.
+    """Allocates Adam's moments, which it else makes in its first step: a checkpoint cannot describe what is not there.
 
     part: one of megatron's optimizers; what it allocates for the Adam of Transformer Engine or apex lacks the count of
     steps that torch's has by parameter.
@@ -144,7 +144,7 @@ def clip_gradients(optimizer: Any, grad_norm: float) -> None:
 
 
 def main_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor], bool]]:
-    """What this rank keeps for each parameter of its model: (parameter, start, tensors, is_range).
+    """Yields the optimizer's tensors of each parameter of this rank's model: (parameter, start, tensors, is_range).
 
     tensors: `param` (the main parameter), `exp_avg`, `exp_avg_sq`, as they are in use. They are the numbers of the
     parameter from `start` on: those of this rank alone (is_range, the distributed optimizer), or all of them.

@@ -18,7 +18,7 @@ Shape = list[int]
 
 
 class _KnownShapes(P2PCommunicator):
-    """Every stage has packed the same micro-batches, so it knows the shape of what it receives: none is exchanged.
+    """Tells megatron's schedule the shapes that a stage receives, which it knows: all pack the same micro-batches.
 
     megatron-core 0.16.1 would send shapes ahead of each tensor and wait for them, which costs two messages and a device
     synchronisation per tensor, and in an interleaved pipeline mixes up the two directions (two stages) or waits for

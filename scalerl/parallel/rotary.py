@@ -33,7 +33,7 @@ class Rotary:
 
 
 def _llama3(frequencies: Tensor, scaling: dict) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (the rule of Llama 3.1's config)."""
+    """Scales frequencies by Llama 3.1's rule: long waves are stretched by `factor`, short ones kept, others blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)

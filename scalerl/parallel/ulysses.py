@@ -35,7 +35,7 @@ def zigzag_order(lengths: tuple[int, ...], cp_size: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """[cp, ...] -> [cp, ...]: slice i goes to rank i of the group and is replaced by what rank i sent here."""
+    """Exchanges slices of [cp, ...]: slice i goes to rank i of the group, and what rank i sent here replaces it."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -51,7 +51,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> tuple:
-    """All heads of this rank's tokens -> this rank's heads of all tokens, in packed order.
+    """Exchanges all heads of this rank's tokens for this rank's heads of all tokens, in packed order.
 
     query [P / cp, h, d], key [P / cp, kv, d], value [P / cp, kv, dv].  natural_P: inverse of `zigzag_order`.
     Returns [P, h / cp, d], [P, kv', d], [P, kv', dv], kv' = max(1, kv / cp) where that is whole; key and value heads
@@ -71,13 +71,13 @@ def heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, natural_P: Tensor
 
 
 def _gather_tokens(values: Tensor, natural_P: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[P / cp, h, d] -> [P, h / cp, d]."""
+    """Exchanges all heads of this rank's tokens for its heads of all tokens: [P / cp, h, d] -> [P, h / cp, d]."""
     by_rank = values.unflatten(1, (group.size(), -1)).transpose(0, 1)
     return _AllToAll.apply(by_rank, group).flatten(0, 1)[natural_P]
 
 
 def tokens_to_heads(output: Tensor, order_P: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's heads of all tokens, [P, h / cp, d] -> all heads of this rank's tokens, [P / cp, h, d]."""
+    """Exchanges this rank's heads of all tokens for all heads of its tokens: [P, h / cp, d] -> [P / cp, h, d]."""
     by_rank = output[order_P].unflatten(0, (group.size(), -1))
     return _AllToAll.apply(by_rank, group).transpose(0, 1).flatten(1, 2)
 

@@ -136,7 +136,7 @@ def check_infiniband(root: Path = INFINIBAND, wanted: str = "") -> Finding:
 
 
 def used_ports(ports: Sequence[str], wanted: str) -> tuple[list[str], list[str]]:
-    """(The ports that NCCL may use, those of them that are named by the whole name of their adapter).
+    """Selects the ports that NCCL may use, and those of them that are named by the whole name of their adapter.
 
     ports: ADAPTER:PORT.  wanted: as NCCL_IB_HCA: names, which are beginnings of an adapter's name; =names, which are
     whole ones; ^names and ^=names, of those that are not used. A name may end in :PORT.

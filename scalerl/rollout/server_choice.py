@@ -72,5 +72,5 @@ class ServerChooser:
         self._servers[server].alive = True
 
     def loads(self) -> list[tuple[int, int]]:
-        """(tokens, samples) in flight on each server."""
+        """The load of each server, as (tokens, samples) in flight."""
         return [(server.num_tokens, server.num_samples) for server in self._servers]

@@ -56,7 +56,7 @@ def plan_replicas(pool: ResourcePool, config: ServerConfig) -> list[ReplicaPlan]
 
 
 def launches(launch: Launch, plan: ReplicaPlan, gpu_ids: Sequence[Sequence[str]] | None) -> list[Launch]:
-    """What is started on each node of a replica.  gpu_ids: of each node; None: Ray's, or a CPU."""
+    """The launch settings of a replica's process on each of its nodes.  gpu_ids: by node; None: Ray's, or a CPU."""
     return [
         replace(
             launch, nnodes=len(plan.nodes), node_rank=rank, gpu_ids=None if gpu_ids is None else tuple(gpu_ids[rank])

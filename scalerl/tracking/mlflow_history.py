@@ -6,7 +6,7 @@ Histories = dict[str, dict[int, dict[str, float]]]
 
 
 def read_histories(tracking_uri: str) -> Histories:
-    """Run id -> step -> metrics, of all runs of a store; the last value where a step has several."""
+    """Reads all runs of a store: run id -> step -> metrics, the last value where a step has several."""
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=tracking_uri)

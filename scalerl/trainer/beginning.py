@@ -82,7 +82,7 @@ def length_of_epochs(cfg: PPOConfig | SFTConfig, total_steps: int) -> dict[str, 
 
 
 def _what_gives_epochs(cfg: PPOConfig | SFTConfig) -> dict[str, Any]:
-    """All that the number of steps of trainer.total_epochs depends on, and some more, as JSON has it.
+    """Collects, as JSON values, what the number of steps of trainer.total_epochs depends on, and some more.
 
     A file is its path, size and time of change, so that rows that were added count.
     """

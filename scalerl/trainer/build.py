@@ -284,7 +284,7 @@ def distinct_groups(groups: dict[str, WorkerGroup]) -> list[WorkerGroup]:
 
 
 def make_planners(cfg: PPOConfig, inputs: PPOInputs) -> dict[str, Planner]:
-    """The packing planner of each role, the actor first: the rollout's tokens are sharded by its plan.
+    """Makes a packing planner for each role, the actor's first: rollout tokens are sharded by the actor's plan.
 
     A role whose rules the actor's plans obey shares the actor's planner.
     """

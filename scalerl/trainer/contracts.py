@@ -78,7 +78,10 @@ class Rollout(Protocol):
         ...
 
     def dump(self, samples: BatchRef, batch: PlacedBatch, path: Path) -> None:
-        """Writes the samples and the trainer's columns for them to one parquet file. batch: the same rows."""
+        """Writes samples and trainer columns as parquet: a file, or a directory of parts with several workers.
+
+        batch: holds the trainer's columns of the same rows.
+        """
         ...
 
     def drop(self, samples: BatchRef) -> None:

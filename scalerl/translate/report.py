@@ -144,7 +144,7 @@ def report_on(command: str, kind: str, arguments: list[str], launched: Mapping[s
 
 
 def _judged(kind: str, report: Report, config: Any) -> Report:
-    """The report with what a run would refuse of its command, as far as no shell has to say it."""
+    """Adds to the report what a run would refuse of its command, leaving out values that only a shell knows."""
     known = [text for text in report.arguments if not _left_to_the_shell(text)]
     left_open = {_key(text) for text in report.arguments if _left_to_the_shell(text)}
     # Without it a run takes what its own machine has.

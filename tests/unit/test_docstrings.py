@@ -17,6 +17,9 @@ NO_SUBJECT = re.compile(
     r"|Has (?:\w+ )?(?:no|nothing)\b"
     # An argument of a function, in the place of what the function does.
     r"|(?:[a-z_]+, )*[a-z_]+:\s"
+    # The shape of a result, without a word of what it is.
+    r"|\("
+    r"|(?:[A-Z]\w*(?: \w+){0,2}|\[[^\]]*\]) -> "
 )
 
 
@@ -54,6 +57,11 @@ def test_first_sentences_stand_alone() -> None:
         ("specs: of what was written, by name.", False),
         ("num_bytes, num_files: of the merge", False),
         ("False: the loss has no entropy term.", False),
+        ("(row of each label, whether it is there).", False),
+        ("Device -> bytes that became free on it.", False),
+        ("Run id -> step -> metrics.", False),
+        ("[P / cp, h, d] -> [P, h / cp, d].", False),
+        ("Reads all runs: run id -> step -> metrics.", True),
         ("Compares the generators of every rank.", True),
         ("One of the ranks.", True),
         ("[S] float32: the scores.", True),

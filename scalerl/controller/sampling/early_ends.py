@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 class EarlyEndCount:
-    """One worker's part in early ends: each tells the first worker how many groups it has; enough of them end all."""
+    """Counts the kept groups of a generation over all rollout workers, and ends it when they are enough.
+
+    Each worker has one, and tells that of the first worker how many groups it has kept.
+    """
 
     def __init__(self, number: int, workers: Sequence[Any]) -> None:
         """Begins with no generation.  number: of this worker.  workers: handles of all; one alone counts itself."""
@@ -37,7 +40,10 @@ class EarlyEndCount:
         self._told.pop(generation, None)
 
     def count(self, generation: int, worker: int, num_kept: int, num_groups: int) -> None:
-        """Counts the groups of a worker, and ends the generation when all have enough; on the first worker."""
+        """Notes how many groups a worker has kept; ends the generation once those of all workers are enough.
+
+        Only the first worker's is called.
+        """
         counted = self._counted.setdefault(generation, {})
         counted[worker] = num_kept
         if sum(counted.values()) >= num_groups:

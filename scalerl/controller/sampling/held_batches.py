@@ -25,12 +25,15 @@ class HeldBatches:
         return batch_id
 
     def cut(self, cuts: Sequence[tuple[int, Sequence[int]]], *, trained: bool = True) -> DataProto | list[DataProto]:
-        """The token columns of each (batch, rows of it): one return value each.  trained: those that ranks train on."""
+        """Selects rows of held batches; returns a DataProto of token columns for each (batch id, rows).
+
+        trained: with the columns that ranks train on, else with all.
+        """
         columns = self._trained_tokens if trained else self.all_tokens
         return _one_each([columns(batch_id).select(rows) for batch_id, rows in cuts])
 
     def deal(self, ranks: Sequence[Sequence[int]], *parts: DataProto) -> DataProto | list[DataProto]:
-        """Puts the token columns of ranks, or of parts of a dump, together, one return value each.
+        """Reorders the rows that workers cut into a DataProto for each rank, or for each part of a dump.
 
         parts: what workers cut, or ranks made.  ranks[i]: positions of its rows in the parts, one after another.
         """
@@ -57,5 +60,5 @@ class HeldBatches:
 
 
 def _one_each(made: list[DataProto]) -> DataProto | list[DataProto]:
-    """The objects as a Ray method must return them for each to get a reference of its own."""
+    """Unpacks a list of one object, as Ray wants the return values of a method with one reference for each."""
     return made if len(made) > 1 else made[0]

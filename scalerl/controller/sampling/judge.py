@@ -169,7 +169,7 @@ class JudgeServers:
         self._ask([worker.replace_judge.remote(successors) for worker in self.workers])
 
     def in_service(self, indices: Sequence[int]) -> None:
-        """Has the rollout workers send these servers what the lost ones had."""
+        """Puts restarted judge servers into service: the workers send the requests of the lost ones again."""
         self._ask([worker.judge_in_service.remote(indices) for worker in self.workers])
 
     def _ask(self, calls: list[Any]) -> list[Any]:

@@ -110,7 +110,7 @@ class PolicyServers:
         return self._server_set
 
     def wait_ready(self, workers: WorkerGroup, rollout_workers: RolloutWorkers) -> None:
-        """Blocks until every server answers, then connects them to who asks them, and to the ranks that feed them."""
+        """Waits until all servers answer, then connects them to the rollout workers and the trainer's ranks."""
         self.server_set.wait_ready()
         self.workers, self.rollout_workers = workers, rollout_workers
         self.recovery = ServerRecovery(self.server_set, rollout_workers, self._give_weights)

@@ -73,7 +73,10 @@ class RolloutWorkers:
         return self.owner_of_server[group.position % len(self.owner_of_server)]
 
     def dealt(self, groups: Sequence[SampleGroup]) -> dict[int, list[SampleGroup]]:
-        """Worker -> its groups, in order; workers without any are left out, but for the first if there is no group."""
+        """Deals the groups to the workers: worker -> its groups, in order.
+
+        Workers without a group are left out, but the first one if there is no group at all.
+        """
         groups_of: dict[int, list[SampleGroup]] = {}
         for group in groups:
             groups_of.setdefault(self.owner(group), []).append(group)
@@ -269,7 +272,7 @@ class RolloutWorkers:
     def _dealt_by(
         self, column: TokenColumn, label_S: np.ndarray, ranks_per_call: int
     ) -> list[tuple[int, np.ndarray, ray.ObjectRef]]:
-        """(label, which rows of the step have it, reference to the column's values of them); a label has several.
+        """Has workers cut a column by label: (label, rows of the step, reference to their values), several for a label.
 
         Each worker takes the fragments of some ranks, and makes one object of these for each label.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def texts_of(
     tokenizer: Any, batch: DataProto, prompts: Mapping[int, PromptRow], with_special_tokens: bool
 ) -> list[tuple[str, str, str]]:
-    """(prompt, response, ground truth) of each row as text.  prompts: row of the data set -> prompt."""
+    """Decodes each row to (prompt, response, ground truth).  prompts: row of the data set -> prompt."""
     texts = decoded(tokenizer, batch.tokens["input_ids"], batch.samples["prompt_length"], with_special_tokens)
     truths = [prompts[uid].ground_truth for uid in batch.samples["prompt_uid"].tolist()]
     return [(*text, _as_text(truth)) for text, truth in zip(texts, truths, strict=True)]
@@ -27,7 +27,7 @@ def texts_of(
 def decoded(
     tokenizer: Any, input_ids: Jagged, prompt_lengths: np.ndarray, with_special_tokens: bool = True
 ) -> list[tuple[str, str]]:
-    """(prompt, response) of each row as text.  prompt_lengths: [S], tokens of each row before its response."""
+    """Decodes each row to (prompt, response).  prompt_lengths: [S], tokens of each row before its response."""
     decode = partial(tokenizer.decode, skip_special_tokens=not with_special_tokens)
     texts = []
     for row, prompt_length in enumerate(prompt_lengths.tolist()):

@@ -338,7 +338,7 @@ class RolloutWorker(HeldBatches, Reusable):
     def texts(
         self, batch_id: int, rows: Sequence[int], dataset: str, with_special_tokens: bool
     ) -> list[tuple[str, str, str]]:
-        """(prompt, response, ground truth) of each row as text.  dataset: data set of the prompts, `train` or `val`."""
+        """Decodes each row to (prompt, response, ground truth).  dataset: data set of the prompts, `train` or `val`."""
         batch = self.batches[batch_id].select(rows)
         return texts_of(self.tokenizer, batch, self.datasets[dataset], with_special_tokens)
 

@@ -296,7 +296,10 @@ class RLWorker(MegatronWorker):
         raise_errors: bool = True,
         with_memory: bool = False,
     ) -> dict[str, Any]:
-        """Sends weights by `WeightSync.sync` and returns its report; with_memory: with `memory`, under that name."""
+        """Sends the trainer's weights to the servers by `WeightSync.sync`, and returns its report.
+
+        with_memory: the report also has the memory metrics of this rank, as `memory`.
+        """
         report = self._sync(policy_version, verify=verify, orders=orders, raise_errors=raise_errors)
         return report | {"memory": self.memory()} if with_memory else report
 

@@ -53,7 +53,7 @@ class MegatronActor:
 
     @property
     def _old_logprobs(self) -> tuple[str, list[str]]:
-        """(name of the token column with the policy's log-probs, columns of the batch that hold it)."""
+        """The name of the token column with the policy's log-probs, and the columns of the batch that hold it."""
         return ("rollout_logprobs", []) if self.correction.bypass_mode else ("old_logprobs", ["old_logprobs"])
 
     def reward_kl(self, batch: PlacedBatch, kind: str) -> np.ndarray:
@@ -66,7 +66,7 @@ class MegatronActor:
     def token_advantages(
         self, batch: PlacedBatch, config: AlgorithmConfig, *, kl_coef: float | None
     ) -> tuple[PlacedBatch, Metrics]:
-        """The batch with advantages and returns of single tokens. kl_coef: weight of the KL in the rewards, if any."""
+        """Adds advantages and returns of single tokens to the batch. kl_coef: weight of the KL in the rewards."""
         name, held = self._old_logprobs
         columns = ["score", *get_adv_estimator(config.adv_estimator).needs]
         columns += ["values"] if "values" in batch.columns else []

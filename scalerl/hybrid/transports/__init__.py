@@ -27,5 +27,5 @@ class Transport(Protocol):
         ...
 
     def forget(self, index: int) -> None:
-        """Gives back what was set up with the server of a replica, which is gone."""
+        """Frees what the transport holds for the server of a replica, which is lost."""
         ...

@@ -54,6 +54,6 @@ class GatheredTransport:
 
 
 def _serialized(bucket: Bucket, feed: Feed, rank: int) -> tuple[dict[int, str], bool]:
-    """A copy of the bucket for each engine rank of the feed that this rank feeds, and whether they map it instead."""
+    """Serializes the bucket for each engine rank that this rank feeds; also returns whether they map its memory."""
     engine = ENGINES[feed.replica.engine]
     return {number: engine.serialize(bucket) for number in feed.engine_ranks(rank)}, bucket.is_mapped

@@ -129,7 +129,7 @@ class DecodeRows:
             of_length.remove(rows)
 
     def _rows(self, length: int) -> _Rows:
-        """Where rows are that have `length` tokens and get their next one."""
+        """The store of rows that have `length` tokens and get their next one, which is made if there is none."""
         num_keys = MIN_KEYS
         while num_keys <= length:
             num_keys *= 2
