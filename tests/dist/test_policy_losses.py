@@ -38,7 +38,7 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
     from scalerl.algorithms import PolicyObjective
     from scalerl.balance import plan_step
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-    from scalerl.controller.training.token_advantages import covariance_column
+    from scalerl.controller.training.run_estimators import covariance_column
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.protocol import DataProto, Jagged

@@ -105,7 +105,7 @@ class RLWorker(MegatronWorker):
     @register(Dispatch.DP_COMPUTE_PROTO)
     def sum_reward_kl(self, shard: DataProto, micro_batches: MicroBatches, *, kind: str, old_logprobs: str) -> Result:
         """Computes sample column reward_kl, a sum over sampled tokens. old_logprobs: name of the policy's column."""
-        from scalerl.controller.training.token_advantages import reward_kl, sums_of_rows
+        from scalerl.controller.training.run_estimators import reward_kl, sums_of_rows
 
         sums = sums_of_rows(reward_kl(shard, kind, old_logprobs=old_logprobs))
         return {}, DataProto(samples={"reward_kl": sums})
@@ -119,8 +119,8 @@ class RLWorker(MegatronWorker):
         config: AlgorithmConfig,
         kl: tuple[float, str] | None,
     ) -> Result:
-        """Computes columns advantages and returns of single tokens (`token_advantages.token_advantages`)."""
-        from scalerl.controller.training.token_advantages import token_advantages
+        """Computes columns advantages and returns of single tokens (`run_estimators.token_advantages`)."""
+        from scalerl.controller.training.run_estimators import token_advantages
 
         metrics, columns = token_advantages(shard, config, kl, group=self.groups.dp, device=self.device)
         is_first = not (
@@ -157,7 +157,7 @@ class RLWorker(MegatronWorker):
         kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
         if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
-            from scalerl.controller.training.token_advantages import covariance_column
+            from scalerl.controller.training.run_estimators import covariance_column
 
             selected = covariance_column(
                 shard,

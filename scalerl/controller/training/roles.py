@@ -15,7 +15,7 @@ from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
 from scalerl.controller.training.background_save import Writing, begin_save
 from scalerl.controller.training.rl_worker import RLWorker
-from scalerl.controller.training.token_advantages import SAMPLE_NAMES
+from scalerl.controller.training.run_estimators import SAMPLE_NAMES
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Metrics, explained_variance_metrics
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
-from scalerl.controller.training.token_advantages import covariance_column, reward_kl, sums_of_rows, token_advantages
+from scalerl.controller.training.run_estimators import covariance_column, reward_kl, sums_of_rows, token_advantages
 from scalerl.metrics import explained_variance_metrics, to_floats
 from scalerl.protocol import DataProto, Jagged
 
