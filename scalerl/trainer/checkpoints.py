@@ -29,7 +29,7 @@ from scalerl.config import PPOConfig, SFTConfig, trained_layout
 from scalerl.config.save import RESOLVED_CONFIG, read_resolved, save_resolved
 from scalerl.config.schema import RunConfig
 from scalerl.config.value_checks import show
-from scalerl.controller.training.background_save import Writing
+from scalerl.controller.training.save_calls import Writing
 from scalerl.families import Head, ModelShape, copy_beside_weights, value_model_config
 from scalerl.runtime.code_version import code_version
 from scalerl.tracking.backend import flat_config

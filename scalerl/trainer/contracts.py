@@ -18,7 +18,7 @@ from scalerl.cluster.batch import BatchRef, PlacedBatch
 from scalerl.config.schema import AlgorithmConfig
 from scalerl.controller.sampling.groups import EarlyEnd, SampleGroup
 from scalerl.controller.sampling.rollout import Finished, Generation
-from scalerl.controller.training.background_save import Writing
+from scalerl.controller.training.save_calls import Writing
 from scalerl.metrics import Metrics
 
 

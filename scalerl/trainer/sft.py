@@ -15,7 +15,7 @@ from scalerl.balance import SizeKeys, packing_metrics, plan_step
 from scalerl.cluster.batch import ShardedBatch
 from scalerl.cluster.worker_group import WorkerGroup, join
 from scalerl.config import SFTConfig, total_steps, world_size
-from scalerl.controller.training.background_save import begin_save
+from scalerl.controller.training.save_calls import begin_rank_saves
 from scalerl.controller.training.sft_worker import SFTWorker
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.data import PromptCursor, SFTDataset
@@ -149,7 +149,7 @@ def save(run: SFTRun) -> None:
     def write(directory: str) -> None:
         run.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
 
-    begin = functools.partial(begin_save, run.workers, "actor")
+    begin = functools.partial(begin_rank_saves, run.workers, "actor")
     run.saves.save(
         run.step,
         {"actor": checkpoints.SavedModel(write, run.config.model.path, begin=begin)},

@@ -13,9 +13,9 @@ from scalerl.balance import StepPlan
 from scalerl.cluster.batch import TOKENS, PlacedBatch
 from scalerl.cluster.worker_group import WorkerGroup
 from scalerl.config.schema import ActorConfig, AlgorithmConfig, CriticConfig, RolloutCorrectionConfig
-from scalerl.controller.training.background_save import Writing, begin_save
 from scalerl.controller.training.rl_worker import RLWorker
 from scalerl.controller.training.run_estimators import SAMPLE_NAMES
+from scalerl.controller.training.save_calls import Writing, begin_rank_saves
 from scalerl.controller.training.worker import MegatronWorker
 from scalerl.metrics import Metric, Metrics, explained_variance_metrics
 
@@ -119,7 +119,7 @@ class MegatronActor:
         self.workers.call(MegatronWorker.save_checkpoint, "actor", directory)
 
     def begin_save(self, directory: str) -> Writing:
-        return begin_save(self.workers, "actor", directory)
+        return begin_rank_saves(self.workers, "actor", directory)
 
     def load(self, directory: str) -> None:
         self.workers.call(MegatronWorker.load_checkpoint, "actor", directory)
@@ -159,7 +159,7 @@ class MegatronCritic:
         self.workers.call(MegatronWorker.save_checkpoint, "critic", directory)
 
     def begin_save(self, directory: str) -> Writing:
-        return begin_save(self.workers, "critic", directory)
+        return begin_rank_saves(self.workers, "critic", directory)
 
     def load(self, directory: str) -> None:
         self.workers.call(MegatronWorker.load_checkpoint, "critic", directory)

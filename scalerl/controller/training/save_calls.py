@@ -21,8 +21,8 @@ Writing = Callable[[threading.Event], None]
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.02, 1.0
 
 
-def begin_save(workers: WorkerGroup, role: str, directory: str) -> Writing:
-    """Begins a save: every rank writes into the directory the weights and optimizer that it has when this returns."""
+def begin_rank_saves(workers: WorkerGroup, role: str, directory: str) -> Writing:
+    """Begins a save on all ranks, which write the weights and optimizer that they have when this returns."""
     workers.call(MegatronWorker.begin_save_checkpoint, role, directory)
     return functools.partial(_finish, workers, role, Path(directory))
 
