@@ -21,6 +21,7 @@ from scalerl.parallel.export import Needed, export_buckets
 from scalerl.parallel.layout import Groups
 from scalerl.parallel.loading import load_hf_weights, local_params
 from scalerl.parallel.logprobs import linear_logprobs
+from scalerl.parallel.megatron_overrides import megatron_values
 from scalerl.parallel.micro_batch import MicroBatch, pack_rows, unpack
 from scalerl.parallel.model import build_model, transformer_config
 from scalerl.parallel.moe_routing import ROUTED_EXPERTS, add_routing, recorded_experts, router_losses
@@ -36,7 +37,6 @@ from scalerl.parallel.optimizer import (
     update_loss_scale,
 )
 from scalerl.parallel.output import output_weight, whole_hidden
-from scalerl.parallel.overrides import megatron_values
 from scalerl.parallel.pipeline import run_schedule
 from scalerl.parallel.rotary import Rotary
 from scalerl.parallel.ulysses import gather_replicated

@@ -18,9 +18,9 @@ from scalerl.errors import UserError
 from scalerl.families import ModelShape, padded_vocab_size
 from scalerl.parallel.attention import PackedAttention, RMSNorm
 from scalerl.parallel.experts import mixture_config, mixture_layer_spec
+from scalerl.parallel.megatron_overrides import transformer_values
 from scalerl.parallel.mla import latent_config, latent_layer_spec
 from scalerl.parallel.output import hand_out_hidden
-from scalerl.parallel.overrides import transformer_values
 from scalerl.parallel.recompute import recompute_arguments
 from scalerl.parallel.te_attention import TransformerEngineAttention, require_transformer_engine
 from scalerl.parallel.values import put_value_head

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from scalerl.parallel import platform
-from scalerl.parallel.overrides import megatron_values
+from scalerl.parallel.megatron_overrides import megatron_values
 
 if TYPE_CHECKING:
     from scalerl.config.schema import MegatronConfig, OptimConfig

@@ -394,7 +394,7 @@ def _check_overrides(
     for section, config in sections.items():
         if any(getattr(config, name, None) for name in OVERRIDES):
             # Imported here: megatron takes seconds to import.
-            from scalerl.parallel.overrides import kernel_violations, override_violations, unfused
+            from scalerl.parallel.megatron_overrides import kernel_violations, override_violations, unfused
 
             errors.violations.extend(override_violations(section, config))
             if device is not None:

@@ -1,6 +1,6 @@
 """verl's `override_*_config` keys: which fields of Megatron's own configs a user may set, and who sets the others.
 
-What is not here goes to Megatron as it is (`parallel.overrides` checks name and type against Megatron's dataclass).
+What is not here goes to Megatron as it is (`parallel.megatron_overrides` checks name and type against its dataclass).
 """
 
 from __future__ import annotations

@@ -19,8 +19,14 @@ from scalerl.config.verl.overrides import OWNED, SAME_NAME
 from scalerl.errors import UserError
 from scalerl.families import ModelShape
 from scalerl.parallel.layout import Layout
+from scalerl.parallel.megatron_overrides import (
+    fits,
+    kernel_violations,
+    megatron_values,
+    override_violations,
+    transformer_values,
+)
 from scalerl.parallel.model import transformer_config
-from scalerl.parallel.overrides import fits, kernel_violations, megatron_values, override_violations, transformer_values
 
 
 def test_fields_of_megatron_pass():
