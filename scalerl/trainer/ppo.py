@@ -19,7 +19,6 @@ from scalerl.metrics import Metric, Timers, merge_metrics, validation_metrics
 from scalerl.runtime.stop import StopRequest
 from scalerl.tracking import Tracking
 from scalerl.trainer import checkpoints
-from scalerl.trainer.advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.beginning import StartPhases
 from scalerl.trainer.contracts import Actor, Critic, Reference, RewardModel, Rollout
 from scalerl.trainer.dumps import dump_step, generations_table
@@ -27,6 +26,7 @@ from scalerl.trainer.packing_rules import Planner, plan_roles
 from scalerl.trainer.profiling import profiled
 from scalerl.trainer.sample_stream import SampleStream
 from scalerl.trainer.saves import Saves
+from scalerl.trainer.step_advantages import add_greedy_baseline, estimate_advantages, needs_greedy_baseline
 from scalerl.trainer.step_metrics import MfuBasis, StepOutcome, step_metrics
 
 

@@ -220,7 +220,7 @@ class DumpedSamples:
         return self.batch, {}
 
     def greedy_scores(self, samples: BatchRef) -> tuple[np.ndarray, dict[str, Metric]]:
-        from scalerl.trainer.advantages import GREEDY_SCORE
+        from scalerl.trainer.step_advantages import GREEDY_SCORE
 
         if GREEDY_SCORE not in samples.samples:
             raise UserError(f"the dump has no column {GREEDY_SCORE}: it was not written with this estimator")

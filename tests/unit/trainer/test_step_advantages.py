@@ -12,7 +12,7 @@ from scalerl.balance import plan_step
 from scalerl.cluster.batch import PlacedBatch
 from scalerl.config.schema import AlgorithmConfig, KLControlConfig
 from scalerl.metrics import to_floats
-from scalerl.trainer.advantages import estimate_advantages, needs_greedy_baseline
+from scalerl.trainer.step_advantages import estimate_advantages, needs_greedy_baseline
 
 KL_SUMS = np.array([2.0, 1.0, 0.0, 0.5])
 KL_MEAN = (2.0 / 4 + 1.0 / 5 + 0.5 / 1) / 3
