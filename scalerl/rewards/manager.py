@@ -16,7 +16,7 @@ from scalerl.config.registered_names import REWARD_MANAGERS
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError
-from scalerl.rewards.processes import CallTimeout
+from scalerl.rewards.function_processes import CallTimeout
 from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of, load_reward_function
 from scalerl.user_code import cause_of as explain
 from scalerl.user_code import file_of, is_same_definition, is_users_own, on_forget, place_of

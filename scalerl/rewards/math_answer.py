@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from scalerl.rewards.errors import RewardError
-from scalerl.rewards.processes import CallFailed, CallTimeout, ProcessPool
+from scalerl.rewards.function_processes import CallFailed, CallTimeout, ProcessPool
 
 # Must be below reward_model.timeout_s, or the deadline of the sample passes first.
 TIMEOUT_S = 10.0

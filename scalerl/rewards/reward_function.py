@@ -13,7 +13,7 @@ from typing import Any
 from scalerl.config.schema import CustomRewardFunctionConfig
 from scalerl.rewards.default_score import default_compute_score, default_compute_scores
 from scalerl.rewards.errors import RewardError
-from scalerl.rewards.processes import CallFailed
+from scalerl.rewards.function_processes import CallFailed
 from scalerl.user_code import UserCodeError, defined_in, import_file
 from scalerl.user_code import cause_of as cause_in_this_process
 

@@ -6,7 +6,7 @@ import pytest
 
 from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards import RewardError, ScoreRequest, build_reward_manager, default_compute_score, math_answer
-from scalerl.rewards.processes import ProcessPool
+from scalerl.rewards.function_processes import ProcessPool
 
 # 9^(9^(9^9)) has no size at all: sympy counts for ever, in one call that never gives the GIL back.
 HANGS = "9^{9^{9^{9}}}"

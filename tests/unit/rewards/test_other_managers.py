@@ -218,7 +218,7 @@ def test_a_worker_ends_itself_when_nobody_is_left_to_end_it(tmp_path):
         "    re.fullmatch('(a|a)*b', 'a' * 60)\n"
     )
     target = f"{tmp_path / 'reward.py'}:hang"
-    program = f"from scalerl.rewards.processes import ProcessPool\nProcessPool({target!r}, 1).call(1.0, {{}})"
+    program = f"from scalerl.rewards.function_processes import ProcessPool\nProcessPool({target!r}, 1).call(1.0, {{}})"
     parent = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
