@@ -17,9 +17,8 @@ from scalerl.config.schema import CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.rewards.calls import Outcome, RewardCaller
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.function_processes import CallTimeout
-from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of, load_reward_function
-from scalerl.user_code import cause_of as explain
-from scalerl.user_code import file_of, is_same_definition, is_users_own, on_forget, place_of
+from scalerl.rewards.reward_function import ARGUMENTS, RewardFunction, cause_of_failed_call, load_reward_function
+from scalerl.user_code import cause_of, file_of, is_same_definition, is_users_own, on_forget, place_of
 
 ON_ERROR = ("stop", "zero")
 _MAX_RESPONSE_CHARS = 500
@@ -82,7 +81,7 @@ class RewardManager(ABC):
         except Exception as error:
             if not is_users_own(type(self)):
                 raise
-            raise RewardError(self._blame(request, f"raised {explain(error, file_of(type(self)))}")) from error
+            raise RewardError(self._blame(request, f"raised {cause_of(error, file_of(type(self)))}")) from error
         if not isinstance(result, ScoreResult) or not math.isfinite(result.score):
             raise RewardError(
                 self._blame(request, f"returned {result!r:.200}; return a ScoreResult with a finite score")
@@ -194,7 +193,7 @@ class NaiveRewardManager(RewardManager):
         if outcome.timed_out or isinstance(outcome.error, CallTimeout):
             return f"no result after reward_model.timeout_s={self._config.timeout_s:g} s"
         if outcome.error is not None:
-            return cause_of(outcome.error, self._function.path)
+            return cause_of_failed_call(outcome.error, self._function.path)
         return None
 
     def _describe(self, request: ScoreRequest, cause: str) -> str:

@@ -67,9 +67,9 @@ def _call(function: Callable[..., Any], path: str | None, arguments: dict[str, A
 
 
 def _cause(error: BaseException, path: str | None) -> str:
-    from scalerl.rewards.reward_function import cause_of
+    from scalerl.rewards.reward_function import cause_of_failed_call
 
-    return cause_of(error, path)
+    return cause_of_failed_call(error, path)
 
 
 def _reply(replies: BinaryIO, kind: str, value: Any) -> None:

@@ -14,8 +14,7 @@ from scalerl.config.schema import CustomRewardFunctionConfig
 from scalerl.rewards.default_score import default_compute_score, default_compute_scores
 from scalerl.rewards.errors import RewardError
 from scalerl.rewards.function_processes import CallFailed
-from scalerl.user_code import UserCodeError, defined_in, import_file
-from scalerl.user_code import cause_of as cause_in_this_process
+from scalerl.user_code import UserCodeError, cause_of, defined_in, import_file
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Arguments of a function that scores many samples in one call: lists of one length.
@@ -147,7 +146,7 @@ def _check_signature(
         ) from None
 
 
-def cause_of(error: BaseException, path: str | None) -> str:
+def cause_of_failed_call(error: BaseException, path: str | None) -> str:
     """Type, message and place of an error, as `user_code.cause_of`, also if it was raised in another process."""
     # The message of a CallFailed holds the cause; the traceback stayed in the other process.
-    return str(error) if isinstance(error, CallFailed) else cause_in_this_process(error, path)
+    return str(error) if isinstance(error, CallFailed) else cause_of(error, path)
