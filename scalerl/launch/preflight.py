@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.errors import EXIT_FAILED
-from scalerl.launch.probes import Limits, all_probes, backend, versions
+from scalerl.launch.probes import Limits, all_probes, collective_backend, versions
 from scalerl.probes import Finding
 
 MAX_SKEW_S = 5.0
@@ -67,7 +67,7 @@ def probe(arguments: argparse.Namespace) -> int:
         report = {
             "probes": [asdict(result) for result in all_probes(limits)],
             "versions": versions(),
-            "backend": backend(limits.gpus),
+            "backend": collective_backend(limits.gpus),
         }
         channel.send({"host": arguments.host, "canary": _digest(arguments.directory / CANARY), **report})
         while (question := channel.receive()) is not None:

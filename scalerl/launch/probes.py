@@ -53,7 +53,7 @@ def _written_directories(limits: Limits) -> list[Path]:
     return [each for each in directories if each is not None and each.exists()]
 
 
-def backend(gpus: int) -> str:
+def collective_backend(gpus: int) -> str:
     """The backend of the ranks' collectives on this node: nccl where the job has GPUs and torch sees one, else gloo."""
     # Torch takes seconds to import.
     if not gpus or nvidia.find_nvidia_device() is None:
