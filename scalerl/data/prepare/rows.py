@@ -69,7 +69,7 @@ def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProb
     question, solution = (_text(record, row, column, problems) for column in ("problem", "solution"))
     if question is None or solution is None:
         return None
-    truth = record.get("answer") or last_boxed(solution)
+    truth = record.get("answer") or answer_of_solution(solution)
     if not isinstance(truth, str) or not truth.strip():
         problems.add(
             r"no \boxed{answer}", "restore the original file", row=row, column="solution", value=excerpt(solution)
@@ -85,7 +85,7 @@ def _math(row: int, record: dict[str, Any], instruction: str, problems: FileProb
     return _make_row("DigitalLearningGmbH/MATH-lighteval", "math", question, instruction, truth.strip(), extra_info)
 
 
-def last_boxed(text: str) -> str | None:
+def answer_of_solution(text: str) -> str | None:
     r"""The content of a solution's last \boxed{...} or \fbox{...}, or the word after a \boxed without braces."""
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:

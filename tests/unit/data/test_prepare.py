@@ -13,7 +13,7 @@ from scalerl import cli
 from scalerl.config.schema import DataConfig
 from scalerl.data import DataError, RLHFDataset
 from scalerl.data.prepare import writing
-from scalerl.data.prepare.rows import last_boxed
+from scalerl.data.prepare.rows import answer_of_solution
 from scalerl.data.prepare.splits import split_of
 
 GSM8K = [
@@ -132,7 +132,7 @@ def test_math_500_has_an_answer_of_its_own(tmp_path):
     ],
 )
 def test_the_last_box(text, found):
-    assert last_boxed(text) == found
+    assert answer_of_solution(text) == found
 
 
 def test_dapo_repeats_and_rows_of_both_sides_are_dropped_and_counted(tmp_path, capsys):
