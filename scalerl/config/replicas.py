@@ -45,7 +45,7 @@ class ReplicaRoom:
         return num_replicas or max(self.num_replicas, 1)
 
 
-def size_violations(
+def replica_size_violations(
     servers: ServerConfig, section: str, room: ReplicaRoom, keys: tuple[str, str], *, fills_nodes: bool = False
 ) -> Iterator[str]:
     """Yields what is wrong with the size of a section's replicas.

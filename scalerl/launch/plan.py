@@ -112,7 +112,7 @@ def make_plan(arguments: Sequence[str]) -> Plan:
     with _cache_of(cfg):
         _check_run(errors, cfg, "cpu" if cfg.trainer.device == "cpu" or slurm.gpus_per_node == 0 else "cuda")
     num_nodes = nodes_to_ask_for(slurm, cfg)
-    errors.violations.extend(size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
+    errors.violations.extend(job_size_violations(slurm, list(pools_of(cfg)), num_nodes, devices_to_ask_for(slurm, cfg)))
     errors.violations.extend(secret_violations(slurm, overrides))
     if missing := missing_commands():
         errors.violations.append(f"{', '.join(missing)}: not on PATH; launch from a login node of the Slurm cluster")
@@ -282,7 +282,7 @@ def devices_to_ask_for(slurm: SlurmConfig, cfg: PPOConfig | SFTConfig) -> int:
     return cfg.trainer.n_gpus_per_node if slurm.gpus_per_node is None else slurm.gpus_per_node
 
 
-def size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: int, gpus_per_node: int) -> Iterator[str]:
+def job_size_violations(slurm: SlurmConfig, pools: Sequence[Pool], num_nodes: int, gpus_per_node: int) -> Iterator[str]:
     """Yields what does not fit the nodes of the job, and a number of nodes that the run does not use."""
     most = sum(pool.nnodes for pool in pools)
     keys = " + ".join(f"{pool.section}.nnodes={pool.nnodes}" for pool in pools)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scalerl.config.replicas import ReplicaRoom, size_violations
+from scalerl.config.replicas import ReplicaRoom, replica_size_violations
 from scalerl.config.rules.base import rule
 from scalerl.config.schema import GenerationConfig
 
@@ -34,7 +34,7 @@ def _responses_are_new(cfg: GenerationConfig) -> Iterator[str]:
 def _replicas_fit(cfg: GenerationConfig) -> Iterator[str]:
     rollout, trainer = cfg.rollout, cfg.trainer
     room = ReplicaRoom(trainer.nnodes, trainer.n_gpus_per_node, rollout.tensor_model_parallel_size)
-    yield from size_violations(rollout, "rollout", room, _NODES)
+    yield from replica_size_violations(rollout, "rollout", room, _NODES)
     if rollout.num_replicas is not None and 0 < room.num_replicas < rollout.num_replicas:
         yield (
             f"rollout.num_replicas = {rollout.num_replicas}: {' x '.join(_NODES)} = {trainer.nnodes} x "

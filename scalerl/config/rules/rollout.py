@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from scalerl.config.layout_sizes import world_size
-from scalerl.config.replicas import ReplicaRoom, size_violations
+from scalerl.config.replicas import ReplicaRoom, replica_size_violations
 from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 from scalerl.config.sections import HYBRID, ROLLOUT
@@ -47,7 +47,7 @@ def own_pool_rule(section: str, has_servers: Callable[[PPOConfig], bool]) -> Rul
         if not has_servers(cfg) or not pool.nnodes:
             return
         room = ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, servers.tensor_model_parallel_size)
-        yield from size_violations(servers, section, room, nodes)
+        yield from replica_size_violations(servers, section, room, nodes)
         if count is not None and 0 < room.num_replicas < count:
             yield (
                 f"{section}.num_replicas = {count}: the pool of {pool_key}.nnodes x {pool_key}.n_gpus_per_node = "
@@ -79,7 +79,7 @@ def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
 
 def _sizes_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
-    yield from size_violations(rollout, ROLLOUT, _room(cfg), _NODES_OF_TRAINER, fills_nodes=True)
+    yield from replica_size_violations(rollout, ROLLOUT, _room(cfg), _NODES_OF_TRAINER, fills_nodes=True)
 
 
 def _count_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ from scalerl.launch.plan import (
     deadline_overrides,
     devices_to_ask_for,
     exported,
+    job_size_violations,
     make_plan,
     needed_paths,
     partition_violations,
@@ -28,7 +29,6 @@ from scalerl.launch.plan import (
     risk_notes,
     seconds_to_end,
     secret_violations,
-    size_violations,
 )
 from scalerl.launch.record import RECORD, SubmittedJob, read_record
 from scalerl.launch.script import SCRIPTS, SEED
@@ -121,7 +121,7 @@ def test_pools_have_nodes_of_their_own() -> None:
 )  # fmt: skip
 def test_what_does_not_fit_the_nodes(slurm: SlurmConfig, pools: list[Pool], gpus: int, found: list[str]) -> None:
     num_nodes = slurm.nodes or sum(pool.nnodes for pool in pools)
-    violations = list(size_violations(slurm, pools, num_nodes, gpus))
+    violations = list(job_size_violations(slurm, pools, num_nodes, gpus))
     assert len(violations) == len(found)
     assert all(text.startswith(start) for text, start in zip(violations, found, strict=True)), violations
 
