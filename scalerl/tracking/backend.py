@@ -135,10 +135,10 @@ def check_backends(names: Iterable[str]) -> None:
             f"trainer.logger: unknown backend {', '.join(map(repr, unknown))}; use any of "
             f"{', '.join(_BACKENDS)}, or name the file that registers it in trainer.import_files"
         )
-    check_installed(names)
+    check_backends_installed(names)
 
 
-def check_installed(names: Iterable[str]) -> None:
+def check_backends_installed(names: Iterable[str]) -> None:
     """Raises ValueError for a registered backend whose package is not installed, naming the extra to install."""
     for name in names:
         package = _BACKENDS[name].package if name in _BACKENDS else None

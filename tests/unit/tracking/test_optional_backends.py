@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scalerl.tracking import Tracking, register_backend, unregister_backend
-from scalerl.tracking.backend import check_installed
+from scalerl.tracking.backend import check_backends_installed
 
 OPTIONAL = ("tensorboard", "wandb", "swanlab")
 
@@ -25,7 +25,7 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_extra_to_install(tm
         with pytest.raises(
             ValueError, match=r"the package surely_not_installed is not installed: pip install 'scalerl\[mi"
         ):
-            check_installed(["console", "mine"])
+            check_backends_installed(["console", "mine"])
         with pytest.raises(ValueError, match=r"take mine out of trainer\.logger"):
             Tracking("p", "e", ["mine"], run_dir=tmp_path / "run")
     finally:
@@ -37,9 +37,9 @@ def test_a_backend_that_is_not_installed_is_refused_with_the_extra_to_install(tm
 def test_each_optional_backend_is_usable_or_refused(name):
     if find_spec(name) is None:
         with pytest.raises(ValueError, match=rf"pip install 'scalerl\[{name}\]'"):
-            check_installed([name])
+            check_backends_installed([name])
     else:
-        check_installed([name])
+        check_backends_installed([name])
 
 
 def test_the_extras_that_errors_name_exist():
