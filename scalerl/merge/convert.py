@@ -27,7 +27,14 @@ from scalerl.families import (
 )
 from scalerl.merge.copy import copies, copy_all
 from scalerl.merge.whole_directory import whole_directory
-from scalerl.merge.writer import DTYPE_NAMES, SafetensorsFile, TensorSpec, file_name, plan_files, write_index
+from scalerl.merge.writer import (
+    DTYPE_NAMES,
+    SafetensorsFile,
+    TensorSpec,
+    file_name,
+    plan_files,
+    write_safetensors_index,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -203,7 +210,7 @@ def _write_tensors(
         copy_all(checkpoint, copies(params, keys, shape, dtypes, files), num_workers)
     all_specs = {n: spec for group in groups for n, spec in group.items()}
     if len(plan) > 1:
-        write_index(
+        write_safetensors_index(
             out_dir, {n: name for name, file_specs in zip(names, specs, strict=True) for n in file_specs}, all_specs
         )
     return all_specs, len(plan)

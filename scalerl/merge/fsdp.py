@@ -27,7 +27,7 @@ from scalerl.merge.writer import (
     check_fits,
     file_name,
     plan_files,
-    write_index,
+    write_safetensors_index,
 )
 
 # The head of a critic.
@@ -225,7 +225,9 @@ def _write(
         for future in done:
             future.result()
     if len(plan) > 1:
-        write_index(out_dir, {n: name for name, members in zip(names, plan, strict=True) for n in members}, specs)
+        write_safetensors_index(
+            out_dir, {n: name for name, members in zip(names, plan, strict=True) for n in members}, specs
+        )
     return len(plan)
 
 

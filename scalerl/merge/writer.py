@@ -118,7 +118,7 @@ def file_name(index: int, num_files: int) -> str:
     return f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
 
 
-def write_index(directory: Path, file_of: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> None:
+def write_safetensors_index(directory: Path, file_of: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> None:
     """Writes model.safetensors.index.json, with total_size in bytes of tensor data."""
     index = {
         "metadata": {

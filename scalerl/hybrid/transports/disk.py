@@ -19,7 +19,7 @@ from scalerl.checkpoint.writeback import NO_ROOM
 from scalerl.errors import UserError
 from scalerl.families import copy_beside_weights
 from scalerl.hybrid.delivery import Delivery, Export, wait_all
-from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_index
+from scalerl.merge.writer import SafetensorsFile, TensorSpec, file_name, write_safetensors_index
 from scalerl.servers.weights import NamedTensors
 
 DIRECTORY_KEY = "actor_rollout_ref.rollout.weight_transport_dir"
@@ -100,7 +100,7 @@ class DiskTransport:
         copy_beside_weights(self.model_path, partial)
         if len(specs) > 1:
             files = {name: file_name(number, len(specs)) for number, bucket in enumerate(specs) for name in bucket}
-            write_index(partial, files, {name: spec for bucket in specs for name, spec in bucket.items()})
+            write_safetensors_index(partial, files, {name: spec for bucket in specs for name, spec in bucket.items()})
         for path in [*partial.iterdir(), partial]:
             with _opened(path) as descriptor:
                 os.fsync(descriptor)
