@@ -30,7 +30,7 @@ from scalerl.probes.host import (
     check_open_files,
     check_shared_memory,
 )
-from scalerl.probes.interpreter import run_program, run_python
+from scalerl.probes.interpreter import run_interpreter, run_probe_program
 from scalerl.runtime.cuda_toolkit import toolkit_environment
 
 GIB = 1 << 30
@@ -56,7 +56,7 @@ class Devices:
 
 def find_devices() -> Devices:
     """Asks torch which devices it sees, in a separate process."""
-    out, error = run_program("devices")
+    out, error = run_probe_program("devices")
     if error is not None:
         return Devices(None, None, (), error=error)
     seen = json.loads(out.splitlines()[-1])
@@ -129,7 +129,7 @@ def check_kernel(devices: Devices) -> Finding:
         return Finding(name, False, "not tried: no GPU", meaning, True)
     with tempfile.TemporaryDirectory(prefix="scalerl-probe-") as cache:
         env = toolkit_environment() | {"SGLANG_JIT_CACHE_DIR": cache}
-        out, error = run_program("sglang_kernel", timeout_s=KERNEL_TIMEOUT_S, env=env)
+        out, error = run_probe_program("sglang_kernel", timeout_s=KERNEL_TIMEOUT_S, env=env)
     if error is not None:
         return Finding(name, False, error, f"{meaning}, and it would not", True)
     return Finding(name, True, f"compiled and right in {_last(out)['seconds']:.0f} s", meaning, True)
@@ -145,7 +145,7 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
             name, True, "not installed",
             "attention is torch's and context parallelism scalerl's own; megatron.cp_comm_type stays null",
         )  # fmt: skip
-    _, error = run_python(["-c", "import transformer_engine.pytorch"], timeout_s)
+    _, error = run_interpreter(["-c", "import transformer_engine.pytorch"], timeout_s)
     if error is None:
         return Finding(name, True, version, "megatron.cp_comm_type can be set; Adam is its fused one", True)
     return Finding(
@@ -157,7 +157,7 @@ def check_transformer_engine(timeout_s: float = 180.0) -> Finding:
 
 def try_flash_attention(*impls: str) -> dict[str, str | None]:
     """Takes up implementations of FlashAttention, each in its turn, as a rank would; what each one fails with."""
-    out, error = run_program("flash_attention", *impls)
+    out, error = run_probe_program("flash_attention", *impls)
     return dict.fromkeys(impls, error) if error is not None else _last(out)["errors"]
 
 
@@ -180,7 +180,7 @@ def check_collective(device: Literal["cuda", "cpu"], num_ranks: int) -> Finding:
     name, meaning = f"{backend} collective", "gradients, weights and log-probs go between ranks so"
     if num_ranks == 0:
         return Finding(name, False, "not tried: no GPU", meaning, True)
-    out, error = run_program("collective", "--ranks", str(num_ranks), "--device", device)
+    out, error = run_probe_program("collective", "--ranks", str(num_ranks), "--device", device)
     if error is not None:
         return Finding(name, False, error, f"{meaning}, and no run would start: NCCL_DEBUG=INFO says more", True)
     sent = _last(out)
@@ -196,7 +196,7 @@ def check_ipc(device: Literal["cuda", "cpu"], has_device: bool = True) -> Findin
     meaning = "weights go from the trainer to the servers of its devices so"
     if not has_device:
         return Finding(name, False, "not tried: no GPU", meaning, True)
-    out, error = run_program("ipc", "--device", device)
+    out, error = run_probe_program("ipc", "--device", device)
     if error is not None:
         return Finding(
             name, False, error,

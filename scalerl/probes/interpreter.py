@@ -12,7 +12,7 @@ TIMEOUT_S = 180.0
 PROGRAMS = "scalerl.probes.programs"
 
 
-def run_python(
+def run_interpreter(
     arguments: Sequence[str], timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
 ) -> tuple[str, str | None]:
     """Runs Python with these arguments; returns its standard output and an error, also if it crashed or hung.
@@ -37,8 +37,8 @@ def run_python(
     return out, f"killed by signal {-process.returncode}: {last}" if process.returncode < 0 else last
 
 
-def run_program(
+def run_probe_program(
     name: str, *arguments: str, timeout_s: float = TIMEOUT_S, env: Mapping[str, str] | None = None
 ) -> tuple[str, str | None]:
-    """Runs a program of `scalerl.probes.programs`; as `run_python`."""
-    return run_python(["-m", f"{PROGRAMS}.{name}", *arguments], timeout_s, env)
+    """Runs a program of `scalerl.probes.programs`; as `run_interpreter`."""
+    return run_interpreter(["-m", f"{PROGRAMS}.{name}", *arguments], timeout_s, env)

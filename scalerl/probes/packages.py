@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scalerl.probes.finding import Finding
-from scalerl.probes.interpreter import run_python
+from scalerl.probes.interpreter import run_interpreter
 from scalerl.servers.sglang.cpu_shim import shim_environment
 
 
@@ -104,7 +104,7 @@ def check_import(package: Package, on_gpu: bool = False) -> Finding:
     on_gpu: the rollout server will be on a GPU; else sglang is imported as its server on a CPU does.
     """
     env = shim_environment() if package.needs_shim and not on_gpu else {}
-    _, error = run_python(["-c", f"import {package.imports}"], env=env)
+    _, error = run_interpreter(["-c", f"import {package.imports}"], env=env)
     version = _version(package)
     if error is None:
         return Finding(package.name, True, f"{version or '-':<14} ok", "")

@@ -121,7 +121,9 @@ def test_memory_handed_to_another_process_is_seen_by_both() -> None:
 
 
 def test_program_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "run_program", lambda *arguments, **options: ("", "NCCL error: unhandled system error"))
+    monkeypatch.setattr(
+        gpu, "run_probe_program", lambda *arguments, **options: ("", "NCCL error: unhandled system error")
+    )
     one = Devices("2.13.0", "13.0", (H100,))
     for found in (gpu.check_collective("cuda", 8), gpu.check_ipc("cuda"), gpu.check_kernel(one)):
         assert found.ends_a_run and found.value == "NCCL error: unhandled system error" and found.meaning

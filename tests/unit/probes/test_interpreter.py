@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalerl.probes.interpreter import run_python
+from scalerl.probes.interpreter import run_interpreter
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from scalerl.probes.interpreter import run_python
     ],
 )
 def test_crash_of_an_import_is_an_error_here(code: str, error: str) -> None:
-    assert run_python(["-c", code]) == ("", error)
+    assert run_interpreter(["-c", code]) == ("", error)
 
 
 def test_what_hangs_is_ended_with_its_own_processes(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_what_hangs_is_ended_with_its_own_processes(tmp_path: Path) -> None:
     )
     # The first may end before it has begun where the machine is busy.
     for timeout_s in (1.0, 4.0, 16.0, 64.0):
-        _, error = run_python(["-c", code], timeout_s=timeout_s)
+        _, error = run_interpreter(["-c", code], timeout_s=timeout_s)
         assert error == f"takes more than {timeout_s:g} s"
         if pid_file.exists() and pid_file.read_text():
             break
