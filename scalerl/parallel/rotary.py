@@ -65,7 +65,7 @@ def _yarn(frequencies: Tensor, scaling: dict, theta: float) -> tuple[Tensor, flo
     return blended, 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotates x [T, heads, d]: pairs (i, i + d / 2) turn by their angle. In float32, returned in x's dtype."""
     cos, sin = cos_sin[:, :, None]
     first, second = x.float().chunk(2, dim=-1)
@@ -74,13 +74,13 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled_rotate() -> Any:
-    return torch.compile(rotate, dynamic=True)
+    return torch.compile(rotate_pairs, dynamic=True)
 
 
 def rotate_queries_and_keys(query: Tensor, key: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rotates queries and keys, as `rotate`. cos_sin None: they have been rotated already."""
+    """Rotates queries and keys, as `rotate_pairs`. cos_sin None: they have been rotated already."""
     if cos_sin is None:
         return query, key
     # On CUDA one kernel instead of five.
-    turn = _compiled_rotate() if query.is_cuda else rotate
+    turn = _compiled_rotate() if query.is_cuda else rotate_pairs
     return turn(query, cos_sin), turn(key, cos_sin)
