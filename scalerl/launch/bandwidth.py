@@ -14,7 +14,7 @@ ROUNDS = 3
 _listener: socket.socket | None = None
 
 
-def listen(host: str) -> tuple[str, int]:
+def listen_for_peer(host: str) -> tuple[str, int]:
     """Opens a socket on which a pair of nodes will meet, and returns its (address, port) on this node."""
     global _listener
     _listener = rendezvous.listen(host)

@@ -86,10 +86,10 @@ def _digest(path: Path) -> str:
 
 
 def _measure(question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    from scalerl.launch.bandwidth import listen, measured
+    from scalerl.launch.bandwidth import listen_for_peer, measured
 
     if "listen" in question:
-        return {"address": listen(question["listen"])}
+        return {"address": listen_for_peer(question["listen"])}
     try:
         return {"gbit": measured(question["rank"], tuple(question["address"]), question["backend"], timeout_s)}
     except Exception as error:
