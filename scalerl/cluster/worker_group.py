@@ -55,7 +55,7 @@ class Limit:
 
 
 class WorkerGroup:
-    """A group of ranks whose workers have one class. `call` takes the class's registered methods, once `join` has
+    """A group of ranks whose workers have one class. `call` takes the class's registered methods, once `join_ranks` has
     brought the ranks together."""
 
     def __init__(
@@ -279,8 +279,8 @@ class WorkerGroup:
         raise AssertionError("unreachable: one of them failed")
 
 
-def join(groups: Iterable[WorkerGroup]) -> None:
-    """The ranks of each group import what they need and join torch.distributed; the groups do so side by side."""
+def join_ranks(groups: Iterable[WorkerGroup]) -> None:
+    """Makes the ranks of each group import what they need and join torch.distributed, all groups side by side."""
     joining = [(group, group.begin_join()) for group in groups]
     for group, calls in joining:
         group.end_join(calls)

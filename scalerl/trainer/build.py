@@ -12,7 +12,7 @@ from scalerl.algorithms import KLController
 from scalerl.balance import SizeKeys
 from scalerl.cluster.pools import ResourcePool, are_here
 from scalerl.cluster.processes import Lease
-from scalerl.cluster.worker_group import Limit, WorkerGroup, join
+from scalerl.cluster.worker_group import Limit, WorkerGroup, join_ranks
 from scalerl.config import (
     PPOConfig,
     SFTConfig,
@@ -160,7 +160,7 @@ def build_models(cfg: PPOConfig, groups: dict[str, WorkerGroup], phases: StartPh
 
     The parts of a model that its offload keys name have left the device when this returns.
     """
-    join(distinct_groups(groups))
+    join_ranks(distinct_groups(groups))
     phases.begin("model")
     actor, model = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.model
     groups["actor"].call(

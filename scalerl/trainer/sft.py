@@ -13,7 +13,7 @@ import ray
 
 from scalerl.balance import SizeKeys, packing_metrics, plan_step
 from scalerl.cluster.batch import ShardedBatch
-from scalerl.cluster.worker_group import WorkerGroup, join
+from scalerl.cluster.worker_group import WorkerGroup, join_ranks
 from scalerl.config import SFTConfig, total_steps, world_size
 from scalerl.controller.training.save_calls import begin_rank_saves
 from scalerl.controller.training.sft_worker import SFTWorker
@@ -175,7 +175,7 @@ def sft_run(cfg: SFTConfig, inputs: SFTInputs, host: RunHost) -> Iterator[SFTRun
         pool = start_pool(lease, trainer, inputs.device, trainer.timeout_s)
         layout = Layout.of(cfg.megatron, pool.world_size)
         workers = start_workers(lease, pool, SFTWorker, layout, trainer, inputs.device, cfg.megatron.seed)
-        join([workers])
+        join_ranks([workers])
         phases.begin("model")
         workers.call(
             MegatronWorker.build_engine,

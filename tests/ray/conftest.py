@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from scalerl.cluster.processes import Lease, Processes
-from scalerl.cluster.worker_group import WorkerGroup, join
+from scalerl.cluster.worker_group import WorkerGroup, join_ranks
 from scalerl.parallel.layout import Layout
 
 START_TIMEOUT_S = 180.0
@@ -28,7 +28,7 @@ def start_group(cluster: Processes) -> Iterator[Callable[..., WorkerGroup]]:
         pool = lease.pool(nnodes=1, devices_per_node=layout.world_size, device="cpu", timeout_s=START_TIMEOUT_S)
         group = lease.add(WorkerGroup(pool, cls, layout, timeout_s=START_TIMEOUT_S, **init))
         started.append((lease, group))
-        join([group])
+        join_ranks([group])
         return group
 
     def stop(group: WorkerGroup, failed: Exception | None = None) -> None:
