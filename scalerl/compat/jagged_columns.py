@@ -1,4 +1,4 @@
-"""Takes, joins, pads and unpads the columns of a batch row by row; a column is a [rows, ...] tensor or `Jagged`."""
+"""Selects, joins, pads and unpads the columns of a batch row by row; a column is a [rows, ...] tensor or `Jagged`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from scalerl.protocol import Jagged, cu_seqlens_of
 Column = Tensor | Jagged
 
 
-def take(column: Column, rows: Sequence[int]) -> Column:
-    """Takes rows of a column, in the given order; a row may be taken more than once."""
+def select_rows(column: Column, rows: Sequence[int]) -> Column:
+    """Selects rows of a column, in the given order; a row may be selected more than once."""
     if isinstance(column, Tensor):
         return column[torch.as_tensor(rows, dtype=torch.int64, device=column.device)]
     if not rows:
@@ -22,7 +22,7 @@ def take(column: Column, rows: Sequence[int]) -> Column:
     return Jagged(torch.cat([column[row] for row in rows]), cu_seqlens_of(column.lengths[list(rows)]))
 
 
-def join(columns: Sequence[Column], name: str) -> Column:
+def join_columns(columns: Sequence[Column], name: str) -> Column:
     """Joins columns row after row. Raises ValueError where only some are jagged, or where dtypes or shapes differ."""
     kinds = {(type(column).__name__, _values(column).dtype, tuple(_values(column).shape[1:])) for column in columns}
     if len(kinds) > 1:
@@ -35,7 +35,7 @@ def join(columns: Sequence[Column], name: str) -> Column:
     )
 
 
-def same(a: Column, b: Column) -> bool:
+def equal_columns(a: Column, b: Column) -> bool:
     """Whether two columns are equal in kind, dtype and every value."""
     if type(a) is not type(b) or _values(a).dtype != _values(b).dtype or _values(a).shape != _values(b).shape:
         return False

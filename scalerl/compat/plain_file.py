@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _MARK = "__kind__"
 
 
-def write(content: dict[str, Any], path: str | Path) -> None:
+def write_plain_file(content: dict[str, Any], path: str | Path) -> None:
     """Writes a dict as one file, whole or not at all.
 
     Raises ValueError, naming its place in the dict, for a value that is no tensor, array or plain value.
@@ -26,8 +26,8 @@ def write(content: dict[str, Any], path: str | Path) -> None:
         torch.save(packed, file)
 
 
-def read(path: str | Path) -> dict[str, Any]:
-    """Reads the dict that `write` wrote. Raises ValueError where the file holds anything else."""
+def read_plain_file(path: str | Path) -> dict[str, Any]:
+    """Reads the dict that `write_plain_file` wrote. Raises ValueError where the file holds anything else."""
     try:
         return _unpacked(torch.load(path, map_location="cpu", weights_only=True))
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from scalerl import protocol
-from scalerl.compat import plain_file
-from scalerl.compat.jagged_columns import Column, join, padded, padding_mask, same, take, unpadded
+from scalerl.compat.jagged_columns import (
+    Column,
+    equal_columns,
+    join_columns,
+    padded,
+    padding_mask,
+    select_rows,
+    unpadded,
+)
+from scalerl.compat.plain_file import read_plain_file, write_plain_file
 from scalerl.protocol import Jagged
 
 
@@ -171,12 +179,12 @@ class DataProto:
             for name, column in self.batch.items()
         }
         content = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
-        plain_file.write(content, filepath)
+        write_plain_file(content, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
         """Loads a batch from a file, of which nothing is run. Raises ValueError where it holds no DataProto."""
-        content = plain_file.read(filepath)
+        content = read_plain_file(filepath)
         if not isinstance(content, dict) or set(content) != {"batch", "non_tensor_batch", "meta_info"}:
             raise ValueError(f"{filepath}: holds no DataProto")
         batch = {
@@ -218,7 +226,7 @@ class DataProto:
 
     def _take(self, rows: Sequence[int]) -> DataProto:
         rows = list(rows)
-        batch = Batch({name: take(column, rows) for name, column in self.batch.items()})
+        batch = Batch({name: select_rows(column, rows) for name, column in self.batch.items()})
         return DataProto(batch, {name: column[rows] for name, column in self.non_tensor_batch.items()}, self.meta_info)
 
     def reorder(self, indices: Sequence[int] | Tensor) -> None:
@@ -275,7 +283,7 @@ class DataProto:
             ):
                 mine, others = ({*each.batch, *each.non_tensor_batch} for each in (first, other))
                 raise ValueError(f"DataProto.concat: columns {sorted(mine ^ others)} are not in all batches")
-        batch = {name: join([each.batch[name] for each in data], name) for name in first.batch}
+        batch = {name: join_columns([each.batch[name] for each in data], name) for name in first.batch}
         arrays = {
             name: np.concatenate([each.non_tensor_batch[name] for each in data]) for name in first.non_tensor_batch
         }
@@ -364,7 +372,9 @@ class DataProto:
         Raises ValueError where both have a column, or an entry of meta_info, with different values.
         """
         different = [
-            name for name in self.batch.keys() & other.batch.keys() if not same(self.batch[name], other.batch[name])
+            name
+            for name in self.batch.keys() & other.batch.keys()
+            if not equal_columns(self.batch[name], other.batch[name])
         ]
         shared = self.non_tensor_batch.keys() & other.non_tensor_batch.keys()
         different += [name for name in shared if not _equal(self.non_tensor_batch[name], other.non_tensor_batch[name])]
