@@ -112,7 +112,7 @@ class _Empty:
         return torch.ByteTensor, ()
 
 
-def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+def load_mapped(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Loads a bucket, given by `BucketPlace.serialize`, into SGLang's model; SGLang calls this as its loader."""
     for handle, _ in named_tensors:
         model.load_weights(read(json.loads(handle)))

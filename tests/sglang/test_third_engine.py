@@ -14,7 +14,7 @@ from scalerl.config.rollout_engines import ROLLOUT_ENGINES, EngineTraits
 from scalerl.config.schema import RolloutConfig
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import feeds_of
-from scalerl.hybrid.transports.shared import load
+from scalerl.hybrid.transports.shared import load_bucket
 from scalerl.rollout.generation import generate_samples
 from scalerl.servers.cache_size import small_caches
 from scalerl.servers.checksums import checksum_differences
@@ -83,7 +83,7 @@ def test_it_is_fed_and_proven(client: RolloutClient, replica: Replica) -> None:
     )  # fmt: skip
     delivery.call(feed, "begin", RolloutClient.begin_weight_update)
     for tensor in weights:
-        load(delivery, feed, Bucket([tensor]))
+        load_bucket(delivery, feed, Bucket([tensor]))
     delivery.call(feed, "end", lambda client: client.end_weight_update(7))
     served = delivery.call(feed, "check", RolloutClient.checksums)
     assert delivery.failed == {}

@@ -33,7 +33,7 @@ class SharedTransport:
                 wait_all(pending)
                 # Now this bucket is whole, and nobody reads from where the next one goes.
                 dist.barrier()
-                pending = [threads.submit(load, delivery, feed, bucket) for feed in delivery.led_feeds]
+                pending = [threads.submit(load_bucket, delivery, feed, bucket) for feed in delivery.led_feeds]
                 pending += [threads.submit(checksums.add, bucket.named) for checksums in delivery.expected.values()]
             wait_all(pending)
         return num_bytes, len(self.buckets)
@@ -42,7 +42,7 @@ class SharedTransport:
         """Does nothing: this transport keeps nothing of a server."""
 
 
-def load(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
+def load_bucket(delivery: Delivery, feed: Feed, bucket: Bucket) -> None:
     engine = ENGINES[feed.replica.engine]
     blobs = [engine.serialize(bucket) for _ in range(feed.replica.tp_size)]
     load_blobs(delivery, feed, blobs, is_mapped=bucket.is_mapped)

@@ -41,7 +41,7 @@ GIVEN_CACHE_FRACTION = 0.95
 PROMPT_SLACK, RESPONSE_SLACK = 6, 2
 CONTEXT_SLACK = PROMPT_SLACK + RESPONSE_SLACK
 # Loader that reads buckets from memory which the trainer's ranks write.
-MAPPED_LOADER = "scalerl.servers.mapped.load"
+MAPPED_LOADER = "scalerl.servers.mapped.load_mapped"
 # Mixtures whose experts SGLang stores as `sglang.placement` says; on a CPU tests/sglang/test_sync_mixture.py shows it.
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3")
 # Those with latent attention; tests/sglang/test_sync_latent.py samples from them on a CPU.

@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
 def loaded(place: BucketPlace) -> dict[str, torch.Tensor]:
     model = Model()
-    mapped.load(model, pickle.loads(base64.b64decode(place.serialize())))
+    mapped.load_mapped(model, pickle.loads(base64.b64decode(place.serialize())))
     return dict(model.loaded)
 
 
@@ -54,7 +54,7 @@ def _nothing_attached() -> None:
 
 
 def test_the_name_that_sglang_is_given_is_the_loader() -> None:
-    assert f"{mapped.load.__module__}.{mapped.load.__name__}" == MAPPED_LOADER
+    assert f"{mapped.load_mapped.__module__}.{mapped.load_mapped.__name__}" == MAPPED_LOADER
 
 
 def test_a_bucket_is_read_where_it_lies() -> None:
