@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scalerl.data.model_source import model_directory
 from scalerl.errors import EXIT_FAILED, EXIT_USER_ERROR, CommandParser, RunError
-from scalerl.merge.compare import report
+from scalerl.merge.compare import comparison_report
 from scalerl.merge.convert import DTYPES, merge
 from scalerl.merge.fsdp import merge_fsdp
 from scalerl.merge.split import SplitSizes, split
@@ -103,6 +103,6 @@ def _split(args: argparse.Namespace) -> int:
 
 
 def _test(args: argparse.Namespace) -> int:
-    lines, same = report(Path(args.local_dir), Path(args.test_hf_dir), forward=args.forward)
+    lines, same = comparison_report(Path(args.local_dir), Path(args.test_hf_dir), forward=args.forward)
     print("\n".join(lines))
     return 0 if same else 1

@@ -59,7 +59,7 @@ def logits_difference(directory: Path, other: Path) -> float:
     return float((logits[0] - logits[1]).abs().max())
 
 
-def report(directory: Path, other: Path, *, forward: bool) -> tuple[list[str], bool]:
+def comparison_report(directory: Path, other: Path, *, forward: bool) -> tuple[list[str], bool]:
     """Lines to print, and whether both are the same model."""
     lines = differences(directory, other)
     same = not lines

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if problem is not None and directory.is_dir():
                 print(f"error: {directory}: {problem}", file=sys.stderr)
                 return 1
-            for line in describe(directory):
+            for line in describe_checkpoint(directory):
                 print(line)
             if args.check:
                 print(_checked(directory))
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def describe(directory: Path) -> Iterator[str]:
+def describe_checkpoint(directory: Path) -> Iterator[str]:
     """Lines about a whole checkpoint, for which only indexes and small files are read."""
     sizes = manifest_sizes(directory)
     yield f"{directory}: {len(sizes)} files, {_gb(sum(sizes.values()))}"
