@@ -32,7 +32,7 @@ def update_columns(plan: StepPlan) -> dict[str, np.ndarray]:
     return dict(zip(("mini_batch", "dp_rank", "micro_batch"), columns, strict=True))
 
 
-def joined(rows: Sequence[np.ndarray], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
+def joined_fragments(rows: Sequence[np.ndarray], fragments: Sequence[DataProto]) -> dict[str, Jagged]:
     """Joins the token columns of a part of a step's samples, in the batch's order. rows[i]: those of fragments[i]."""
     pieces: dict[str, list[tuple[np.ndarray, DataProto]]] = {}
     for fragment_rows, fragment in zip(rows, fragments, strict=True):

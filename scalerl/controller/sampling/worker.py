@@ -355,11 +355,11 @@ class RolloutWorker(HeldBatches, Reusable):
         own: (batch of this worker, rows of it, which rows of the step they are).  made[i]: token columns of rows[i],
         the trainer's or those that other workers have.
         """
-        from scalerl.controller.sampling.dump import joined, write_dump
+        from scalerl.controller.sampling.dump import joined_fragments, write_dump
 
         def write() -> None:
             held = [self.all_tokens(batch_id).select(batch_rows) for batch_id, batch_rows, _ in own]
-            tokens = joined([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
+            tokens = joined_fragments([*(step_rows for _, _, step_rows in own), *rows], [*held, *made])
             texts = decoded(self.tokenizer, tokens["input_ids"], samples["prompt_length"])
             write_dump(Path(path), tokens, samples, texts)
 
