@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     kind, overrides, only_summary = read_arguments(argv)
     cfg = composed(kind, overrides, rules=False).config
     from scalerl.memory_plan.check import checked_plan, known_memory
-    from scalerl.memory_plan.report import summary, table
+    from scalerl.memory_plan.report import plan_table, summary
 
     on_cpu = cfg.trainer.device == "cpu"
     device = "cpu" if on_cpu else "cuda"
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(broken)
     shapes = shapes_of(cfg)
     plan, violations = checked_plan(cfg, shapes, known_memory(cfg.trainer, "cpu"), on_cpu=on_cpu)
-    print((summary if only_summary else table)(plan))
+    print((summary if only_summary else plan_table)(plan))
     if not only_summary:
         from scalerl.memory_plan.report import balance_line
 

@@ -16,7 +16,7 @@ def summary(plan: MemoryPlan) -> str:
     return "\n".join([*(_peak_line(device, plan.memory_bytes) for device in _ends(plan.devices)), *_totals(plan)])
 
 
-def table(plan: MemoryPlan) -> str:
+def plan_table(plan: MemoryPlan) -> str:
     """Every phase of every kind of device, part by part, in GiB; then where the numbers come from."""
     lines: list[str] = []
     for device in _ends(plan.devices):

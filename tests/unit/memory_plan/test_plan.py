@@ -18,7 +18,7 @@ from scalerl.memory_plan.balance import full_length_balance, spread_balance
 from scalerl.memory_plan.check import checked_plan, known_memory, with_kv_cache
 from scalerl.memory_plan.command import main, read_arguments
 from scalerl.memory_plan.plan import MemoryPlan, memory_plan
-from scalerl.memory_plan.report import balance_line, summary, table
+from scalerl.memory_plan.report import balance_line, plan_table, summary
 from scalerl.memory_plan.seconds import has_logprob_pass, predicted_seconds
 from scalerl.parallel.layout import Layout
 from tests.model_configs import model_directory, read_config
@@ -227,7 +227,9 @@ def test_host_memory_of_saves_in_the_background() -> None:
     assert f"host memory of saves (trainer.async_save): {size:.1f} GiB for a rank of trainer" in summary(beside)
     assert f"{8 * size:.1f} GiB on its node" in summary(beside) and "host memory" not in summary(waiting)
     # Eight pieces of 64 MiB.
-    assert "a save that is waited for, and of a load: at most 0.06 GiB for a rank, 0.50 GiB on its" in table(waiting)
+    assert "a save that is waited for, and of a load: at most 0.06 GiB for a rank, 0.50 GiB on its" in plan_table(
+        waiting
+    )
 
 
 def test_sums() -> None:
