@@ -12,11 +12,12 @@ from pathlib import Path
 
 import scalerl
 from scalerl import nvidia
+from scalerl.byte_units import GIB
 from scalerl.errors import CommandParser
 from scalerl.nvidia import NvidiaDevice, find_nvidia_device
 from scalerl.probes import Finding, side_by_side
 from scalerl.probes.gpu import Devices, check_transformer_engine, find_devices, gpu_findings
-from scalerl.probes.host import GIB, check_disks, check_shared_memory
+from scalerl.probes.host import check_disks, check_shared_memory
 from scalerl.probes.packages import OPTIONAL, REQUIRED, Package, check_import, check_installed
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from scalerl.byte_units import GIB
 from scalerl.config import compose, world_size
-from scalerl.config.device_memory import GIB, device_memory_bytes
+from scalerl.config.device_memory import device_memory_bytes
 from scalerl.families import ModelShape
 from scalerl.memory_plan.plan import MemoryPlan, memory_plan
 from scalerl.memory_plan.seconds import predicted_seconds

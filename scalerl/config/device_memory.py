@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-GIB = 1 << 30
+from scalerl.byte_units import GIB
+
 # What torch reports as total memory of these devices, GiB.
 DEVICES_GIB = {
     "a100": 79.2,

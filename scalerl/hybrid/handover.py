@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import psutil
 
+from scalerl.byte_units import GIB
 from scalerl.errors import UserError
 from scalerl.families import ModelShape
 from scalerl.metrics import Metric
 
-GIB = 2**30
 HandoverPoint = Literal[
     "before_release",
     "after_release_kv",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from scalerl.byte_units import GIB
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.device_memory import GIB, device_memory_bytes
+from scalerl.config.device_memory import device_memory_bytes
 from scalerl.config.schema import RunConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.plan import MemoryPlan, memory_plan

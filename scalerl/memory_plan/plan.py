@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from scalerl.byte_units import GIB
 from scalerl.config import LayoutSizes, PPOConfig, SFTConfig, model_roles, trained_layout
 from scalerl.config.batch_sizes import longest_sample
-from scalerl.config.device_memory import GIB
 from scalerl.config.schema import MegatronConfig, RolloutConfig
 from scalerl.config.weight_transport import transport_of
 from scalerl.families import ModelShape

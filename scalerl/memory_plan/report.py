@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from scalerl.byte_units import GIB
 from scalerl.config import PPOConfig, SFTConfig
-from scalerl.config.device_memory import GIB
 from scalerl.families import ModelShape
 from scalerl.memory_plan.balance import full_length_balance, spread_balance
 from scalerl.memory_plan.plan import CHECKPOINT_PIECE_BYTES, SOURCES, DevicePlan, MemoryPlan

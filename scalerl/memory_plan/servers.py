@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from scalerl.config.device_memory import GIB
+from scalerl.byte_units import GIB
 from scalerl.config.schema import ServerConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.parameters import FLOAT, ITEMSIZE, counted_params

@@ -16,11 +16,11 @@ from typing import ParamSpec, TypeVar
 
 import psutil
 
+from scalerl.byte_units import GIB
 from scalerl.metrics.metric import Metric
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_GIB = 1024**3
 
 
 # Bytes. _peaks: largest (allocated, reserved) since memory_metrics before a phase last reset the counters. _phases: by
@@ -49,7 +49,7 @@ def memory_metrics() -> dict[str, Metric]:
     for name, (peak, current) in _phases.items():
         num_bytes_by_key |= {f"perf/memory_peak_gb/{name}": peak, f"perf/memory_current_gb/{name}": current}
     _phases.clear()
-    return {key: Metric(num_bytes / _GIB, "max") for key, num_bytes in num_bytes_by_key.items()}
+    return {key: Metric(num_bytes / GIB, "max") for key, num_bytes in num_bytes_by_key.items()}
 
 
 @contextlib.contextmanager
@@ -167,12 +167,12 @@ def _usage() -> str:
         free, total = torch.cuda.mem_get_info()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         return (
-            f"allocated {allocated / _GIB:.2f} GiB, reserved {reserved / _GIB:.2f} GiB, "
-            f"device used {(total - free) / _GIB:.2f} of {total / _GIB:.2f} GiB"
+            f"allocated {allocated / GIB:.2f} GiB, reserved {reserved / GIB:.2f} GiB, "
+            f"device used {(total - free) / GIB:.2f} of {total / GIB:.2f} GiB"
         )
     node = psutil.virtual_memory()
     rss = psutil.Process().memory_info().rss
-    return f"resident {rss / _GIB:.2f} GiB, node used {node.used / _GIB:.2f} of {node.total / _GIB:.2f} GiB"
+    return f"resident {rss / GIB:.2f} GiB, node used {node.used / GIB:.2f} of {node.total / GIB:.2f} GiB"
 
 
 def _pop_peak_rss_bytes() -> int:

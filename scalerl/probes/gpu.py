@@ -33,7 +33,6 @@ from scalerl.probes.host import (
 from scalerl.probes.interpreter import run_interpreter, run_probe_program
 from scalerl.runtime.cuda_toolkit import toolkit_environment
 
-GIB = 1 << 30
 # The first driver of Linux that runs programs of a major version of CUDA (CUDA's release notes, "minor version
 # compatibility").
 FIRST_DRIVERS = {"11": (450, 80, 2), "12": (525, 60, 13), "13": (580, 65, 6)}

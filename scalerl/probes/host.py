@@ -11,11 +11,11 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from scalerl.byte_units import GIB
 from scalerl.probes.finding import Finding
 from scalerl.probes.hardware import INFINIBAND
 from scalerl.runtime.cuda_toolkit import find_cuda_home, find_ninja
 
-GIB = 1 << 30
 MIN_FREE_DISK_GIB = 5.0
 MIN_SHM_GIB = 1.0
 # Open files of one process: Ray and servers hold a file for each connection.

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scalerl.hybrid.handover import GIB, Handover, HandoverError, measure
+from scalerl.byte_units import GIB
+from scalerl.hybrid.handover import Handover, HandoverError, measure
 from scalerl.servers.client import RolloutClient
 from scalerl.servers.weights import serialize_bucket
 from tests.gpu.conftest import MEMORY_UTILIZATION, generate

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.byte_units import GIB
 from scalerl.hybrid import handover
 from scalerl.hybrid.handover import (
-    GIB,
     Handover,
     HandoverError,
     RankMemory,

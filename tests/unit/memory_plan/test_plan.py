@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scalerl.byte_units import GIB
 from scalerl.config import ConfigError, PPOConfig, compose
-from scalerl.config.device_memory import DEVICES_GIB, GIB, device_memory_bytes
+from scalerl.config.device_memory import DEVICES_GIB, device_memory_bytes
 from scalerl.config.schema import RunConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.activations import micro_batches_in_flight

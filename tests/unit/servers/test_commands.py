@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scalerl.config.device_memory import GIB
+from scalerl.byte_units import GIB
 from scalerl.config.schema import RolloutConfig
 from scalerl.families import ModelShape
 from scalerl.memory_plan.servers import server_bytes

@@ -1,0 +1,3 @@
+"""Units in which sizes in bytes are printed and parsed."""
+
+GIB = 1 << 30
