@@ -15,13 +15,13 @@ from scalerl.algorithms.losses import SELECTED, SEQUENCES, LossSequences, bounde
 from scalerl.algorithms.losses import register_policy_loss as register
 from scalerl.config.schema import ActorConfig
 
-Result = tuple[Tensor, dict[str, Tensor]]
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 @register("gspo", needs=(SEQUENCES,))
 def gspo(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, sequences: LossSequences
-) -> Result:
+) -> LossAndMetrics:
     """GSPO, PPO's clip of one ratio per sequence: s = exp(mean_t D), s_t = sg(s) exp(logprobs_t - sg(logprobs_t)).
 
     l = max(-A s_t, -A clip(s_t, 1 - low, 1 + high)). The mean is over the sequence's loss tokens. The paper aggregates
@@ -40,7 +40,7 @@ def gspo(
 @register("geo_mean", needs=(SEQUENCES,))
 def geo_mean(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, sequences: LossSequences
-) -> Result:
+) -> LossAndMetrics:
     """GMPO, the geometric mean of ratios: l_t = -A_t exp(mean_t d).
 
     d = sign(A) min(sign(A) D, sign(A) clip(D, -low, high)).
@@ -57,7 +57,7 @@ def geo_mean(
 
 
 @register("cispo")
-def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
+def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> LossAndMetrics:
     """CISPO: l = -sg(clip(r, 1 - low, 1 + high)) A logprobs; clipped tokens keep their gradient, with a bounded weight.
 
     Source: MiniMax-M1 (arXiv 2506.13585) eqs. 4 and 5; the paper sets the upper bound alone (a clip_ratio_low near 1).
@@ -70,7 +70,7 @@ def cispo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, conf
 
 
 @register("sapo")
-def sapo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
+def sapo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> LossAndMetrics:
     """SAPO, a gate in place of a clip: l = -A sigmoid(tau (r - 1)) 4 / tau.
 
     tau = actor.tau_pos where A > 0, else actor.tau_neg.
@@ -84,13 +84,13 @@ def sapo(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, confi
 
 
 @register("gpg")
-def gpg(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
+def gpg(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> LossAndMetrics:
     """GPG: l = -A logprobs, the plain policy gradient, without a ratio.  Source: GPG (arXiv 2504.02546) eq. 5."""
     return -advantages_T * logprobs_T, _metrics(bounded_log_ratio(logprobs_T, old_logprobs_T))
 
 
 @register("dro")
-def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> Result:
+def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig) -> LossAndMetrics:
     """DRO, a square in place of a clip: l = -A logprobs + policy_loss.dro_beta / 2 (logprobs - old_logprobs)^2.
 
     The log-ratio is not bounded, so that a token is pulled back however far it has moved.
@@ -107,7 +107,7 @@ def dro(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config
 @register("clip_cov", needs=(SELECTED,))
 def clip_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
-) -> Result:
+) -> LossAndMetrics:
     """Clip-Cov, PPO's loss without the selected tokens: l = max(-A r, -A clip(r, 1 - low, 1 + high)).
 
     l = 0 for the selected tokens.
@@ -127,7 +127,7 @@ def clip_cov(
 @register("kl_cov", needs=(SELECTED,))
 def kl_cov(
     logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, config: ActorConfig, *, selected: Tensor
-) -> Result:
+) -> LossAndMetrics:
     """KL-Cov, policy gradient with a KL penalty on the selected tokens: l = -A r, plus ppo_kl_coef |D| for those.
 
     selected: `covariance.select_tokens`, the tokens of greatest covariance.

@@ -47,7 +47,7 @@ _IDENTITY = (
     "LastModified", "Last-Modified", "last_modified", "modificationTime", "modification_time", "updated",
 )  # fmt: skip
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def is_remote(path: str | os.PathLike) -> bool:
@@ -264,7 +264,7 @@ def _open_source(source: _Source) -> tuple[AbstractFileSystem, str]:
         return fs, path
 
 
-def _attempt(action: Callable[[], Result], source: _Source) -> Result:
+def _attempt(action: Callable[[], T], source: _Source) -> T:
     """Returns the action's result, after up to ATTEMPTS attempts.
 
     Raises DataError after the last one, or at once when another attempt could not help.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Token ids, int32, or the reason why the chat template refuses the messages.
 Tokens = np.ndarray | str
-Rows = TypeVar("Rows")
+T = TypeVar("T")
 
 # Chunks that may wait per process, to be tokenized or to be read; bounds the memory.
 _CHUNKS_PER_WORKER = 2
@@ -49,13 +49,13 @@ class PromptTokenizer:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def each(self, chunks: Iterable[tuple[Rows, Sequence[Conversation]]]) -> Iterator[tuple[Rows, list[Tokens]]]:
+    def each(self, chunks: Iterable[tuple[T, Sequence[Conversation]]]) -> Iterator[tuple[T, list[Tokens]]]:
         """Yields (rows, tokens) for each (rows, prompts), in order.  Raises DataError when a process is lost."""
         if self._workers == 1:
             for rows, prompts in chunks:
                 yield rows, tokenize(self._tokenizer, prompts, self._options)
             return
-        waiting: deque[tuple[Rows, Future[list[Tokens]]]] = deque()
+        waiting: deque[tuple[T, Future[list[Tokens]]]] = deque()
         try:
             for number, (rows, prompts) in enumerate(chunks):
                 if number == 0:
@@ -109,7 +109,7 @@ def tokenize(
     return [result or np.asarray(next(tokens), np.int32) for result in results]
 
 
-def _done(waiting: deque[tuple[Rows, Future[list[Tokens]]]]) -> tuple[Rows, list[Tokens]]:
+def _done(waiting: deque[tuple[T, Future[list[Tokens]]]]) -> tuple[T, list[Tokens]]:
     rows, future = waiting.popleft()
     return rows, future.result()
 

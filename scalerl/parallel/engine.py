@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # (logprobs_T, entropy_T, columns of the micro-batch, cu_seqlens among them) -> (loss, metrics); both add up over
 # micro-batches and dp ranks. Of a value head: (values_T, columns).
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-Rows = Sequence[int]
+RowPositions = Sequence[int]
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class MegatronEngine:
         return dict(self._offload.away_bytes)
 
     def _pack(
-        self, shard: DataProto, micro_batches: Sequence[Rows], *, record_routing: bool = False
+        self, shard: DataProto, micro_batches: Sequence[RowPositions], *, record_routing: bool = False
     ) -> list[MicroBatch]:
         layout = self.groups.layout
         alignment = Alignment.of_layout(
@@ -179,7 +179,7 @@ class MegatronEngine:
     def logprobs(
         self,
         shard: DataProto,
-        micro_batches: Sequence[Rows],
+        micro_batches: Sequence[RowPositions],
         *,
         temperature: float,
         record_routing: bool = False,
@@ -204,7 +204,7 @@ class MegatronEngine:
             return routed
         return routed | {name: unpack(len(shard), packed, [output[name] for output in outputs]) for name in names}
 
-    def values(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Jagged]:
+    def values(self, shard: DataProto, micro_batches: Sequence[RowPositions]) -> dict[str, Jagged]:
         """Computes {"values"} of every row of the shard, on the last stage of a value model; {} on the others.
 
         Aligned as log-probs are: a token holds the value of the state in which it was chosen, predicted from the tokens
@@ -213,13 +213,13 @@ class MegatronEngine:
         values = self._values(self._read_values, shard, micro_batches)
         return {} if values is None else {"values": values}
 
-    def scores(self, shard: DataProto, micro_batches: Sequence[Rows]) -> dict[str, Tensor]:
+    def scores(self, shard: DataProto, micro_batches: Sequence[RowPositions]) -> dict[str, Tensor]:
         """Computes {"scores"}: [rows] float32, a reward model's output at each row's last token; {} as in `values`."""
         outputs = self._values(self._read_own_values, shard, micro_batches)
         return {} if outputs is None else {"scores": outputs.values[outputs.cu_seqlens[1:] - 1]}
 
     @torch.no_grad()
-    def _values(self, read: Callable, shard: DataProto, micro_batches: Sequence[Rows]) -> Jagged | None:
+    def _values(self, read: Callable, shard: DataProto, micro_batches: Sequence[RowPositions]) -> Jagged | None:
         assert self.shape.head == "value", "a language model has no values"
         self.require_on_device(PARAMS, work="values", reads=True)
         for chunk in self._forward_chunks:
@@ -231,7 +231,12 @@ class MegatronEngine:
         return unpack(len(shard), packed, [output["values"] for output in outputs])
 
     def update(
-        self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float | None = None
+        self,
+        shard: DataProto,
+        micro_batches: Sequence[RowPositions],
+        objective: Objective,
+        *,
+        temperature: float | None = None,
     ) -> dict[str, float]:
         """Does one optimizer update and returns its metrics.
 
@@ -246,7 +251,7 @@ class MegatronEngine:
         return self._update(shard, micro_batches, objective, temperature)[0]
 
     def logprobs_and_update(
-        self, shard: DataProto, micro_batches: Sequence[Rows], objective: Objective, *, temperature: float
+        self, shard: DataProto, micro_batches: Sequence[RowPositions], objective: Objective, *, temperature: float
     ) -> tuple[dict[str, float], dict[str, Jagged]]:
         """Does an `update` whose forward passes also give the old log-probs; returns the metrics and these columns.
 
@@ -262,7 +267,7 @@ class MegatronEngine:
     def _update(
         self,
         shard: DataProto,
-        micro_batches: Sequence[Rows],
+        micro_batches: Sequence[RowPositions],
         objective: Objective,
         temperature: float | None,
         columns: Sequence[str] = (),

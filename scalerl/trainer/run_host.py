@@ -30,7 +30,7 @@ ATTEMPT_DIR_ENV = "SCALERL_ATTEMPT_DIR"
 RUN_DIR_NOTE = ".run_dir"
 
 Inputs = TypeVar("Inputs", PPOInputs, SFTInputs)
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class RunHost:
@@ -65,7 +65,7 @@ class RunHost:
             self._processes = self._stack.enter_context(own)
         return Lease(self._processes, survives=self.restarts.survives)
 
-    def train(self, inputs: Inputs, start: Callable[[Inputs], Result]) -> Result:
+    def train(self, inputs: Inputs, start: Callable[[Inputs], T]) -> T:
         """Returns start(inputs); where a rank is lost, `start` is called again as often as trainer.max_rank_restarts.
 
         It then gets inputs that resume from the newest checkpoint of the run. Where the ranks find that a checkpoint's
