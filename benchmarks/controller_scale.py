@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, dp_size: int) -> dict[str, Any]:
         Processes.start(num_workers=options.processes + 2, device="cpu") as processes,
         tempfile.TemporaryDirectory() as directory,
     ):
-        pool = processes.take_pool(
+        pool = processes.acquire_pool(
             nnodes=1, devices_per_node=options.processes + 1, device="cpu", timeout_s=60.0, section="trainer"
         )
         try:

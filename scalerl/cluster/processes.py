@@ -64,7 +64,7 @@ class Processes:
             finally:
                 processes.end_waiting()
 
-    def take_pool(
+    def acquire_pool(
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str
     ) -> ResourcePool:
         """Takes a free pool of nnodes nodes with at least devices_per_node devices each, or makes a new pool.
@@ -91,7 +91,7 @@ class Processes:
         while self._free and ray.available_resources().get(name, 0.0) < num_devices:
             self._free.pop(0).release()
 
-    def take_back(self, pool: ResourcePool) -> None:
+    def return_pool(self, pool: ResourcePool) -> None:
         self._free.append(pool)
 
     def end_waiting(self) -> None:
@@ -139,7 +139,7 @@ class Lease:
         self, *, nnodes: int, devices_per_node: int, device: str, timeout_s: float, section: str = "trainer"
     ) -> ResourcePool:
         """Takes a pool for this run alone. section: of the configuration that asks for the pool, for the error."""
-        whole = self._processes.take_pool(
+        whole = self._processes.acquire_pool(
             nnodes=nnodes, devices_per_node=devices_per_node, device=device, timeout_s=timeout_s, section=section
         )
         self._pools.append(whole)
@@ -174,7 +174,7 @@ class Lease:
                 self._parts.pop()
             if not self._parts:
                 for pool in self._pools:
-                    self._processes.take_back(pool)
+                    self._processes.return_pool(pool)
                 return
         # Every part is stopped, and then every pool given back, whatever any of them raises.
         with ExitStack() as ending:
@@ -191,7 +191,7 @@ class Lease:
             if not (part in self._waiting and _left(part)):
                 part.stop()
         for pool in self._pools:
-            self._processes.take_back(pool)
+            self._processes.return_pool(pool)
 
 
 def _left(part: RunPart) -> bool:

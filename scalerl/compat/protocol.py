@@ -213,7 +213,7 @@ class DataProto:
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """The rows from start to end, as a slice of a list."""
-        return self._take(range(len(self))[start:end:step])
+        return self._select_rows(range(len(self))[start:end:step])
 
     def select_idxs(self, idxs: Sequence[int] | Sequence[bool] | np.ndarray | Tensor) -> DataProto:
         """Selects rows by their indices, in that order, or by one bool for each row."""
@@ -222,9 +222,9 @@ class DataProto:
             if array.shape != (len(self),):
                 raise ValueError(f"a mask of shape {array.shape} does not fit {len(self)} rows")
             array = np.flatnonzero(array)
-        return self._take([range(len(self))[int(row)] for row in array])
+        return self._select_rows([range(len(self))[int(row)] for row in array])
 
-    def _take(self, rows: Sequence[int]) -> DataProto:
+    def _select_rows(self, rows: Sequence[int]) -> DataProto:
         rows = list(rows)
         batch = Batch({name: select_rows(column, rows) for name, column in self.batch.items()})
         return DataProto(batch, {name: column[rows] for name, column in self.non_tensor_batch.items()}, self.meta_info)
@@ -234,20 +234,20 @@ class DataProto:
         order = [int(row) for row in indices]
         if sorted(order) != list(range(len(self))):
             raise ValueError(f"DataProto.reorder: {order} is no order of {len(self)} rows")
-        ordered = self._take(order)
+        ordered = self._select_rows(order)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Repeats every row repeat_times: a a b b with interleave, else a b a b."""
         rows = range(len(self))
         repeated = [row for row in rows for _ in range(repeat_times)] if interleave else [*rows] * repeat_times
-        return self._take(repeated)
+        return self._select_rows(repeated)
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor | np.ndarray) -> DataProto:
         """Repeats row i repeat_times[i] times, with the copies next to each other."""
         if len(repeat_times) != len(self):
             raise ValueError(f"{len(repeat_times)} numbers of times for {len(self)} rows")
-        return self._take([row for row, times in enumerate(repeat_times) for _ in range(int(times))])
+        return self._select_rows([row for row, times in enumerate(repeat_times) for _ in range(int(times))])
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Divides the rows into parts of equal size.
@@ -317,7 +317,7 @@ class DataProto:
         for _ in range(epochs):
             order = torch.randperm(len(self), generator=generator).tolist() if shuffle else list(range(len(self)))
             for start in range(0, len(self), size):
-                yield self._take(order[start : start + size])
+                yield self._select_rows(order[start : start + size])
 
     # Columns
 

@@ -51,7 +51,7 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
     count = -(-count // multiple) * multiple
     bins = _spread(bins, num_tokens, count, max_token_len, use_dynamic_bsz_balance)
-    return [_take(batch, rows) for rows in bins], bins
+    return [_select_rows(batch, rows) for rows in bins], bins
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
@@ -92,7 +92,7 @@ def _over_the_cap(num_tokens: np.ndarray, cap: int) -> str | None:
     return f"row {row} has {num_tokens[row]} tokens, over max_token_len={cap}: raise it to at least {num_tokens.max()}"
 
 
-def _take(batch: Any, rows: list[int]) -> Any:
+def _select_rows(batch: Any, rows: list[int]) -> Any:
     indices = torch.tensor(rows, dtype=torch.int64)
     if isinstance(batch, Mapping) and not _is_tensordict(batch):
         return {name: column[indices] for name, column in batch.items()}

@@ -94,8 +94,8 @@ class _Memory:
         self._changed = threading.Condition()
 
     @contextmanager
-    def take(self, size: int) -> Iterator[None]:
-        """Takes `size` bytes, once they are free, for the block; all of the memory if `size` is larger than that."""
+    def reserve(self, size: int) -> Iterator[None]:
+        """Reserves `size` bytes, once they are free, for the block; all of the memory if `size` is larger than that."""
         size = min(size, self._limit)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= size)
@@ -138,7 +138,7 @@ def _run(checkpoint: DistCheckpoint, job: _Job, memory: _Memory) -> None:
     row_bytes = prod(columns) * max(stored.dtype.itemsize, job.copy.dtype.itemsize)
     step = max(1, CACHED_BYTES // row_bytes)
     buffer = torch.empty((min(step, job.last - job.first), *columns), dtype=job.copy.dtype)
-    with memory.take(sum(piece.payload_bytes for piece in job.pieces if piece.payload is None)):
+    with memory.reserve(sum(piece.payload_bytes for piece in job.pieces if piece.payload is None)):
         readers = [(piece, PieceReader(checkpoint, piece)) for piece in job.pieces]
         for start in range(job.first, job.last, step):
             rows = buffer[: min(step, job.last - start)]

@@ -82,7 +82,7 @@ def _copy(
     memory: HostCopy, pieces: Iterable[Piece], ready: torch.cuda.Event | None, copied: threading.Event
 ) -> list[Piece]:
     try:
-        return memory.take(pieces, ready)
+        return memory.copy_pieces(pieces, ready)
     finally:
         copied.set()
 

@@ -24,7 +24,7 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._pinned = False
 
-    def take(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
+    def copy_pieces(self, pieces: Iterable[Piece], ready: torch.cuda.Event | None = None) -> list[Piece]:
         """Copies the pieces to host memory. The copies stay until the next call.
 
         ready: of pieces on a GPU, from when on they are what is to be copied; the copies have a stream of their own.

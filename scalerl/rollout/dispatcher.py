@@ -159,7 +159,7 @@ class Dispatcher:
         while self.ended:
             task = self.ended.popleft()
             if task in self.running:
-                self._take_leave(self.running.pop(task), task)
+                self._end(self.running.pop(task), task)
             else:
                 await self._welcome(self.recovering.pop(task), task.result(), connections)
 
@@ -204,7 +204,7 @@ class Dispatcher:
         if output.key in job.owed:
             self.chooser.give_back(job.server, 1, job.owed.pop(output.key))
 
-    def _take_leave(self, job: _Job, task: asyncio.Task[None]) -> None:
+    def _end(self, job: _Job, task: asyncio.Task[None]) -> None:
         self.chooser.give_back(job.server, len(job.owed), sum(job.owed.values()))
         if task.cancelled():  # by _lose; it may not even have begun
             self._resubmit(job)

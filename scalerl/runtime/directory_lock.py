@@ -56,7 +56,7 @@ def directory_lock(
     descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
-            _take(descriptor, setting, grace_s, earlier_attempt_grace_s)
+            _acquire(descriptor, setting, grace_s, earlier_attempt_grace_s)
         except OSError as error:
             logger.warning("%s: not locked (%s); see to it that no other run writes there", directory, error)
         yield
@@ -64,7 +64,7 @@ def directory_lock(
         os.close(descriptor)
 
 
-def _take(descriptor: int, setting: str, grace_s: float, earlier_attempt_grace_s: float) -> None:
+def _acquire(descriptor: int, setting: str, grace_s: float, earlier_attempt_grace_s: float) -> None:
     began = time.monotonic()
     while True:
         try:

@@ -117,7 +117,7 @@ def run_host(
     with ExitStack() as stack:
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
         stack.enter_context(stop.listening())
-        run_dir = _take_directory(stack, cfg)
+        run_dir = _lock_directory(stack, cfg)
         restarts = RankRestarts(cfg.trainer, stop, inputs.resumed)
         yield RunHost(cfg, stop, run_dir, phases or StartPhases(), restarts, processes, stack)
 
@@ -131,7 +131,7 @@ def is_val_only(cfg: PPOConfig | SFTConfig) -> bool:
     return isinstance(cfg, PPOConfig) and cfg.trainer.val_only
 
 
-def _take_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
+def _lock_directory(stack: ExitStack, cfg: PPOConfig | SFTConfig) -> Path:
     """The run's directory, locked against other runs until the stack ends.
 
     trainer.default_local_dir, or its subdirectory val_only with trainer.val_only.

@@ -74,7 +74,7 @@ class _Reader:
     def done(self) -> bool:
         return self.position >= len(self.text)
 
-    def _take(self, count: int = 1) -> str:
+    def _advance(self, count: int = 1) -> str:
         taken = self.text[self.position : self.position + count]
         self.line += taken.count("\n")
         self.position += count
@@ -83,12 +83,12 @@ class _Reader:
     def _skip_blanks(self, newlines: bool = False) -> None:
         while not self.done:
             if self.text.startswith("\\\n", self.position):
-                self._take(2)
+                self._advance(2)
             elif self.text[self.position] in " \t\r" or (newlines and self.text[self.position] == "\n"):
-                self._take()
+                self._advance()
             elif self.text[self.position] == "#":
                 while not self.done and self.text[self.position] != "\n":
-                    self._take()
+                    self._advance()
             else:
                 return
 
@@ -98,7 +98,7 @@ class _Reader:
         while not self.done:
             operator = next((name for name in OPERATORS if self.text.startswith(name, self.position)), None)
             if operator is not None and not self._is_redirection(operator):
-                self._take(len(operator))
+                self._advance(len(operator))
                 parsed.ends = operator
                 return parsed
             word = self._word()
@@ -116,12 +116,12 @@ class _Reader:
         return operator == "&" and (around.startswith(">&") or around[1:] == "&>")
 
     def _array(self) -> list[list[QuotedText]]:
-        self._take()
+        self._advance()
         items = []
         while True:
             self._skip_blanks(newlines=True)
             if self.done or self.text[self.position] == ")":
-                self._take()
+                self._advance()
                 return items
             items.append(self._word(")"))
 
@@ -131,7 +131,7 @@ class _Reader:
         while not self.done:
             rest, char = self.text[self.position :], self.text[self.position]
             if rest.startswith("\\\n"):
-                self._take(2)
+                self._advance(2)
             elif self._ends_word(char, bare, stop):
                 break
             elif char in "'\"":
@@ -140,11 +140,11 @@ class _Reader:
                 parts.append(QuotedText(self._quoted(quote), quote))
             elif char == "\\":
                 parts, bare = self._flushed(parts, bare), ""
-                parts.append(QuotedText(self._take(2)[1:], "'"))
+                parts.append(QuotedText(self._advance(2)[1:], "'"))
             elif rest.startswith(("$(", "${", "`")):
                 bare += self._nested()
             else:
-                bare += self._take()
+                bare += self._advance()
         return self._flushed(parts, bare)
 
     def _ends_word(self, char: str, bare: str, stop: str) -> bool:
@@ -159,7 +159,7 @@ class _Reader:
         return [*parts, QuotedText(bare, "")] if bare else parts
 
     def _quoted(self, quote: Quote) -> str:
-        self._take()
+        self._advance()
         text = ""
         while not self.done and self.text[self.position] != quote:
             if (
@@ -167,25 +167,25 @@ class _Reader:
                 and self.text[self.position] == "\\"
                 and self.text[self.position + 1 : self.position + 2] in ('"', "\\", "`")
             ):
-                self._take()
-                text += self._take()
+                self._advance()
+                text += self._advance()
             elif quote == '"' and self.text.startswith("\\\n", self.position):
-                self._take(2)
+                self._advance(2)
             elif quote == '"' and self.text.startswith(("$(", "${"), self.position):
                 text += self._nested()
             else:
-                text += self._take()
-        self._take()
+                text += self._advance()
+        self._advance()
         return text
 
     def _nested(self) -> str:
         """Takes a whole `$(...)`, `$((...))`, `${...}` or text in backticks."""
         if self.text[self.position] == "`":
             end = self.text.find("`", self.position + 1)
-            return self._take((end if end > 0 else len(self.text)) - self.position + 1)
+            return self._advance((end if end > 0 else len(self.text)) - self.position + 1)
         opening, closing = ("(", ")") if self.text[self.position + 1] == "(" else ("{", "}")
-        text, depth = self._take(2), 1
+        text, depth = self._advance(2), 1
         while not self.done and depth:
             depth += (self.text[self.position] == opening) - (self.text[self.position] == closing)
-            text += self._take()
+            text += self._advance()
         return text

@@ -90,7 +90,7 @@ def test_what_is_written_beside_the_next_updates_is_what_was_there(model: Path, 
 def change_while_copying(model: str, layout: tuple[int, int, int], root: str) -> list[tuple[dict[str, str], ...]]:
     """Digests of a save that waits and of one in the background, whose copy is held until the change has begun."""
     trainee, saves, found = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
-    engine, rank, take = trainee.engine, torch.distributed.get_rank(), HostCopy.take
+    engine, rank, copy_pieces = trainee.engine, torch.distributed.get_rank(), HostCopy.copy_pieces
     first = Path(root) / "first"
     checkpoint.save_engine(engine, first)
     changes: dict[str, Callable[[], object]] = {
@@ -106,10 +106,10 @@ def change_while_copying(model: str, layout: tuple[int, int, int], root: str) ->
 
         def held(memory: HostCopy, *arguments: Any, go: threading.Event = go) -> Any:
             assert go.wait(60)
-            return take(memory, *arguments)
+            return copy_pieces(memory, *arguments)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostCopy, "take", held)
+            patch.setattr(HostCopy, "copy_pieces", held)
             saves.begin("actor", engine, beside)
             threading.Timer(1.0, go.set).start()
             change()

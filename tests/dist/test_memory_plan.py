@@ -165,7 +165,7 @@ def measured_and_planned(
     plan = memory_plan(cfg, {"actor": ModelShape.from_hf(model)}, memory_bytes=None, on_cpu=True)
     device = plan.devices[trainee.groups.coordinates.pp_rank]
     memory = HostCopy()
-    memory.take(own_share(trainee.engine).pieces)
+    memory.copy_pieces(own_share(trainee.engine).pieces)
     parts = next(phase for phase in device.phases if phase.name == "actor update").parts
     state = {"params": "actor weights", "grads": "actor gradients", "optimizer": "actor optimizer"}
     return {

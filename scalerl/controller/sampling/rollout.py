@@ -224,7 +224,7 @@ class HybridRollout:
                 continue
             began = time.monotonic()
             if told in self.workers.news:
-                self.servers.replace(self.workers.take_news(told), generating=bool(self.running))
+                self.servers.replace(self.workers.read_news(told), generating=bool(self.running))
             elif self.judge is not None:
                 self.judge.replace_lost(told)
             deadline += time.monotonic() - began

@@ -92,7 +92,7 @@ class RolloutWorkers:
         self._values("connect", calls)
         self.news = {handle.next_lost.remote(): worker for worker, handle in enumerate(self.handles)}
 
-    def take_news(self, told: ray.ObjectRef) -> list[LostServer]:
+    def read_news(self, told: ray.ObjectRef) -> list[LostServer]:
         """Waits for a report in `news`, and returns the servers that it names."""
         worker = self.news.pop(told)
         (lost,) = values_of("generation", [told], self.timeout_s)
@@ -103,7 +103,7 @@ class RolloutWorkers:
         if not self.news:
             return []
         told, _ = ray.wait(list(self.news), num_returns=len(self.news), timeout=0)
-        return [server for news in told for server in self.take_news(news)]
+        return [server for news in told for server in self.read_news(news)]
 
     def replace(self, successors: Mapping[int, Replica]) -> None:
         """Tells workers of restarted servers; no generation uses these before `in_service`."""
