@@ -38,7 +38,7 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
     from scalerl.algorithms import PolicyObjective
     from scalerl.balance import plan_step
     from scalerl.config.schema import ActorConfig, MegatronConfig, OptimConfig, PolicyLossConfig
-    from scalerl.controller.training.run_estimators import covariance_column
+    from scalerl.controller.training.run_estimators import selected_tokens_column
     from scalerl.parallel.engine import MegatronEngine
     from scalerl.parallel.layout import Layout, initialize
     from scalerl.protocol import DataProto, Jagged
@@ -91,7 +91,7 @@ def train(model_path: str, sizes: dict[str, int], max_tokens_per_micro_batch: in
         )
         given = shard
         if name in SELECTING:
-            column = covariance_column(
+            column = selected_tokens_column(
                 shard, [micro_batches], config.policy_loss, [total], mask="response_mask", group=groups.dp, device="cpu"
             )
             selected[name] = {row: column[at].tolist() for at, row in enumerate(mine)}

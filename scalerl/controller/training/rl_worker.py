@@ -157,9 +157,9 @@ class RLWorker(MegatronWorker):
         kept = [index for index, total in enumerate(totals) if total["num_loss_tokens"] or not corrected]
         mini_batches, kept_totals = [micro_batches[index] for index in kept], [totals[index] for index in kept]
         if SELECTED in policy_loss_needs(config.policy_loss.loss_mode):
-            from scalerl.controller.training.run_estimators import covariance_column
+            from scalerl.controller.training.run_estimators import selected_tokens_column
 
-            selected = covariance_column(
+            selected = selected_tokens_column(
                 shard,
                 mini_batches,
                 config.policy_loss,

@@ -79,7 +79,7 @@ def _column(shard: DataProto, name: str) -> Tensor:
     return shard.tokens[name].values if name in shard.tokens else torch.tensor(shard.samples[name])
 
 
-def covariance_column(
+def selected_tokens_column(
     shard: DataProto,
     micro_batches: Sequence[Sequence[Sequence[int]]],
     config: PolicyLossConfig,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scalerl.config.schema import AlgorithmConfig, PolicyLossConfig
-from scalerl.controller.training.run_estimators import covariance_column, reward_kl, sums_of_rows, token_advantages
+from scalerl.controller.training.run_estimators import reward_kl, selected_tokens_column, sums_of_rows, token_advantages
 from scalerl.metrics import explained_variance_metrics, to_floats
 from scalerl.protocol import DataProto, Jagged
 
@@ -102,7 +102,9 @@ def test_covariance_is_of_each_mini_batch_by_itself(group):
     config = PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.4)
 
     def selected(mini_batches, totals):
-        column = covariance_column(batch, mini_batches, config, totals, mask="response_mask", group=group, device="cpu")
+        column = selected_tokens_column(
+            batch, mini_batches, config, totals, mask="response_mask", group=group, device="cpu"
+        )
         return column.values.nonzero().squeeze(1).tolist()
 
     # All: means -1.5 and 0.2; the greatest are token 3 (0.8 x 1.0) and token 6 (-1.2 x -1.5).
