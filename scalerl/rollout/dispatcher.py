@@ -248,7 +248,7 @@ class Dispatcher:
         await connections.enter_async_context(client.connected())
         self.clients[server] = client
         self.health_checks[client] = asyncio.Lock()
-        self.chooser.find(server)
+        self.chooser.restore(server)
 
     def _resubmit(self, job: _Job) -> None:
         assert self.recovery is not None

@@ -64,11 +64,11 @@ class ServerChooser:
         assert self._servers[server].num_tokens >= 0
 
     def lose(self, server: int) -> None:
-        """Marks a server as lost: it gets no request until `find`."""
+        """Marks a server as lost: it gets no request until `restore`."""
         self._servers[server].alive = False
 
-    def find(self, server: int) -> None:
-        """Marks a lost server as back."""
+    def restore(self, server: int) -> None:
+        """Marks a lost server as serving again, so that it gets requests."""
         self._servers[server].alive = True
 
     def loads(self) -> list[tuple[int, int]]:

@@ -50,7 +50,7 @@ def test_a_lost_server_takes_nothing() -> None:
     assert [chooser.assign("a", 1, 5), chooser.assign("b", 1, 5)] == [1, 1]
     chooser.lose(1)
     assert chooser.assign("a", 1, 5) is None
-    chooser.find(0)
+    chooser.restore(0)
     assert chooser.assign("a", 1, 5) == 0
 
 
