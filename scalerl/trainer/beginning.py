@@ -166,16 +166,16 @@ _PREPARING = {
 
 
 @dataclass
-class GoingOn:
-    """What is known of a run that may be interrupted.  root: trainer.default_local_dir; None: it is not known yet."""
+class InterruptedRun:
+    """Facts about a run for the message after Ctrl-C.  root: trainer.default_local_dir; None: it is not known yet."""
 
     root: str | None = None
 
 
 @contextmanager
-def saying_how_to_go_on(command: str, arguments: Sequence[str], phases: StartPhases) -> Iterator[GoingOn]:
-    """Prints `interrupted_text` where Ctrl-C ends the block; the interrupt goes on.  phases: of the run's start."""
-    run = GoingOn()
+def printing_how_to_continue(command: str, arguments: Sequence[str], phases: StartPhases) -> Iterator[InterruptedRun]:
+    """Prints how to continue when Ctrl-C ends the block, then raises it again.  phases: of the run's start."""
+    run = InterruptedRun()
     try:
         yield run
     except KeyboardInterrupt:

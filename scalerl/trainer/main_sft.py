@@ -10,7 +10,7 @@ from scalerl.config import help_text, total_steps, translation_table
 from scalerl.errors import run_main
 from scalerl.runtime.device import devices_line
 from scalerl.runtime.stop import EXIT_REQUEUE
-from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, saying_how_to_go_on
+from scalerl.trainer.beginning import StartPhases, command_line, finished_at, finished_text, printing_how_to_continue
 from scalerl.trainer.look_ups import composed_run
 from scalerl.user_code import forget_files
 
@@ -34,11 +34,11 @@ def main(argv: Sequence[str] | None = None, processes: Processes | None = None) 
     dry_run = "--dry-run" in arguments
     # Rules between keys are checked with the files and models, so that all errors are reported together.
     phases = StartPhases()
-    with saying_how_to_go_on("sft", arguments, phases) as going_on:
+    with printing_how_to_continue("sft", arguments, phases) as interrupted:
         phases.begin("config")
         composition = composed_run("sft", [argument for argument in arguments if argument != "--dry-run"])
         cfg = composition.config
-        going_on.root = cfg.trainer.default_local_dir
+        interrupted.root = cfg.trainer.default_local_dir
         if composition.translations:
             print(translation_table(composition.translations), flush=True)
         if not dry_run and (last := finished_at(cfg)):
