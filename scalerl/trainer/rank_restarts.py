@@ -128,8 +128,8 @@ class RankRestarts:
         self._survived = error
         return True
 
-    def goes_on(self, error: WorkerError) -> bool:
-        """Whether the run is built again after this error, as `survives` has decided; asked once."""
+    def pop_decision(self, error: WorkerError) -> bool:
+        """Returns, and clears, the decision of `survives` that the run is built again after this error."""
         survived, self._survived = self._survived, None
         return survived is error
 

@@ -78,7 +78,7 @@ class RunHost:
             try:
                 return start(inputs)
             except WorkerError as error:
-                if not self.restarts.goes_on(error):
+                if not self.restarts.pop_decision(error):
                     raise self.restarts.explained(error) from None
             except DamagedCheckpointError as error:
                 self._pass_over(inputs, damaged, error)

@@ -104,7 +104,7 @@ def test_it_goes_on_from_the_newest_checkpoint_and_says_what_was_lost(case: Case
     case.run.step, case.clock.now = 4, case.clock.now + 40
     newest = case.saved()
     case.run.step, case.clock.now = 6, case.clock.now + 25
-    assert case.survives() and case.restarts.goes_on(LOST)
+    assert case.survives() and case.restarts.pop_decision(LOST)
     assert (case.restarts.resumed.directory, case.restarts.resumed.step) == (newest, 4)
     again = case.start(takes_s=30.0)
     expected = {"training/num_rank_restarts": 1.0, "training/redone_steps": 2.0, "training/restart_lost_s": 55.0}
@@ -142,7 +142,7 @@ def test_a_start_that_fails_is_a_restart_more_and_its_time_is_lost(case: Case) -
 def test_as_often_as_allowed(case: Case) -> None:
     assert case.survives() and case.survives()
     case.restarts.begin()
-    assert not case.survives() and not case.restarts.goes_on(WorkerError(str(LOST)))
+    assert not case.survives() and not case.restarts.pop_decision(WorkerError(str(LOST)))
     assert case.reason() == "the ranks were restarted 2 times, trainer.max_rank_restarts=2"
 
 
