@@ -233,7 +233,7 @@ class HybridRollout:
     def place(self, samples: BatchRef, plans: Mapping[str, StepPlan]) -> PlacedBatch:
         """Cuts the samples by the first plan; for ranks of other plans the rollout workers deal the pieces anew."""
         role, plan = next(iter(plans.items()))
-        batch = PlacedBatch(samples.samples, plans, deal=self.workers.redealt)
+        batch = PlacedBatch(samples.samples, plans, deal=self.workers.redistribute)
         return batch.with_column(TOKENS, role, self.workers.tokens(samples.held, plan))
 
     def drop(self, samples: BatchRef) -> None:

@@ -248,8 +248,8 @@ class RolloutWorkers:
     def num_dump_parts(self) -> int:
         return min(len(self), MAX_DUMP_PARTS)
 
-    def redealt(self, column: TokenColumn, plan: StepPlan) -> list[ray.ObjectRef]:
-        """References to a token column of each data-parallel rank's rows under another plan, in that plan's order.
+    def redistribute(self, column: TokenColumn, plan: StepPlan) -> list[ray.ObjectRef]:
+        """Cuts a token column for the data-parallel ranks of another plan; returns a reference for each rank.
 
         A rank's rows are in the fragments of nearly all others. So workers deal the fragments to groups of ranks, and
         then what each group gets to its ranks: each rank gets one object, and nobody a row that it does not need.

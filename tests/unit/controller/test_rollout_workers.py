@@ -289,7 +289,7 @@ def test_a_column_is_dealt_to_the_ranks_of_another_plan(num_workers: int, made_b
     workers, plan = Here(num_workers, num_workers), plan_of(wanted_by, num_rows)
     workers.handles = [Holder() for _ in range(num_workers)]
     made = plan_step(lengths, dp_size=made_by, mini_batches=[range(num_rows)], max_tokens_per_micro_batch=16)
-    batch = PlacedBatch({}, {"actor": made, "critic": plan}, {}, deal=workers.redealt)
+    batch = PlacedBatch({}, {"actor": made, "critic": plan}, {}, deal=workers.redistribute)
     batch = replace(batch, columns={"values": fragments_of("values", made, lengths)})
     shards = batch.shards("critic", "values")
     for rank in range(wanted_by):
@@ -312,7 +312,7 @@ def test_references_of_another_plan_are_few(dp_size: int) -> None:
     workers, num_rows = Here(8, 8), 4 * dp_size
     workers.handles = [Holder() for _ in range(8)]
     made, wanted = plan_of(dp_size, num_rows), plan_of(dp_size // 2, num_rows)
-    assert len(workers.redealt(fragments_of("x", made, [1] * num_rows), wanted)) == dp_size // 2
+    assert len(workers.redistribute(fragments_of("x", made, [1] * num_rows), wanted)) == dp_size // 2
     pieces = (dp_size // RANKS_PER_CALL) * (dp_size // 2 // RANKS_PER_CALL)
     assert sum(handle.returned["deal"] for handle in workers.handles) <= pieces + dp_size // 2 <= dp_size
 
