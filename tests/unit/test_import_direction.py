@@ -51,6 +51,8 @@ ONLY_IN = {
 # Of a rollout worker, what is held, dealt and dumped: it knows nothing of how the samples are made.
 HELD = [ROOT / "controller" / "sampling" / f"{name}.py" for name in ("held_batches", "dump", "texts")]
 MAKES_SAMPLES = {"servers", "rollout", "rewards"}
+# The one module of the sampling side that calls ranks: a call names a method of their workers, which must be imported.
+CALLS_RANKS = "policy_servers"
 # Modules that must work where a package is not installed, whatever they import on the way.
 WITHOUT = {
     "config": {"torch", "megatron", "sglang", "ray", "mlflow"},
@@ -133,6 +135,35 @@ def test_what_a_rollout_worker_holds_does_not_depend_on_how_it_is_made():
         names = [name for _, name in imports(path)]
         assert not [name for name in names if name.split(".")[1:2] and name.split(".")[1] in MAKES_SAMPLES], path
         assert not [name for name in names if name.rpartition(".")[0] in made_by], path
+
+
+def users_of(package: str, folder: Path) -> set[str]:
+    """The modules of a folder that import something of a package."""
+    return {
+        path.stem
+        for path in folder.rglob("*.py")
+        if any(name == package or name.startswith(f"{package}.") for _, name in imports(path))
+    }
+
+
+def test_of_the_sampling_side_policy_servers_alone_calls_the_ranks():
+    controller = ROOT / "controller"
+    assert users_of("scalerl.controller.training", controller / "sampling") == {CALLS_RANKS}
+    assert users_of("scalerl.controller.sampling", controller / "training") == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("from scalerl.controller.training.rl_worker import RLWorker", True),
+        ("def ask():\n    from scalerl.controller import training", True),
+        ("from scalerl.cluster.worker_group import WorkerGroup", False),
+        ("from scalerl.controller.training_notes import rows", False),
+    ],
+)
+def test_another_module_that_calls_the_ranks_is_found(tmp_path: Path, code: str, calls: bool):
+    (tmp_path / "rollout.py").write_text(code)
+    assert users_of("scalerl.controller.training", tmp_path) == ({"rollout"} if calls else set())
 
 
 def layers_of_the_page() -> list[set[str]]:
