@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -14,15 +15,18 @@ import torch
 
 from scalerl.algorithms import get_adv_estimator, get_policy_loss
 from scalerl.cluster.dispatch import registration_of
-from scalerl.config import registered_names
+from scalerl.config import ConfigError, compose
+from scalerl.config.help import help_text
+from scalerl.config.schema import SCHEMAS, CustomRewardFunctionConfig, RewardModelConfig
 from scalerl.families import ModelShape, family_of
 from scalerl.families.registry import FAMILIES
 from scalerl.hybrid.delivery import Delivery
 from scalerl.hybrid.feeds import Feed
 from scalerl.metrics import merge_metrics
 from scalerl.rewards import default_compute_score
+from scalerl.rewards.manager import ScoreRequest, build_reward_manager
 from scalerl.servers.replica import Replica
-from scalerl.tracking import check_backends
+from scalerl.tracking import Tracking
 from scalerl.user_code import forget_files, import_file, import_files
 from tests.tiny_models import make_tiny_model
 
@@ -36,17 +40,26 @@ PARTS = (
     "command",
 )  # fmt: skip
 NEW_PARTS = """
-from scalerl.algorithms import register_adv_est, register_policy_loss
+import json
+from pathlib import Path
+
+from scalerl.algorithms import register_adv_est, register_policy_loss, register_token_adv_est
 from scalerl.cluster.dispatch import Dispatch, register
 from scalerl.metrics import Metric
 from scalerl.rewards import register_reward, register_reward_manager
-from scalerl.rewards.manager import RewardManager
+from scalerl.rewards.manager import RewardManager, ScoreResult
 from scalerl.tracking import register_backend
 
 
 @register_adv_est("page_estimator")
 def estimator(scores_S, uids_S, config):
     return scores_S - scores_S.mean()
+
+
+@register_token_adv_est("page_token_estimator")
+def token_estimator(rewards_T, response_mask_T, cu_seqlens, config):
+    returns_T = (rewards_T * response_mask_T).flip(0).cumsum(0).flip(0)
+    return returns_T - returns_T.mean(), returns_T
 
 
 @register_policy_loss("page_loss")
@@ -65,18 +78,55 @@ class Manager(RewardManager):
         self.function = function
 
     async def score(self, request):
-        raise NotImplementedError
+        value = self.function(
+            data_source=request.data_source,
+            solution_str=request.solution_str,
+            ground_truth=request.ground_truth,
+            extra_info=request.extra_info,
+        )
+        return ScoreResult(2 * value)
 
 
 @register_backend("page_tracker")
 class Tracker:
     def __init__(self, info):
+        self.path = Path(info.run_dir) / "page.jsonl"
+
+    def log(self, data, step, time_s):
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **data}) + "\\n")
+
+    def log_artifact(self, path):
         pass
+
+    def log_table(self, name, columns, rows, step):
+        pass
+
+    def finish(self, status):
+        self.log({"finished": status}, -1, 0.0)
 
 
 @register(Dispatch.ONE_TO_ALL)
 def count_parameters(worker):
     return {"page/parameters": Metric(float(worker.num_parameters), "sum")}
+"""
+NEW_KEY = """
+from dataclasses import dataclass, field
+
+from scalerl.config.schema import EvalConfig, EvalTrainerConfig
+from scalerl.config.schema.fields import key
+from scalerl.config.value_checks import at_least
+
+
+@dataclass
+class PageTrainerConfig(EvalTrainerConfig):
+    # Pages to show.
+    num_pages: int = key(3, at_least(1))
+
+
+@dataclass
+class PageConfig(EvalConfig):
+    trainer: PageTrainerConfig = field(default_factory=PageTrainerConfig)
 """
 NEW_FAMILY = """
 from scalerl.families.table import decoder_family
@@ -132,14 +182,37 @@ def test_one_of_each_that_a_file_registers(tmp_path: Path) -> None:
     import_files([str(file)])
     scores_S = get_adv_estimator("page_estimator").function(torch.tensor([1.0, 3.0]), None, None)
     assert scores_S.tolist() == [-1.0, 1.0]
+    token_estimator = get_adv_estimator("page_token_estimator")
+    assert token_estimator.per_token
+    advantages_T, returns_T = token_estimator(torch.tensor([0.0, 2.0]), torch.ones(2), torch.tensor([0, 2]), None)
+    assert returns_T.tolist() == [2.0, 2.0] and advantages_T.tolist() == [0.0, 0.0]
     assert get_policy_loss("page_loss")(torch.ones(1), None, torch.ones(1), None)[0].tolist() == [-1.0]
     assert default_compute_score("page/data", "4", "4") == 1.0
-    assert "page_manager" in registered_names.REWARD_MANAGERS
-    check_backends(["page_tracker"])
+    manager = build_reward_manager(RewardModelConfig(reward_manager="page_manager"), CustomRewardFunctionConfig())
+    result = asyncio.run(manager.scored(ScoreRequest("row 0", "page/data", "2 + 2", "4", "4")))
+    assert result.score == 2.0
+    tracking = Tracking("project", "experiment", "page_tracker", run_dir=tmp_path / "run")
+    tracking.log({"page/number": 7.0}, step=1)
+    tracking.finish()
+    records = [json.loads(line) for line in (tmp_path / "run" / "page.jsonl").read_text().splitlines()]
+    assert records == [{"step": 1, "page/number": 7.0}, {"step": -1, "finished": "FINISHED"}]
     call = import_file(file, "test").count_parameters
     assert registration_of(call).execute_mode.name == "ALL"
     merged = merge_metrics(call(SimpleNamespace(num_parameters=number)) for number in (2, 3))
     assert merged["page/parameters"].value == 5.0
+
+
+def test_a_key_is_one_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key_of_the_page.py"
+    file.write_text(NEW_KEY)
+    monkeypatch.setitem(SCHEMAS, "eval", import_file(file, "test").PageConfig)
+    given = ["data.path=[rows.parquet]", "trainer.num_pages=5"]
+    cfg: Any = compose("eval", given)
+    assert cfg.trainer.num_pages == 5
+    assert "trainer.num_pages (int: at least 1) = 3\n      Pages to show." in help_text("eval")
+    for wrong, said in (("num_pages=0", "trainer.num_pages = 0"), ("num_page=2", "did you mean trainer.num_pages?")):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            compose("eval", [*given, f"trainer.{wrong}"])
 
 
 def test_a_family_is_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
