@@ -55,7 +55,8 @@ def find_latest_ckpt_path(
 ) -> str | None:
     """Directory of the checkpoint to resume from under `path`; None when there is none, or no `path`.
 
-    That is the step the tracker names; when the tracker is missing or unreadable or its directory is not whole, the
+    That is the step the tracker names, or where its directory is not whole the newest whole one before it: later ones
+    are of a run that went back. When there are only later ones, or the tracker is missing or unreadable, it is the
     whole directory with the highest step. A UserWarning names each directory passed over, and why.
     digests: read all of it, and pass over what is not as it was saved.
     """
@@ -104,8 +105,8 @@ def _latest_whole(
     if tracked is not None and tracked not in steps:
         warnings.warn(f"{root / TRACKER_NAME} names step {tracked}, whose directory is not there", stacklevel=3)
     problems = {}
-    # sorted is stable: the tracked step first, then the rest from newest to oldest.
-    for step in sorted(steps, key=lambda s: s != tracked):
+    # sorted is stable: from newest to oldest, but those that a run abandoned when it went back come last.
+    for step in sorted(steps, key=lambda s: tracked is not None and s > tracked):
         directory = root / directory_format.format(step)
         problem = passed_over.get(directory) or integrity_problem(directory, digests=digests, data=data)
         if problem is None:
@@ -122,6 +123,12 @@ def checkpoint_steps(root: str | os.PathLike[str], directory_format: str = DIREC
     if not root.is_dir():
         return []
     return sorted(int(m[1]) for p in root.iterdir() if (m := name.fullmatch(p.name)) and p.is_dir())
+
+
+def abandoned_steps(root: str | os.PathLike[str]) -> list[int]:
+    """Steps that have a directory under `root` and come after the tracked one: of a run that went back."""
+    tracked = _tracked_step(Path(root))
+    return [] if tracked is None else [step for step in checkpoint_steps(root) if step > tracked]
 
 
 def step_of(name: str) -> int | None:
@@ -358,8 +365,8 @@ class Kept:
         """
         if self.newest is None:
             return []
-        # Counted among the newest, as it is one of them but for a run that went back.
-        others = [step for step in whole if step != tracked]
+        # The tracked one is counted among the newest. Later ones are of a run that went back: they go first.
+        others = sorted((step for step in whole if step != tracked), key=lambda s: tracked is None or s < tracked)
         surplus = others[: max(0, len(whole) - self.newest)]
         stay = {step for step in surplus if self.every is not None and step % self.every == 0}
         if self.best is not None:
@@ -424,7 +431,7 @@ def read_trainer_state(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def _tracked_step(root: Path) -> int | None:
     path = root / TRACKER_NAME
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     if not text.isdecimal():

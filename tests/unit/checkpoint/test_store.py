@@ -197,14 +197,14 @@ def test_a_damaged_directory_is_refused_with_the_file(tmp_path, damage, message)
         assert store.find_latest_ckpt_path(tmp_path) == str(whole)
 
 
-@pytest.mark.parametrize("tracker", [None, "", "abc", "-1", "7"])
+@pytest.mark.parametrize("tracker", [None, b"", b"abc", b"-1", b"7", b"\xb1", b"1\xb0"])
 def test_without_a_usable_tracker_the_newest_whole_one_is_found(tmp_path, tracker):
     for step in (9, 10):
         save(tmp_path, step)
     path = tmp_path / store.TRACKER_NAME
     path.unlink()
     if tracker is not None:
-        path.write_text(tracker)
+        path.write_bytes(tracker)
     assert find(tmp_path) == str(tmp_path / "global_step_10")
 
 
@@ -213,6 +213,17 @@ def test_the_tracker_decides_so_that_a_person_can_go_back(tmp_path):
         save(tmp_path, step)
     (tmp_path / store.TRACKER_NAME).write_text("2\n")
     assert store.find_latest_ckpt_path(tmp_path) == str(tmp_path / "global_step_2")
+
+
+def test_a_run_that_went_back_falls_to_its_own_steps_before_those_that_it_abandoned(tmp_path):
+    for step in (55, 100, 60):
+        save(tmp_path, step)
+    (tmp_path / "global_step_60" / "COMPLETE").unlink()
+    assert find(tmp_path) == str(tmp_path / "global_step_55")
+    with pytest.warns(UserWarning, match="global_step_60: no COMPLETE"):
+        assert store.checkpoint_to_resume(tmp_path) == str(tmp_path / "global_step_55")
+    shutil.rmtree(tmp_path / "global_step_55")
+    assert find(tmp_path) == str(tmp_path / "global_step_100")
 
 
 def test_directory_format(tmp_path):
@@ -228,8 +239,10 @@ def test_rotation_keeps_the_newest_and_the_tracked(tmp_path):
     (tmp_path / "global_step_5").mkdir()
     (tmp_path / "notes").mkdir()
     assert store.rotate(tmp_path, None) == []
-    assert store.rotate(tmp_path, 2) == ["global_step_1", "global_step_2"]
-    assert store.rotate(tmp_path, 1) == ["global_step_10"]
+    # The run went back from 10, which is the first to go.
+    assert store.rotate(tmp_path, 3) == ["global_step_10"]
+    assert store.rotate(tmp_path, 2) == ["global_step_1"]
+    assert store.rotate(tmp_path, 1) == ["global_step_2"]
     assert store.checkpoint_steps(tmp_path) == [5, 9]
     assert (tmp_path / "notes").is_dir()
     with pytest.raises(ValueError, match="keep is 0, must be at least 1"):
