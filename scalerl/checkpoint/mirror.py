@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from scalerl.checkpoint.store import (
     TRAINER_STATE_NAME,
     CheckpointWriteError,
     Kept,
+    abandoned_steps,
     adopt,
     begin_save,
     step_of,
 )
-from scalerl.errors import UserError
+from scalerl.errors import RunError, UserError
 
 # Objects that are uploaded or fetched at a time, where the store's driver does several.
 _AT_A_TIME = 16
@@ -96,8 +99,12 @@ class Mirror:
     def fetch_newer(self, root: str | Path, step: int) -> Path | None:
         """Fetches the newest checkpoint into a run's directory if it is of a later step than `step`; else None.
 
-        Every byte is compared with its digest; a damaged one is passed over with a warning, for the next older.
-        Raises UserError where the store does not answer.
+        step: the newest that can be loaded from the directory; 0: none, and then one is fetched if there is any.
+        Every byte is compared with its digest; a damaged one is passed over with a warning, for the next older. Later
+        steps than the one uploaded last, and those that the directory's tracker was set back from, are of a run that
+        went back: they are not fetched, the former only where there is nothing else.
+        Raises UserError where the store does not list them, RunError where one cannot be fetched for another reason
+        than damage, and ValueError, naming each, where all are damaged and `step` is 0.
         """
         try:
             self._connect()
@@ -106,29 +113,66 @@ class Mirror:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the checkpoints at {self.name} cannot be listed: {reason}") from error
-        # As in a directory: the one that was uploaded last, then from the newest on.
-        for candidate in sorted(later, key=lambda candidate: (candidate == tracked, candidate), reverse=True):
+        # As in a directory: from the one that was uploaded last on, and those that were abandoned at the end.
+        own = [candidate for candidate in later if tracked is None or candidate <= tracked]
+        abandoned = [] if step else [candidate for candidate in later if candidate not in own]
+        gone_back_from = abandoned_steps(root) if step else []
+        problems = []
+        for candidate in [*reversed(own), *reversed(abandoned)]:
+            if candidate in gone_back_from:
+                continue
+            where = f"{self.name}/{DIRECTORY_FORMAT.format(candidate)}"
             tmp = begin_save(root, candidate)
             try:
                 self._fetch(candidate, tmp)
                 return adopt(tmp, root, candidate)
-            except Exception as error:
+            except (ValueError, FileNotFoundError) as error:
+                problems.append(f"{where}: {type(error).__name__}: {error}")
+                warnings.warn(f"skipping checkpoint {problems[-1]}", stacklevel=2)
+            except OSError as error:
+                raise RunError(f"{where} was not fetched: {type(error).__name__}: {error}") from error
+            finally:
+                # It is not there any more if it was adopted.
                 shutil.rmtree(tmp, ignore_errors=True)
-                where = f"{self.name}/{DIRECTORY_FORMAT.format(candidate)}"
-                warnings.warn(f"skipping checkpoint {where}: {type(error).__name__}: {error}", stacklevel=2)
+        if problems and not step:
+            raise ValueError(
+                f"no checkpoint at {self.name} can be loaded: {'; '.join(problems)}. To begin anew give another "
+                "trainer.checkpoint_mirror; trainer.resume_mode=disable begins anew and replaces them"
+            )
         return None
 
     def _fetch(self, step: int, tmp: Path) -> None:
+        """Copies a checkpoint to `tmp`.
+
+        Raises ValueError for what is no manifest, FileNotFoundError for a file that is missing, RunError for all else
+        that the store says, OSError if it cannot be written.
+        """
         there = f"{self._root}/{DIRECTORY_FORMAT.format(step)}"
-        content = self._fs.cat_file(f"{there}/{COMPLETE_NAME}")
-        names = list(json.loads(content)["files"])
+        with self._answering(step):
+            content = self._fs.cat_file(f"{there}/{COMPLETE_NAME}")
+        try:
+            names = list(map(str, json.loads(content)["files"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"{COMPLETE_NAME} is not a manifest") from None
         for name in names:
             # A manifest that is not ours could name a file elsewhere.
             if not (tmp / name).resolve().is_relative_to(tmp.resolve()):
                 raise ValueError(f"{COMPLETE_NAME} names {name!r}")
             (tmp / name).parent.mkdir(parents=True, exist_ok=True)
-        self._fs.get([f"{there}/{name}" for name in names], [str(tmp / name) for name in names], batch_size=_AT_A_TIME)
+        here = [str(tmp / name) for name in names]
+        with self._answering(step):
+            self._fs.get([f"{there}/{name}" for name in names], here, batch_size=_AT_A_TIME)
         (tmp / COMPLETE_NAME).write_bytes(content)
+
+    @contextmanager
+    def _answering(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:  # each store has errors of its own, and some are a ValueError
+            where = f"{self.name}/{DIRECTORY_FORMAT.format(step)}"
+            raise RunError(f"{where} was not fetched: {type(error).__name__}: {error}") from error
 
     def _check_sizes(self, there: str, sizes: dict[str, int]) -> None:
         self._fs.invalidate_cache()
@@ -142,7 +186,7 @@ class Mirror:
 
     def _tracked(self) -> int | None:
         try:
-            text = self._fs.cat_file(f"{self._root}/{TRACKER_NAME}").decode().strip()
+            text = self._fs.cat_file(f"{self._root}/{TRACKER_NAME}").decode(errors="replace").strip()
         except FileNotFoundError:
             return None
         return int(text) if text.isdecimal() else None

@@ -71,7 +71,8 @@ def find_resume_point(
     digests: False checks only that the files exist and their sizes, without reading their contents.
     passed_over: checkpoints of `root` that the ranks could not load, and why.
     mirror: URL with copies of the run's checkpoints; with `digests` and mode auto a newer one there is fetched.
-    Raises ValueError when resume_from_path is not a whole checkpoint, and when checkpoints exist but all are damaged.
+    Raises ValueError when resume_from_path is not a whole checkpoint, and when checkpoints exist but all are damaged;
+    RunError where one at the mirror is not damaged, but was not fetched.
     """
     if resume_mode == "disable" or (resume_mode == "resume_path" and resume_from_path is None):
         return Resumed(None, {})
@@ -96,7 +97,10 @@ def _newest(root: str, mirror: str, passed_over: Mapping[Path, str] | None) -> s
         latest, problem = checkpoint_to_resume(root, digests=True, passed_over=passed_over), None
     except ValueError as error:
         latest, problem = None, error
-    fetched = Mirror(mirror).fetch_newer(root, 0 if latest is None else step_of(Path(latest).name) or 0)
+    try:
+        fetched = Mirror(mirror).fetch_newer(root, 0 if latest is None else step_of(Path(latest).name) or 0)
+    except ValueError as error:
+        raise error if problem is None else ValueError(f"{error}. {problem}") from None
     if fetched is None and problem is not None:
         raise problem
     return fetched or latest

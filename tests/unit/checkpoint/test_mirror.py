@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +20,7 @@ import scalerl
 from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
 from scalerl.checkpoint.store import Best, CheckpointWriteError, Kept
-from scalerl.errors import UserError
+from scalerl.errors import RunError, UserError
 from scalerl.servers.process import free_port
 
 REPOSITORY = Path(next(iter(scalerl.__path__))).parent
@@ -156,6 +158,74 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
     assert not any(".tmp-" in path.name for path in (tmp_path / "other").iterdir())
 
 
+def test_where_all_are_damaged_and_there_is_nothing_else_no_run_begins_anew(tmp_path: Path) -> None:
+    """Its first upload would make the rotation remove them."""
+    mirror = Mirror(f"file://{tmp_path / 'mirror'}")
+    for step in (1, 2, 3):
+        mirror.upload(save(tmp_path / "run", step))
+    (tmp_path / "mirror" / "global_step_1" / "actor" / "config.json").unlink()
+    for step, content in ((2, "[]"), (3, "{}")):
+        (tmp_path / "mirror" / f"global_step_{step}" / "COMPLETE").write_text(content)
+    said = "step_3: ValueError: COMPLETE is not .*step_2: ValueError: COMPLETE is not .*step_1: FileNotFoundError"
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=said):
+        mirror.fetch_newer(tmp_path / "other", 0)
+    assert list((tmp_path / "other").iterdir()) == []
+    # A run that has one of its own goes on from it.
+    with pytest.warns(UserWarning, match="skipping checkpoint .*global_step_3"):
+        assert mirror.fetch_newer(tmp_path / "other", 2) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError("gone"), OSError(errno.ENOSPC, "No space left on device"), ValueError("of a closed file")],
+)
+def test_one_that_was_not_fetched_is_not_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The run ends: it may succeed in the next attempt, where an older one, or none, would lose steps."""
+    mirror = Mirror("memory://cut/run")
+    for step in (1, 2):
+        mirror.upload(save(tmp_path / "run", step))
+
+    def get(self, rpath, lpath, *rest, **more) -> None:
+        Path(lpath[0]).write_text("half")
+        raise error
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "get", get)
+    for step in (0, 1):
+        with pytest.raises(
+            RunError, match=f"global_step_2 was not fetched: {type(error).__name__}: .*{error.args[-1]}"
+        ):
+            mirror.fetch_newer(tmp_path / "other", step)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_run_that_went_back_is_not_sent_forward_again(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    for step in (55, 100, 60):
+        mirror.upload(save(tmp_path / "run", step))
+    # One that has lost its last step gets it, not the one that it went back from.
+    assert mirror.fetch_newer(tmp_path / "other", 60) is None
+    assert mirror.fetch_newer(tmp_path / "other", 55) == tmp_path / "other" / "global_step_60"
+    # So does one that has lost all; the abandoned one is for where nothing else is left.
+    assert mirror.fetch_newer(tmp_path / "third", 0) == tmp_path / "third" / "global_step_60"
+    for step in (55, 60):
+        mirror._fs.pipe_file(f"{mirror._root}/global_step_{step}/COMPLETE", b"{}")
+    with pytest.warns(UserWarning, match="global_step_60"):
+        assert mirror.fetch_newer(tmp_path / "fourth", 0) == tmp_path / "fourth" / "global_step_100"
+
+
+def test_a_tracker_that_was_set_back_by_hand_holds_though_the_copy_is_newer(tmp_path: Path, url: str) -> None:
+    mirror, root = Mirror(url), tmp_path / "run"
+    for step in (60, 100):
+        mirror.upload(save(root, step))
+    (root / store.TRACKER_NAME).write_text("60\n")
+    assert mirror.fetch_newer(root, 60) is None
+    # Where it is not there, or is damaged, it is fetched.
+    shutil.rmtree(root / "global_step_100")
+    assert mirror.fetch_newer(root, 60) == root / "global_step_100"
+
+
 def test_a_manifest_that_leaves_its_directory_is_refused(tmp_path: Path) -> None:
     mirror = Mirror(f"file://{tmp_path / 'mirror'}")
     mirror.upload(save(tmp_path / "run", 1))
@@ -163,8 +233,8 @@ def test_a_manifest_that_leaves_its_directory_is_refused(tmp_path: Path) -> None
     manifest = json.loads(complete.read_text())
     manifest["files"]["../../outside"] = 1
     complete.write_text(json.dumps(manifest))
-    with pytest.warns(UserWarning, match=r"COMPLETE names '\.\./\.\./outside'"):
-        assert mirror.fetch_newer(tmp_path / "other", 0) is None
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"COMPLETE names '\.\./\.\./outside'"):
+        mirror.fetch_newer(tmp_path / "other", 0)
     assert not (tmp_path / "outside").exists()
 
 

@@ -397,3 +397,9 @@ def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
         checkpoints.find_resume_point(str(root), "auto", None)
     found = checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
     assert found.directory is not None and (found.directory / "actor" / "weights").read_text() == "first"
+    # And where all are: each is named, here and there.
+    for directory in (root, tmp_path / "mirror"):
+        (directory / "global_step_3" / "actor" / "weights").write_text("other")
+    said = r"no checkpoint at file://.*/mirror/global_step_3: ValueError.*no checkpoint in .*/run/global_step_3: file"
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match=said):
+        checkpoints.find_resume_point(str(root), "auto", None, mirror=url)
