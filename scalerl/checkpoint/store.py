@@ -99,8 +99,6 @@ def _latest_whole(
 ) -> tuple[str | None, dict[Path, str]]:
     """The directory to resume from, and for each directory that was passed over the reason."""
     tracked = _tracked_step(root)
-    if tracked is not None:
-        _finish_commit(root, tracked, directory_format)
     steps = sorted(checkpoint_steps(root, directory_format), reverse=True)
     if tracked is not None and tracked not in steps:
         warnings.warn(f"{root / TRACKER_NAME} names step {tracked}, whose directory is not there", stacklevel=3)
@@ -309,6 +307,23 @@ def adopt(tmp: str | os.PathLike[str], root: str | os.PathLike[str], step: int) 
     return _become(tmp, root / DIRECTORY_FORMAT.format(step), step)
 
 
+def finish_commit(root: str | os.PathLike[str]) -> None:
+    """Finishes a save that replaced the tracked step, if a kill between its two renames left it under its other name.
+
+    For the one run that writes to `root`: the save of a live run looks the same for a moment.
+    """
+    root = Path(root)
+    step = _tracked_step(root)
+    if step is None or (final := root / DIRECTORY_FORMAT.format(step)).exists():
+        return
+    for path in root.iterdir():
+        match = _TMP_NAME.fullmatch(path.name)
+        if match and int(match["step"]) == step and integrity_problem(path) is None:
+            path.rename(final)
+            fsync(root)
+            return
+
+
 def _become(tmp: Path, final: Path, step: int) -> Path:
     """Renames a whole directory, points the tracker at it, and removes one of the same step."""
     replaced = _set_aside(final) if final.exists() else None
@@ -438,19 +453,6 @@ def _tracked_step(root: Path) -> int | None:
         warnings.warn(f"{path} holds {text[:40]!r}, not a step; looking for the newest checkpoint", stacklevel=4)
         return None
     return int(text)
-
-
-def _finish_commit(root: Path, step: int, directory_format: str) -> None:
-    # A save that replaces the tracked step and dies between its two renames leaves only whole .tmp- data.
-    final = root / directory_format.format(step)
-    if final.exists() or directory_format != DIRECTORY_FORMAT or not root.is_dir():
-        return
-    for path in root.iterdir():
-        match = _TMP_NAME.fullmatch(path.name)
-        if match and int(match["step"]) == step and integrity_problem(path) is None:
-            path.rename(final)
-            fsync(root)
-            return
 
 
 def _remove(directory: Path, *, aside: bool = False) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from scalerl.checkpoint.store import finish_commit
 from scalerl.checkpoint.torch_dist import DamagedCheckpointError
 from scalerl.cluster.failures import WorkerError
 from scalerl.cluster.processes import Lease, Processes
@@ -17,6 +19,7 @@ from scalerl.errors import UserError
 from scalerl.runtime.directory_lock import directory_lock
 from scalerl.runtime.stop import StopRequest
 from scalerl.trainer.beginning import StartPhases
+from scalerl.trainer.checkpoints import Resumed, find_resume_point
 from scalerl.trainer.preflight import PPOInputs, SFTInputs, find_resume_point_again
 from scalerl.trainer.rank_restarts import RankRestarts, seconds_left
 
@@ -68,13 +71,14 @@ class RunHost:
     def train(self, inputs: Inputs, start: Callable[[Inputs], T]) -> T:
         """Returns start(inputs); where a rank is lost, `start` is called again as often as trainer.max_rank_restarts.
 
-        It then gets inputs that resume from the newest checkpoint of the run. Where the ranks find that a checkpoint's
+        It gets inputs that resume from the newest checkpoint of the run. Where the ranks find that a checkpoint's
         tensors are damaged, it gets inputs that resume from the one before it, with trainer.resume_mode=auto. Raises
         what `start` raised last.
         """
         damaged: dict[Path, str] = {}
         while True:
             self.restarts.begin()
+            inputs = replace(inputs, resumed=self.restarts.resumed)
             try:
                 return start(inputs)
             except WorkerError as error:
@@ -82,7 +86,6 @@ class RunHost:
                     raise self.restarts.explained(error) from None
             except DamagedCheckpointError as error:
                 self._pass_over(inputs, damaged, error)
-            inputs = replace(inputs, resumed=self.restarts.resumed)
 
     def _pass_over(
         self, inputs: PPOInputs | SFTInputs, damaged: dict[Path, str], error: DamagedCheckpointError
@@ -118,8 +121,28 @@ def run_host(
         # Before anything starts, so that a notice that comes early is not lost, and until everything has ended.
         stack.enter_context(stop.listening())
         run_dir = _lock_directory(stack, cfg)
-        restarts = RankRestarts(cfg.trainer, stop, inputs.resumed)
+        restarts = RankRestarts(cfg.trainer, stop, _resumed_under_lock(cfg, inputs))
         yield RunHost(cfg, stop, run_dir, phases or StartPhases(), restarts, processes, stack)
+
+
+def _resumed_under_lock(cfg: PPOConfig | SFTConfig, inputs: PPOInputs | SFTInputs) -> Resumed:
+    """The checkpoint that the run resumes from, now that no other run writes to its directory.
+
+    The one that `inputs` were checked with is another if the run before was still saving then.
+    """
+    trainer = cfg.trainer
+    if not is_val_only(cfg):
+        finish_commit(trainer.default_local_dir)
+    if trainer.resume_mode != "auto":
+        return inputs.resumed
+    with warnings.catch_warnings():
+        # Those of the first look.
+        warnings.simplefilter("ignore")
+        try:
+            is_same = find_resume_point(trainer.default_local_dir, "auto", None, digests=False) == inputs.resumed
+        except ValueError:
+            is_same = False
+    return inputs.resumed if is_same else find_resume_point_again(cfg, inputs, {})
 
 
 def log_directory(run_dir: Path) -> Path:
