@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,12 @@ class Mirror:
         """Removes all whole checkpoints but those that a rule keeps there; returns their names."""
         try:
             self._connect()
-            steps = self.steps()
-            states = {step: self._state(step) for step in (steps if kept.best is not None else ())}
-            removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(steps, self._tracked(), states)]
+            states = {}
+            for step in self.steps():
+                with suppress(ValueError, FileNotFoundError):
+                    # One whose state is damaged is neither counted nor removed.
+                    states[step] = {} if kept.best is None else self._state(step)
+            removed = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(list(states), self._tracked(), states)]
             for name in removed:
                 self._remove_file(f"{self._root}/{name}/{COMPLETE_NAME}")
                 self._fs.rm(f"{self._root}/{name}", recursive=True)

@@ -399,8 +399,9 @@ def rotate(
 ) -> list[str]:
     """Removes the checkpoints that no rule keeps (`Kept`); returns the names removed. Call after commit().
 
-    What is not whole is neither counted nor removed. Also removes what killed saves and removals left behind. What
-    cannot be removed is named by a UserWarning, since nothing of a run depends on it, and tried again the next time.
+    What is not whole, or cannot be read, is neither counted nor removed. Also removes what killed saves and removals
+    left behind. What cannot be read or removed is named by a UserWarning, since nothing of a run depends on it, and
+    tried again the next time.
     spare: steps whose checkpoints are being read, and go the next time.
     """
     root, kept = Path(root), Kept(keep, best, every)
@@ -408,9 +409,15 @@ def rotate(
     _remove_leftovers(root, tracked)
     if keep is None:
         return []
-    whole = [s for s in checkpoint_steps(root) if integrity_problem(root / DIRECTORY_FORMAT.format(s)) is None]
-    states = {step: read_trainer_state(root / DIRECTORY_FORMAT.format(step)) for step in (whole if best else ())}
-    surplus = [DIRECTORY_FORMAT.format(step) for step in kept.surplus(whole, tracked, states) if step not in spare]
+    states = {}
+    for step in checkpoint_steps(root):
+        directory = root / DIRECTORY_FORMAT.format(step)
+        try:
+            if integrity_problem(directory) is None:
+                states[step] = {} if best is None else read_trainer_state(directory)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{directory} stays, as it cannot be read: {error}", stacklevel=2)
+    surplus = [DIRECTORY_FORMAT.format(s) for s in kept.surplus(list(states), tracked, states) if s not in spare]
     return [name for name in surplus if _remove(root / name, aside=True)]
 
 
@@ -418,7 +425,8 @@ def _metric_values(states: Mapping[int, Mapping[str, Any]], metric: str) -> dict
     """The metric by step, of the steps whose checkpoint has it as a finite number."""
     values = {}
     for step, state in states.items():
-        value = state.get(METRICS, {}).get(metric)
+        metrics = state.get(METRICS)
+        value = metrics.get(metric) if isinstance(metrics, Mapping) else None
         if isinstance(value, int | float) and math.isfinite(value):
             values[step] = float(value)
     return values

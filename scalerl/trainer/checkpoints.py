@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -234,7 +235,11 @@ def publish(
         check()
         directory = commit(tmp, root, step, check=check)
     check()
-    rotate(root, keep, best=best, every=every, spare=spare)
+    try:
+        rotate(root, keep, best=best, every=every, spare=spare)
+    except OSError as error:
+        # The checkpoint is there. What is left takes room, and is tried again after the next.
+        warnings.warn(f"old checkpoints in {root} were not removed: {error}", stacklevel=2)
     return directory
 
 

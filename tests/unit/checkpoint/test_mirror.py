@@ -257,6 +257,16 @@ def test_the_rule_that_holds_for_the_directory_holds_there(tmp_path: Path, url: 
     assert mirror.rotate(kept) == []
 
 
+def test_a_copy_whose_state_is_damaged_fails_no_rotation(tmp_path: Path, url: str) -> None:
+    mirror = Mirror(url)
+    for step in (1, 2, 3, 4):
+        mirror.upload(save(tmp_path / "run", step, score=float(step)))
+    mirror._fs.pipe_file(f"{mirror._root}/global_step_1/trainer_state.json", b"\xfb")
+    mirror._fs.rm_file(f"{mirror._root}/global_step_2/trainer_state.json")
+    assert mirror.rotate(Kept(1, Best(1, "score"))) == ["global_step_3"]
+    assert mirror.steps() == [1, 2, 4]
+
+
 def test_killed_anywhere_the_old_or_the_new_one_is_there(tmp_path: Path) -> None:
     old, new = save(tmp_path / "run", 1, "old"), save(tmp_path / "run", 2, "new")
     found = set()

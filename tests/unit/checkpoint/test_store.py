@@ -401,6 +401,11 @@ def test_the_best_and_every_nth_stay_beside_the_newest(tmp_path, options, left):
     assert store.rotate(tmp_path, 2, **options) == []
 
 
+def test_a_state_without_metrics_is_no_best():
+    states = {1: {"metrics": 3}, 2: {"metrics": {"score": 0.1}}, 3: {}, 4: {}}
+    assert store.Kept(1, store.Best(1, "score")).surplus(list(states), 4, states) == [1, 3]
+
+
 def test_the_best_so_far_stay_as_checkpoints_come(tmp_path):
     for step, score in enumerate([0.1, 0.5, 0.3, 0.4, 0.2], start=1):
         saved_with(tmp_path, step, score=score)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from scalerl import __version__
-from scalerl.checkpoint.store import CheckpointWriteError
+from scalerl.checkpoint import store
+from scalerl.checkpoint.store import Best, CheckpointWriteError
 from scalerl.config import PPOConfig, compose
 from scalerl.config.schema import SFTTrainerConfig, TrainerConfig
 from scalerl.data import load_tokenizer
@@ -250,6 +251,33 @@ def test_old_checkpoints_go(tmp_path: Path, model: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, model, keep=2)
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+
+
+def test_an_older_checkpoint_that_cannot_be_read_fails_no_save(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: dict[str, Any] = {"keep": 1, "best": Best(1, "score")}
+
+    def saved(step: int, score: float) -> Path:
+        return save(tmp_path, step, model, state={"metrics": {"score": score}}, **rules)
+
+    first = saved(1, 0.9)
+    saved(2, 0.1)
+    state = first / "trainer_state.json"
+    state.write_bytes(state.read_bytes().replace(b"{", b"\xfb", 1))
+    with pytest.warns(
+        UserWarning, match="global_step_1 stays, as it cannot be read: .*trainer_state.json is not valid"
+    ):
+        saved(3, 0.5)
+    # What may be the best stays, and the others are still rotated.
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_3"]
+    monkeypatch.setattr(store, "checkpoint_steps", _no_permission)
+    with pytest.warns(UserWarning, match="old checkpoints in .* were not removed: .*Permission denied"):
+        assert saved(4, 0.2) == tmp_path / "global_step_4"
+
+
+def _no_permission(*_: object) -> list[int]:
+    raise PermissionError(13, "Permission denied")
 
 
 def test_the_same_model_goes_on(tmp_path: Path, model: Path) -> None:
