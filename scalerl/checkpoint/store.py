@@ -406,7 +406,7 @@ def rotate(
     """
     root, kept = Path(root), Kept(keep, best, every)
     tracked = _tracked_step(root)
-    _remove_leftovers(root, tracked)
+    remove_leftovers(root)
     if keep is None:
         return []
     states = {}
@@ -479,7 +479,15 @@ def _set_aside(directory: Path) -> Path:
     return aside
 
 
-def _remove_leftovers(root: Path, tracked: int | None) -> None:
+def remove_leftovers(root: str | os.PathLike[str]) -> None:
+    """Removes what killed or failed saves and removals left behind; a UserWarning names what cannot be removed.
+
+    For the one run that writes to `root`, while it saves nothing.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return
+    tracked = _tracked_step(root)
     for path in list(root.iterdir()):
         match = _TMP_NAME.fullmatch(path.name)
         if _DELETING_NAME.fullmatch(path.name) or (match and _is_dead(match, tracked)):

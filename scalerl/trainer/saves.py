@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.mirror import Mirror
-from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save, step_of
+from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save, remove_leftovers, step_of
 from scalerl.cluster.failures import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
+from scalerl.controller.training.background_save import Writing
 from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel
@@ -79,6 +80,8 @@ class Saves:
         commit: False: it becomes a checkpoint with the next call of `commit`, at the latest when the run ends.
         """
         self._collect(wait=True)
+        # This save may need the room that one which was killed, or failed, still takes.
+        remove_leftovers(self._root)
         self.saved_at[step] = time.monotonic()
         state = state | self._state
         if self._metric is not None and self._tested is not None and self._tested[0] == step:
@@ -233,7 +236,9 @@ class _Running:
         self.error: Exception | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
-        written = {role: self._begun(model, tmp / role) for role, model in models.items()}
+        # Waits for the role's files; each is taken out when it is waited for.
+        self._writing: dict[str, Writing] = {}
+        written = {role: self._begun(role, model, tmp / role) for role, model in models.items()}
         # Copied, because the run changes its state while the thread writes.
         self._write = functools.partial(write, tmp, step=step, models=written, state=copy.deepcopy(state))
         self._publish = functools.partial(publish, tmp, step=step, check=self._check)
@@ -255,10 +260,20 @@ class _Running:
         # A rank that is well answers at once; the thread may wait for one that is not, and asks nobody else.
         self._thread.join(_GIVE_UP_S)
 
-    def _begun(self, model: SavedModel, directory: Path) -> SavedModel:
+    def _begun(self, role: str, model: SavedModel, directory: Path) -> SavedModel:
         assert model.begin is not None, "a model that cannot be saved in the background"
-        writing = model.begin(str(directory))
-        return replace(model, write=lambda _: writing(self.given_up))
+        self._writing[role] = model.begin(str(directory))
+        return replace(model, write=lambda _: self._wait_for(role))
+
+    def _wait_for(self, role: str) -> None:
+        try:
+            self._writing.pop(role)(self.given_up)
+        except Exception:
+            # Ranks that still write would make anew what is removed now.
+            for writing in self._writing.values():
+                with suppress(Exception):
+                    writing(self.given_up)
+            raise
 
     def _check(self) -> None:
         """Raises CheckpointWriteError if the save was given up: the directory may be another attempt's by now."""

@@ -14,7 +14,7 @@ import pytest
 
 from scalerl.checkpoint import store
 from scalerl.checkpoint.mirror import Mirror
-from scalerl.checkpoint.store import CheckpointWriteError, read_trainer_state
+from scalerl.checkpoint.store import CheckpointWriteError, begin_save, read_trainer_state
 from scalerl.cluster.failures import WorkerError
 from scalerl.config.schema import TrainerConfig
 from scalerl.errors import UserError
@@ -146,6 +146,45 @@ def test_a_save_that_fails_is_told_and_ends_no_run(tmp_path: Path, ranks: Ranks)
         ranks.problem = ""
         kept.save(3, ranks.models(), {}, wait=False)
     assert names(tmp_path) == ["global_step_1", "global_step_3"] and kept.latest == tmp_path / "global_step_3"
+
+
+def test_a_failed_save_gives_its_room_back_when_every_model_has_ended(tmp_path: Path, model: Path) -> None:
+    """The ranks make their directories themselves, so that what was removed before would come again."""
+    kept, actor, critic = begun(tmp_path), Ranks(model), Ranks(model)
+    actor.problem = "rank 3 could not write its part of the checkpoint: No space left on device"
+    actor.go.set()
+    critic_begin = critic.begin
+
+    def begin(directory: str) -> Callable[[threading.Event], None]:
+        waited_for = critic_begin(directory)
+
+        def finish(given_up: threading.Event) -> None:
+            # Nothing is removed before.
+            assert Path(directory).parent.is_dir()
+            critic.go.set()
+            waited_for(given_up)
+            assert Path(directory).parent.is_dir()
+            critic.weights.append("has ended")
+
+        Path(directory).mkdir(exist_ok=True)
+        return finish
+
+    models = {"actor": actor.models()["actor"], "critic": replace(critic.models()["actor"], begin=begin)}
+    kept.save(1, models, {}, wait=False)
+    told: list[str] = []
+    wait_until(lambda: bool(told.extend(kept.news()[1]) or told))
+    assert "No space left" in told[0]
+    assert critic.weights == ["first", "has ended"] and names(tmp_path) == []
+
+
+def test_what_a_killed_save_left_is_removed_before_the_next_needs_its_room(tmp_path: Path, ranks: Ranks) -> None:
+    kept = begun(tmp_path)
+    left = [begin_save(tmp_path, 1), tmp_path / "global_step_1.deleting-0123abcd"]
+    left[1].mkdir()
+    kept.save(1, ranks.models(), {}, wait=False)
+    assert len(names(tmp_path)) == 1 and not any(path.exists() for path in left)
+    ranks.go.set()
+    wait_until(lambda: names(tmp_path) == ["global_step_1"])
 
 
 def test_failures_are_counted_in_the_step(tmp_path: Path, ranks: Ranks) -> None:
