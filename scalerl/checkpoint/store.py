@@ -35,6 +35,8 @@ DIRECTORY_FORMAT = "global_step_{}"
 # Subdirectory of a model's directory with a file of random states for each rank, rank_*.
 RNG = "rng"
 _TMP_NAME = re.compile(r"global_step_(?P<step>\d+)\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
+# Of a rank's tensors.
+_DATA_NAME = re.compile(r"__(\d+)_0\.distcp")
 _DELETING_NAME = re.compile(r"global_step_\d+\.deleting-[0-9a-f]+")
 
 # Keys of the manifest. Another one is damage: it may be one of these, with a flipped bit.
@@ -48,6 +50,10 @@ class CheckpointWriteError(RunError):
     """A checkpoint could not be written: the disk is full, or the directory cannot be written."""
 
     restart_helps = False
+
+
+class NotNewestError(CheckpointWriteError):
+    """A checkpoint is whole, but the file that says which one is the newest could not be written."""
 
 
 def find_latest_ckpt_path(
@@ -272,15 +278,16 @@ def commit(
     """Turns a fully written `tmp` into global_step_{step} and points the tracker at it; returns the directory.
 
     Call once, after every rank has written. A killed process leaves either the old state or the new one.
-    An existing directory of the same step is replaced.  check: called when all is on the disk; what it raises leaves no
-    checkpoint.
+    An existing directory of the same step is replaced. Raises NotNewestError if it is whole, but not tracked.
+    check: called when all is on the disk; what it raises leaves no checkpoint.
     """
     tmp, root = Path(tmp), Path(root)
     final = root / DIRECTORY_FORMAT.format(step)
     files = sorted(p for p in tmp.rglob("*") if p.is_file() and p.name != COMPLETE_NAME)
     flush([*files, *(p for p in tmp.rglob("*") if p.is_dir())])
-    names = [str(f.relative_to(tmp)) for f in files]
     digests = _written_digests(tmp)
+    # A network file system may not list yet what another machine wrote. What is not there at all fails below.
+    names = sorted({*(str(f.relative_to(tmp)) for f in files), *digests, *_random_states(tmp, digests)})
     digests |= _digests(tmp, (name for name in names if name not in digests))
     manifest = {
         "step": step,
@@ -328,8 +335,15 @@ def _become(tmp: Path, final: Path, step: int) -> Path:
     """Renames a whole directory, points the tracker at it, and removes one of the same step."""
     replaced = _set_aside(final) if final.exists() else None
     tmp.rename(final)
-    fsync(final.parent)
-    _write_atomic(final.parent / TRACKER_NAME, str(step))
+    tracker = final.parent / TRACKER_NAME
+    try:
+        fsync(final.parent)
+        _write_atomic(tracker, str(step))
+    except OSError as error:
+        raise NotNewestError(
+            f"{final} is whole, but a run with trainer.resume_mode=auto goes on from an older one, because {tracker} "
+            f"could not be written: {error}. trainer.resume_mode=resume_path goes on from it"
+        ) from error
     if replaced is not None:
         _remove(replaced)
     return final
@@ -342,6 +356,17 @@ def _written_digests(root: Path) -> dict[str, str]:
         for name, digest in json.loads(index.read_text(encoding="utf-8"))["digests"].items():
             digests[str((index.parent / name).relative_to(root))] = digest
     return digests
+
+
+def _random_states(root: Path, names: Iterable[str]) -> list[str]:
+    """The files of random states of the ranks that wrote these files of tensors, of models that have such files."""
+    ranks = [(root / name, match[1]) for name in names if (match := _DATA_NAME.fullmatch(Path(name).name))]
+    directories = [(file.parents[1] / RNG, rank) for file, rank in ranks]
+    return [
+        str((directory / f"rank_{rank}.safetensors").relative_to(root))
+        for directory, rank in directories
+        if directory.is_dir()
+    ]
 
 
 @dataclass(frozen=True)

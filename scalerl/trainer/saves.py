@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from scalerl.checkpoint.mirror import Mirror
-from scalerl.checkpoint.store import METRICS, Best, CheckpointWriteError, Kept, begin_save, remove_leftovers, step_of
+from scalerl.checkpoint.store import (
+    METRICS,
+    Best,
+    CheckpointWriteError,
+    Kept,
+    NotNewestError,
+    begin_save,
+    remove_leftovers,
+    step_of,
+)
 from scalerl.cluster.failures import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
@@ -215,7 +224,9 @@ class Saves:
     def _failed(self, step: int, error: Exception | None) -> None:
         self.saved_at.pop(step, None)
         self._news["checkpoint/failed_saves"] = self._news.get("checkpoint/failed_saves", 0.0) + 1
-        self._failures.append(CheckpointWriteError(f"the checkpoint of step {step} was not written: {error}"))
+        whole = isinstance(error, NotNewestError)
+        said = str(error) if whole else f"the checkpoint of step {step} was not written: {error}"
+        self._failures.append(CheckpointWriteError(said))
 
 
 class _Running:

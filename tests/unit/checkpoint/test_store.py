@@ -321,6 +321,74 @@ def test_what_the_readers_of_tensors_compare_is_not_read_before(tmp_path):
         store.check_checkpoint(directory, digests=True, data=False)
 
 
+def of_ranks(root: Path) -> Path:
+    """What two ranks have written of a model, not committed."""
+    tmp = store.begin_save(root, 1)
+    for name in ("dist_ckpt", "rng"):
+        (tmp / "actor" / name).mkdir(parents=True)
+    digests = {}
+    for rank in range(2):
+        file = tmp / "actor" / "dist_ckpt" / f"__{rank}_0.distcp"
+        file.write_text(f"tensors {rank}")
+        digests[file.name] = digest_of_file(file)
+        (tmp / "actor" / "rng" / f"rank_{rank}.safetensors").write_text(f"state {rank}")
+    (tmp / "actor" / "dist_ckpt" / "pieces.json").write_text(json.dumps({"digests": digests}))
+    return tmp
+
+
+LEFT_OUT = ("dist_ckpt/__1_0.distcp", "rng/rank_1.safetensors")
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_file_that_a_rank_wrote_is_in_the_manifest_though_it_is_not_listed(tmp_path, monkeypatch, name):
+    tmp, rglob = of_ranks(tmp_path), Path.rglob
+    stale = tmp / "actor" / name
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: (path for path in rglob(self, pattern) if path != stale))
+    directory = store.commit(tmp, tmp_path, 1)
+    assert f"actor/{name}" in store.manifest_sizes(directory)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_save_whose_rank_has_not_written_a_file_is_not_committed(tmp_path, name):
+    tmp = of_ranks(tmp_path)
+    (tmp / "actor" / name).unlink()
+    with pytest.raises(FileNotFoundError, match=Path(name).name):
+        store.commit(tmp, tmp_path, 1)
+    assert store.checkpoint_steps(tmp_path) == []
+
+
+def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_tracker(tmp_path, monkeypatch):
+    events = []
+    # Bound before they are replaced.
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def synced(descriptor):
+        fsync(descriptor)
+        events.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def renamed(source, target):
+        events.append(("rename", str(target)))
+        rename(source, target)
+
+    def replaced(source, target):
+        events.append(("rename", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", replaced)
+    tmp = of_ranks(tmp_path)
+    written = {str(path) for path in [tmp, *tmp.rglob("*")]}
+    directory = store.commit(tmp, tmp_path, 1)
+    named = events.index(("rename", str(directory)))
+    before = {path for kind, path in events[:named] if kind == "fsync"}
+    assert before == written | {str(tmp / store.COMPLETE_NAME)}
+    tracker = tmp_path / store.TRACKER_NAME
+    kinds = [kind if path == str(tmp_path) else (kind, path) for kind, path in events[named + 1 :]]
+    assert kinds[0] == "fsync" and kinds[-2:] == [("rename", str(tracker)), "fsync"]
+    assert kinds[1][0] == "fsync" and Path(kinds[1][1]).name.startswith(f".{tracker.name}.") and len(kinds) == 4
+
+
 # Keys that the manifests of a version have.
 OLDEST = ("step", "files")
 BEFORE_SHA256 = (*OLDEST, "algorithm", "digests")

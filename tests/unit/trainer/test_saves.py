@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -185,6 +186,28 @@ def test_what_a_killed_save_left_is_removed_before_the_next_needs_its_room(tmp_p
     assert len(names(tmp_path)) == 1 and not any(path.exists() for path in left)
     ranks.go.set()
     wait_until(lambda: names(tmp_path) == ["global_step_1"])
+
+
+def test_a_checkpoint_that_is_whole_but_not_tracked_is_not_said_to_be_missing(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(path: Path, text: str) -> None:
+        if path.name == store.TRACKER_NAME:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomic(path, text)
+
+    write_atomic = store._write_atomic
+    monkeypatch.setattr(store, "_write_atomic", no_room)
+    kept, told = begun(tmp_path), []
+    ranks.go.set()
+    kept.save(1, ranks.models(), {}, wait=False)
+    wait_until(lambda: bool(told.extend(kept.news()[1]) or told))
+    assert told[0].startswith(f"{tmp_path / 'global_step_1'} is whole, but") and "No space left on device" in told[0]
+    assert store.integrity_problem(tmp_path / "global_step_1", digests=True) is None
+    with pytest.raises(
+        CheckpointWriteError, match=r"global_step_2 is whole, but .*trainer\.resume_mode=resume_path goes on"
+    ):
+        kept.save(2, ranks.models(), {}, wait=True)
 
 
 def test_failures_are_counted_in_the_step(tmp_path: Path, ranks: Ranks) -> None:
