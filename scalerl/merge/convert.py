@@ -124,6 +124,11 @@ def check_target(target: Path, actor_dir: Path, overwrite: bool) -> None:
     inside, outside = target.resolve(), actor_dir.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise ValueError(f"--target_dir {target} overlaps the checkpoint {actor_dir}; give a directory outside it")
+    if checkpoint := next((parent for parent in (inside, *inside.parents) if (parent / COMPLETE_NAME).is_file()), None):
+        raise ValueError(
+            f"--target_dir {target} is in the checkpoint {checkpoint}, and would be removed with it; give a directory "
+            "outside it"
+        )
     if target.exists() and not target.is_dir():
         raise ValueError(f"--target_dir {target} is a file; give a directory")
     if not target.exists() or not any(target.iterdir()):

@@ -65,6 +65,7 @@ class Saves:
         )
         best = None if metric is None else Best(trainer.best_ckpt_to_keep, metric, trainer.best_ckpt_mode)
         self._kept = Kept(trainer.max_actor_ckpt_to_keep, best, trainer.ckpt_every_to_keep)
+        self._save_timeout_s = trainer.save_timeout_s
         mirror = trainer.checkpoint_mirror
         self._uploads = None if mirror is None else Uploads(Mirror(mirror), self._kept)
         # (step, value) of trainer.best_ckpt_metric in the last validation.
@@ -168,8 +169,7 @@ class Saves:
         self._collect(wait=True)
         failures = self._failures
         if self._uploads is not None:
-            self._uploads.wait()
-            failures = failures + self._uploads.news()[1]
+            failures = failures + self._last_copies(self._uploads)
         if failures:
             raise CheckpointWriteError(f"{failures[-1]}{self._stays()}")
 
@@ -182,6 +182,21 @@ class Saves:
             self._running.give_up()
         # What was written while the run waited goes with the next rotation.
         self._written = None
+
+    def _last_copies(self, uploads: Uploads) -> list[CheckpointWriteError]:
+        """Waits for the copies that are still made, and returns what failed."""
+        uploads.wait(self._copies_limit_s(uploads))
+        late = sorted(uploads.steps)
+        return uploads.news()[1] + [
+            CheckpointWriteError(
+                f"the checkpoint of step {step} was not copied in trainer.save_timeout_s={self._save_timeout_s:g} s"
+            )
+            for step in late
+        ]
+
+    def _copies_limit_s(self, uploads: Uploads) -> float:
+        """The time that as many saves have as copies are left."""
+        return self._save_timeout_s * max(1, len(uploads.steps))
 
     def _publish(self, tmp: Path, *, step: int, check: Callable[[], None] = lambda: None) -> Path:
         """Makes what was written a checkpoint; a copy of it for the mirror is made later.  check: as `publish`."""
@@ -204,7 +219,7 @@ class Saves:
             if self._running is not None:
                 self._running.give_up()
         if self._uploads is not None:
-            self._uploads.wait(limit_s)
+            self._uploads.wait(self._copies_limit_s(self._uploads) if limit_s is None else limit_s)
 
     def _collect(self, *, wait: bool) -> None:
         """Takes the result of a save in the background, if it has ended; with `wait`, waits for its end."""

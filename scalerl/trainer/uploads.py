@@ -39,7 +39,7 @@ class Uploads:
         return {step for name in names if (step := step_of(name)) is not None}
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Waits until all is copied."""
+        """Waits until all is copied, or for `limit_s`."""
         thread = self._thread
         if thread is not None:
             thread.join(limit_s)

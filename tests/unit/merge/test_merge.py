@@ -313,6 +313,11 @@ def test_overwrite_replaces_models_only_and_never_the_checkpoint(tmp_path, actor
     for target in (actor, actor / "huggingface", actor.parent, actor.parent.parent, actor / "new"):
         assert run(actor, target, "--overwrite") == 2
         assert "overlaps the checkpoint" in capsys.readouterr().err
+    # Beside the model: the run's rotation would remove it.
+    for target in (actor.parent / "merged", actor.parent / "hf" / "merged"):
+        assert run(actor, target) == 2
+        assert f"is in the checkpoint {actor.parent}, and would be removed with it" in capsys.readouterr().err
+        assert not target.exists()
 
 
 def test_where_the_checkpoint_is(tmp_path, hf_dir, actor, capsys):

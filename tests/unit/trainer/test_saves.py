@@ -436,6 +436,18 @@ def test_a_copy_that_fails_is_told_and_at_the_end_fails_the_run(
     assert names(tmp_path / "run")[-1] == "global_step_2"
 
 
+def test_a_copy_that_never_ends_does_not_hold_the_end_of_a_run(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, mirror = mirrored(tmp_path, monkeypatch, save_timeout_s=0.1)
+    said = r"step 1 was not copied in trainer\.save_timeout_s=0\.1 s; the newest checkpoint is .*global_step_1$"
+    with pytest.raises(CheckpointWriteError, match=said), kept.finished():
+        kept.save(1, ranks.models(), {}, wait=True)
+    mirror.go.set()
+    # The thread ends before the directory does.
+    wait_until(lambda: mirror.steps() == [1])
+
+
 def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
