@@ -26,7 +26,7 @@ from scalerl.checkpoint.store import (
 from scalerl.cluster.failures import WorkerError
 from scalerl.config import PPOConfig, SFTConfig
 from scalerl.config.schema import RunConfig
-from scalerl.controller.training.background_save import Writing
+from scalerl.controller.training.save_calls import Writing
 from scalerl.errors import UserError
 from scalerl.trainer import checkpoints
 from scalerl.trainer.checkpoints import SavedModel

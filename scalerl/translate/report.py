@@ -162,7 +162,7 @@ def _wrong_fields(keys: set[str], config: Any) -> Iterator[str]:
         # Of kernels that this machine lacks, which is another one than the run's.
         warnings.simplefilter("ignore")
         # Imported here: megatron takes seconds to import.
-        from scalerl.parallel.overrides import override_violations
+        from scalerl.parallel.megatron_overrides import override_violations
     for section in sorted(set(of_megatron.values())):
         for text in override_violations(section, value_at(config, section)):
             # A field that is inherited is named where it was written.
