@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scalerl.config.rollout_engines import engines_with, traits_of
-from scalerl.config.schema import ServerConfig
+from scalerl.config.schema import PPOConfig, ServerConfig
 from scalerl.config.suggestions import divisors, nearest
 
 
@@ -43,6 +43,18 @@ class ReplicaRoom:
         On a CPU there is one even where it is larger than the pool.
         """
         return num_replicas or max(self.num_replicas, 1)
+
+
+def room_of_servers(cfg: PPOConfig) -> ReplicaRoom:
+    """The room for the policy's servers: the trainer's devices, or a pool of their own."""
+    rollout = cfg.actor_rollout_ref.rollout
+    pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
+    return ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, rollout.tensor_model_parallel_size)
+
+
+def num_replicas(cfg: PPOConfig) -> int:
+    """The number of the policy's servers."""
+    return room_of_servers(cfg).planned(cfg.actor_rollout_ref.rollout.num_replicas)
 
 
 def replica_size_violations(

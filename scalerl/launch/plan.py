@@ -21,7 +21,6 @@ from scalerl.errors import UserError
 from scalerl.launch.script import SCRIPTS, SEED, SbatchFile
 from scalerl.launch.slurm import Partition, has_pyxis, kill_wait_s, missing_commands, partitions, seconds_of
 from scalerl.runtime.checks import ErrorCollector
-from scalerl.tracking.backend import is_secret, safe_uri
 
 PREFIX = "slurm."
 DEVICES = "trainer.n_gpus_per_node"
@@ -353,6 +352,9 @@ def secret_violations(slurm: SlurmConfig, overrides: Sequence[str] = ()) -> Iter
 
     overrides: of the run; they stand in the file, and in the job's output.
     """
+    # Imported here: a package of trackers, where numpy comes with them.
+    from scalerl.tracking.backend import is_secret, safe_uri
+
     for name in slurm.env:
         if SECRET_NAME.search(str(name)):
             yield f"slurm.env has {name}, which would be written into {SCRIPT}; put it into a file: slurm.env_file"

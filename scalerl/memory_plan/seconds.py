@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from scalerl.algorithms.one_pass import is_one_pass_enough
 from scalerl.config import PPOConfig, model_roles, world_size
-from scalerl.config.rules.rollout import num_replicas
+from scalerl.config.replicas import num_replicas
 from scalerl.families import ModelShape
 from scalerl.families.flops import flops_shape
 from scalerl.memory_plan.parameters import ITEMSIZE

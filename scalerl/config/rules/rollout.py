@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from scalerl.config.layout_sizes import world_size
-from scalerl.config.replicas import ReplicaRoom, replica_size_violations
+from scalerl.config.replicas import ReplicaRoom, num_replicas, replica_size_violations, room_of_servers
 from scalerl.config.rules.base import Rule, rule, value_at
 from scalerl.config.schema import JudgeConfig, PPOConfig, RolloutConfig
 from scalerl.config.sections import HYBRID, ROLLOUT
@@ -63,7 +63,7 @@ def _replicas_on_nodes_of_the_trainer(cfg: PPOConfig) -> Iterator[str]:
     """Checks replicas on several nodes of the trainer, on any device: an engine rank is fed by a rank on its node."""
     if cfg.actor_rollout_ref.hybrid_engine and cfg.trainer.nnodes > 1:
         yield from _sizes_on_the_trainer(cfg)
-        if _room(cfg).nodes_each > 1:
+        if room_of_servers(cfg).nodes_each > 1:
             yield from _count_on_the_trainer(cfg)
 
 
@@ -73,17 +73,17 @@ def _replicas_fit_the_trainer(cfg: PPOConfig) -> Iterator[str]:
         return
     if cfg.trainer.nnodes == 1:
         yield from _sizes_on_the_trainer(cfg)
-    if _room(cfg).nodes_each == 1 and not any(_sizes_on_the_trainer(cfg)):
+    if room_of_servers(cfg).nodes_each == 1 and not any(_sizes_on_the_trainer(cfg)):
         yield from _count_on_the_trainer(cfg)
 
 
 def _sizes_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
-    yield from replica_size_violations(rollout, ROLLOUT, _room(cfg), _NODES_OF_TRAINER, fills_nodes=True)
+    yield from replica_size_violations(rollout, ROLLOUT, room_of_servers(cfg), _NODES_OF_TRAINER, fills_nodes=True)
 
 
 def _count_on_the_trainer(cfg: PPOConfig) -> Iterator[str]:
-    count, room = cfg.actor_rollout_ref.rollout.num_replicas, _room(cfg)
+    count, room = cfg.actor_rollout_ref.rollout.num_replicas, room_of_servers(cfg)
     if count is not None and count > room.num_replicas:
         yield (
             f"{ROLLOUT}.num_replicas = {count}: x {_TP_SIZE} = {room.tp_size} must be at most the {world_size(cfg)} "
@@ -99,18 +99,6 @@ def _workers_have_servers(cfg: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.num_workers = {num_workers}: each has servers of its own, there are {num_servers}; set "
             f"{ROLLOUT}.num_workers={num_servers} or less, or null"
         )
-
-
-def num_replicas(cfg: PPOConfig) -> int:
-    """The number of the policy's servers."""
-    return _room(cfg).planned(cfg.actor_rollout_ref.rollout.num_replicas)
-
-
-def _room(cfg: PPOConfig) -> ReplicaRoom:
-    """The room for the policy's servers."""
-    rollout = cfg.actor_rollout_ref.rollout
-    pool = cfg.trainer if cfg.actor_rollout_ref.hybrid_engine else rollout.resource_pool
-    return ReplicaRoom(pool.nnodes, pool.n_gpus_per_node, rollout.tensor_model_parallel_size)
 
 
 @rule(_TRANSPORT)
@@ -149,7 +137,7 @@ def _directory_given(cfg: PPOConfig) -> Iterator[str]:
 
 @rule(_TRANSPORT, _TP_SIZE, _VERIFY, *_NODES_OF_TRAINER, *_NODES_OF_POOL)
 def _files_are_read_on_every_node(cfg: PPOConfig) -> Iterator[str]:
-    rollout, nodes = cfg.actor_rollout_ref.rollout, _room(cfg).nodes_each
+    rollout, nodes = cfg.actor_rollout_ref.rollout, room_of_servers(cfg).nodes_each
     if rollout.weight_transport == "disk" and nodes > 1 and rollout.verify_weights_every != 1:
         yield (
             f"{_VERIFY} = {rollout.verify_weights_every}: must be 1 when {_TRANSPORT} = disk and a replica is on "
