@@ -133,6 +133,8 @@ def test_a_node_that_sees_another_directory_in_the_place_of_the_shared_one_is_si
     """As where a mount failed: the folders are there, so that its step can write its log, but not the head's file."""
     monkeypatch.setenv("SCALERL_NUM_NODES", "1")
     monkeypatch.setenv("SCALERL_LOG_DIR", str(tmp_path / "shared/logs"))
+    # What is mounted there is small.
+    monkeypatch.setenv("SCALERL_MIN_DISK_GIB", "0")
     (tmp_path / "shared").mkdir()
     job_id = submit(2, "true", options=("--hold",))
     with hidden(slurm, "n2", tmp_path / "shared"):
@@ -141,7 +143,7 @@ def test_a_node_that_sees_another_directory_in_the_place_of_the_shared_one_is_si
         job = slurm.wait(job_id)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
-    assert "sick: n2: shared directory: " in out and "nodes: n1\n" in out
+    assert "sick: n2: shared directory: not the head's file (" in out and "nodes: n1\n" in out
     assert probed(tmp_path / f"shared/logs/{job_id}/attempt_0") == {"n1": [], "n2": ["shared directory"]}
 
 
