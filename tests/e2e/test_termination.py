@@ -94,7 +94,9 @@ def test_ctrl_c_before_anything_is_started(
     is_there = reached.exists if moment == "checks" else (lambda: "trainer.balance_batch=true" in job.stdout)
     job.wait_for(is_there, moment)
     job.interrupt()
-    assert job.finish() == EXIT_INTERRUPTED, job.tail()
+    # Python passes the interrupt on to its own process where it came while a package's C code ran Python code; a shell
+    # reports that as 130, too.
+    assert job.finish() in (EXIT_INTERRUPTED, -signal.SIGINT), job.tail()
     assert job.stderr == (
         f"{said}: nothing was started, and nothing saved. There is no checkpoint in {run_dir} yet. To go on (from the "
         f"start):\n  {command_line('train', arguments)}\nInterrupted.\n"

@@ -104,7 +104,7 @@ def test_two_jobs_do_not_write_into_one_directory(
     slurm.wait(second)
     refused = (tmp_path / f"out-{second}.txt").read_text()
     assert "trainer.default_local_dir = run: another run is writing there (host n1, process " in refused
-    assert f"Slurm job {first}). Wait for it" in refused
+    assert f"Slurm job {first}, attempt attempt_0). Wait for it" in refused
     slurm.run("scancel", first)
     slurm.wait(first)
 
