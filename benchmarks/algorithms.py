@@ -116,12 +116,12 @@ def one_run(options: argparse.Namespace, work: Path, algorithm: str, seed: int) 
     run_dir = directory / algorithm
     scalerl(directory / f"{algorithm}.log", "train", *train_overrides(options, start, run_dir, algorithm, seed))
     validations = read_validations(run_dir / "metrics.jsonl")
-    found = {"settings": settings, "commit": record.commit(), "validations": validations, **outcome(validations)}
-    write_atomically(finished, json.dumps(found, indent=2) + "\n")
+    run = {"settings": settings, "commit": record.commit(), "validations": validations, **outcome(validations)}
+    write_atomically(finished, json.dumps(run, indent=2) + "\n")
     # Checkpoints and the tracker's file; metrics.jsonl and the log stay.
     for checkpoint in run_dir.glob("global_step_*"):
         shutil.rmtree(checkpoint)
-    return found
+    return run
 
 
 def warm_start(options: argparse.Namespace, directory: Path, seed: int) -> Path:
@@ -218,11 +218,11 @@ def outcome(validations: dict[str, float]) -> dict[str, Any]:
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Algorithm -> over its seeds. steps_to_goal: median; None when a seed has not reached it."""
-    found = {}
+    summaries = {}
     for name in dict.fromkeys(run["settings"]["algorithm"] for run in runs):
         own = [run for run in runs if run["settings"]["algorithm"] == name]
         steps = [run["steps_to_goal"] for run in own]
-        found[name] = {
+        summaries[name] = {
             "num_seeds": len(own),
             "first": mean(run["first"] for run in own),
             "final": [run["final"] for run in own],
@@ -230,7 +230,7 @@ def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "steps_to_goal": steps,
             "steps_to_goal_median": None if None in steps else median(steps),
         }
-    return found
+    return summaries
 
 
 def show(run: dict[str, Any]) -> str:

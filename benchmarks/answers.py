@@ -133,8 +133,8 @@ def report(result: dict[str, Any]) -> str:
     lines = [f"{result['bytes_per_token']:.0f} bytes of JSON a token; million tokens/s of one core:"]
     names = {"to_batch": "answer to batch", "orjson": "orjson alone (limit)", "json": "json alone"}
     for name, text in names.items():
-        found = result["tokens_per_s"][name]
-        lines.append(f"{text:22} {found['median'] / 1e6:6.2f}  ({found['min'] / 1e6:.2f} to {found['max'] / 1e6:.2f})")
+        rate = result["tokens_per_s"][name]
+        lines.append(f"{text:22} {rate['median'] / 1e6:6.2f}  ({rate['min'] / 1e6:.2f} to {rate['max'] / 1e6:.2f})")
     lines.append(f"of the limit           {result['of_limit']:6.2f}   aim: {result['aim'] / 1e6:.0f} million tokens/s")
     return "\n".join(lines)
 

@@ -103,15 +103,15 @@ class Progress:
         path = directory / PROGRESS
         if not path.exists():
             return cls(options)
-        found = cls(**json.loads(path.read_text(encoding="utf-8")))
-        if found.options != options:
+        progress = cls(**json.loads(path.read_text(encoding="utf-8")))
+        if progress.options != options:
             other = ", ".join(
-                f"{key} {found.options[key]}, now {options[key]}"
+                f"{key} {progress.options[key]}, now {options[key]}"
                 for key in options
-                if found.options[key] != options[key]
+                if progress.options[key] != options[key]
             )
             raise UserError(f"{directory} has kills of another run ({other}): give another --directory")
-        return found
+        return progress
 
     def keep(self, directory: Path) -> None:
         with whole_file(directory / PROGRESS) as file:
@@ -233,8 +233,8 @@ def run(args: argparse.Namespace, directory: Path) -> dict:
         "usual_s": progress.usual_s,
         "kills_by_phase": hit,
         "missed": sorted(set(phases) - hit.keys()),
-        "compared": {found.what: found.compared for found in findings},
-        "differences": {found.what: found.difference for found in findings if found.difference is not None},
+        "compared": {finding.what: finding.compared for finding in findings},
+        "differences": {finding.what: finding.difference for finding in findings if finding.difference is not None},
         "each": [asdict(kill) for kill in struck],
     }
 

@@ -70,7 +70,7 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
     groups = initialize(Layout(world_size, tp_size), backend="gloo", timeout_s=600, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=OptimConfig())
     row = DataProto({"input_ids": Jagged.from_list([torch.arange(ROW_TOKENS)], torch.int64)})
-    found, beside = [], BackgroundSave()
+    seconds_by_repeat, beside = [], BackgroundSave()
     for repeat in range(repeats + 1):
         tmp = [str(store.begin_save(root, repeat)) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(tmp)
@@ -98,8 +98,8 @@ def of_rank(model: str, layout: tuple[int, int], dtype: str, root: str, repeats:
             if repeat:
                 shutil.rmtree(f"{root}/global_step_{repeat - 1}")
         dist.barrier()
-        found.append(seconds)
-    return found[1:]
+        seconds_by_repeat.append(seconds)
+    return seconds_by_repeat[1:]
 
 
 def _wait_of_update(engine: Any, row: Any) -> float:

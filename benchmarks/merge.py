@@ -108,9 +108,9 @@ def make_checkpoint(root: Path, gb: float, ranks: int) -> Path:
 
 def resident(field: str) -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    found = re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"^{field}:\s*(\d+) kB", status, re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def evict(root: Path) -> None:
@@ -285,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cp_source_cached_frac": record.spread(cached),
         "cp_gb_per_s": record.spread([size / s / 1e9 for s in cp_s]),
         "synced_cp_gb_per_s": record.spread([size / s / 1e9 for s in synced_cp_s]),
-        **{f"{name}_gb_per_s": record.spread(found) if found else None for name, found in converted.items()},
+        **{f"{name}_gb_per_s": record.spread(gb_per_s) if gb_per_s else None for name, gb_per_s in converted.items()},
         "merge_over_cp": record.spread([c / m for c, m in zip(cp_s, merge_s, strict=True)]),
         "merge_over_synced_cp": record.spread([c / m for c, m in zip(synced_cp_s, merge_s, strict=True)]),
         "peak_bytes_over_imports": max(peaks),
@@ -301,10 +301,10 @@ def main(arguments: list[str] | None = None) -> int:
         ("peak", f"{max(peaks) / 2**20:.0f} MiB", "over what was resident after the imports"),
         ("imports", f"{result['import_s']['median']:.2f} s", "before it, once"),
     ]
-    if found := converted["torch_converter"]:
-        rows.insert(4, ("torch", f"{median(found):.2f} GB/s", "dcp_to_torch_save, no digests, no fsync"))
-    if found := converted["slimes_way"]:
-        rows.insert(5, ("as slime", f"{median(found):.2f} GB/s", "all in memory, no digests, no fsync"))
+    if gb_per_s := converted["torch_converter"]:
+        rows.insert(4, ("torch", f"{median(gb_per_s):.2f} GB/s", "dcp_to_torch_save, no digests, no fsync"))
+    if gb_per_s := converted["slimes_way"]:
+        rows.insert(5, ("as slime", f"{median(gb_per_s):.2f} GB/s", "all in memory, no digests, no fsync"))
     print(record.table(rows))
     return record.keep("merge", arguments, vars(args), ran_on, result)
 

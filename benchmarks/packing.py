@@ -64,7 +64,7 @@ def docstring_lengths() -> np.ndarray:
     import numpy as np
 
     library = Path(sysconfig.get_path("stdlib"))
-    found = []
+    lengths = []
     for path in sorted(library.rglob("*.py")):
         if {"site-packages", "test", "tests"} & set(path.relative_to(library).parts):
             continue
@@ -76,8 +76,8 @@ def docstring_lengths() -> np.ndarray:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:
-                    found.append(len(text.encode("utf-8", "replace")))
-    return np.array(found)
+                    lengths.append(len(text.encode("utf-8", "replace")))
+    return np.array(lengths)
 
 
 DISTRIBUTIONS = (log_normal(7, 1, 8192, 16384), log_normal(8.5, 1.2, 32768, 32768), real_texts(4096, 4096))
@@ -278,7 +278,7 @@ def compare(
 
     batches = [distribution.draw(np.random.default_rng([seed, at]), num_samples) for at in range(num_batches)]
     bounds = [lower_bound(lengths, distribution.max_tokens_per_micro_batch) for lengths in batches]
-    found: dict[str, Any] = {
+    comparison: dict[str, Any] = {
         "max_tokens_per_micro_batch": distribution.max_tokens_per_micro_batch,
         "mean_tokens": float(np.mean(batches)),
         "lower_bound": float(np.mean(bounds)),
@@ -290,9 +290,9 @@ def compare(
         ]
         imbalance = [one["imbalance"] for one in measured]
         used = [one["num_micro_batches"] for one in measured]
-        found[name] = {
+        comparison[name] = {
             "num_micro_batches": float(np.mean(used)),
-            "optimality_gap": float(np.mean(used)) / found["lower_bound_equal_counts"] - 1.0,
+            "optimality_gap": float(np.mean(used)) / comparison["lower_bound_equal_counts"] - 1.0,
             "batches_over_cap": sum(one["worst_fill"] > 1 for one in measured),
             "worst_fill": max(one["worst_fill"] for one in measured),
             "imbalance_mean": float(np.mean(imbalance)),
@@ -301,12 +301,12 @@ def compare(
             "plan_ms_mean": 1e3 * float(np.mean([one["cpu_s"] for one in measured])),
         }
     whole = [assess(verl, lengths, shape, 1, distribution.max_tokens_per_micro_batch) for lengths in batches]
-    found["verl_whole_batch"] = {
+    comparison["verl_whole_batch"] = {
         "num_micro_batches": float(np.mean([one["num_micro_batches"] for one in whole])),
         "batches_over_cap": sum(one["worst_fill"] > 1 for one in whole),
         "worst_fill": max(one["worst_fill"] for one in whole),
     }
-    return found
+    return comparison
 
 
 def assess(
@@ -364,19 +364,19 @@ def time_plan(
 def report(result: dict[str, Any]) -> str:
     heads = {"over": 9, "fill": 7, "micro-b.": 10, "gap": 8, "imbalance": 11, "worst": 8, "avoidable": 11, "ms": 8}
     lines = [" " * 36 + "".join(f"{name:>{width}}" for name, width in heads.items())]
-    for name, found in result["compared"].items():
+    for name, comparison in result["compared"].items():
         lines.append(
-            f"{name}, micro-batches of {found['max_tokens_per_micro_batch']} tokens: at least "
-            f"{found['lower_bound_equal_counts']:.2f}"
+            f"{name}, micro-batches of {comparison['max_tokens_per_micro_batch']} tokens: at least "
+            f"{comparison['lower_bound_equal_counts']:.2f}"
         )
         for planner in PLANNERS:
-            one = found[planner]
+            one = comparison[planner]
             lines.append(
                 f"    {planner:<32}{one['batches_over_cap']:>9}{one['worst_fill']:>7.3f}"
                 f"{one['num_micro_batches']:>10.2f}{one['optimality_gap']:>8.3f}{one['imbalance_mean']:>11.4f}"
                 f"{one['imbalance_max']:>8.4f}{one['avoidable_imbalance_max']:>11.4f}{one['plan_ms_mean']:>8.2f}"
             )
-        whole = found["verl_whole_batch"]
+        whole = comparison["verl_whole_batch"]
         lines.append(
             f"    {'verl, one rank for all':<32}{whole['batches_over_cap']:>9}{whole['worst_fill']:>7.3f}"
             f"{whole['num_micro_batches']:>10.2f}"

@@ -66,9 +66,9 @@ def measure_padded(job: Job) -> dict[str, Any]:
         optimizer.zero_grad()
         metrics: dict[str, torch.Tensor] = {}
         for micro_batch, width in micro_batches:
-            loss, found = padded_loss(model, shard, micro_batch, width, objective, job.device)
+            loss, micro_batch_metrics = padded_loss(model, shard, micro_batch, width, objective, job.device)
             loss.backward()
-            metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
+            metrics = {name: metrics.get(name, 0.0) + value for name, value in micro_batch_metrics.items()}
         values = torch.stack([metrics[name].double() for name in sorted(metrics)])
         for tensor in [parameter.grad for parameter in model.parameters()] + [values]:
             dist.all_reduce(tensor)

@@ -53,7 +53,7 @@ def machine(device: str, *, now: bool) -> dict[str, Any]:
     waited_s: until the machine was quiet, or the wait was given up; null: it did not wait.
     """
     waited_s = None if now else round(wait_until_quiet(), 1)
-    found = {
+    description = {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -63,8 +63,8 @@ def machine(device: str, *, now: bool) -> dict[str, Any]:
     if device == "cuda":
         import torch
 
-        found |= {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count()}
-    return found
+        description |= {"gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count()}
+    return description
 
 
 def _cpu_model() -> str:
@@ -76,13 +76,13 @@ def _cpu_model() -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str:

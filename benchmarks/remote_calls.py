@@ -63,10 +63,10 @@ class RemoteCalls:
 
     def by_actor(self) -> dict[str, dict[str, int]]:
         """Class of the actor -> phase -> calls."""
-        found: dict[str, dict[str, int]] = {}
+        calls_by_actor: dict[str, dict[str, int]] = {}
         for (phase, actor), count in sorted(self.calls.items()):
-            found.setdefault(actor, {})[phase] = count
-        return found
+            calls_by_actor.setdefault(actor, {})[phase] = count
+        return calls_by_actor
 
 
 class Phases:

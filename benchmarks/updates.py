@@ -250,8 +250,8 @@ def repeat_update(
     seconds, optimizer_s = [], []
 
     def run() -> None:
-        found = update()
-        first.update(found if not first else {})
+        metrics = update()
+        first.update(metrics if not first else {})
 
     for repeat in range(job.warmup + job.repeats):
         if repeat == job.warmup:

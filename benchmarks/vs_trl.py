@@ -124,12 +124,12 @@ def run_scalerl(options: argparse.Namespace, directory: Path, run_dir: Path) -> 
         process.kill()
         raise SystemExit(f"scalerl ended with {process.poll()}:\n{log.read_text()[-3000:]}")
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    found = []
+    steps = []
     for at in range(1, min(len(lines), len(read_at))):
         data = lines[at]["data"]
         if lines[at]["step"] > options.warmup and "timing_s/step" in data:
             phases = {key: value for key, value in data.items() if key.startswith("timing_s/")}
-            found.append(
+            steps.append(
                 {
                     "wall_s": data["timing_s/step"],
                     "cpu_s": read_at[at] - read_at[at - 1],
@@ -137,7 +137,7 @@ def run_scalerl(options: argparse.Namespace, directory: Path, run_dir: Path) -> 
                     **phases,
                 }
             )
-    return found
+    return steps
 
 
 def processor_seconds(root: Any) -> float:
@@ -215,9 +215,9 @@ def trl_versions(python: str) -> dict[str, str]:
 
 
 def summarize(sides: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for side, steps in sides.items():
-        found[side] = {
+        summary[side] = {
             "num_steps": len(steps),
             "tokens_per_step": record.spread([step["tokens"] for step in steps]),
             "step_s": record.spread([step["wall_s"] for step in steps]),
@@ -227,12 +227,12 @@ def summarize(sides: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         }
     ours = sides["scalerl"]
     names = sorted({key for step in ours for key in step if key.startswith("timing_s/")} - {"timing_s/step"})
-    found["scalerl"]["share_of_step"] = {
+    summary["scalerl"]["share_of_step"] = {
         name.removeprefix("timing_s/"): median(step.get(name, 0.0) / step["wall_s"] for step in ours) for name in names
     }
     for name in ("tokens_per_s", "tokens_per_cpu_s"):
-        found[f"ratio_{name}"] = found["scalerl"][name]["median"] / found["trl"][name]["median"]
-    return found
+        summary[f"ratio_{name}"] = summary["scalerl"][name]["median"] / summary["trl"][name]["median"]
+    return summary
 
 
 def report(result: dict[str, Any]) -> str:

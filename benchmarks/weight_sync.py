@@ -147,8 +147,8 @@ def measure_server(options: argparse.Namespace, model_path: str, server_tp: int)
                     repeats=options.repeats,
                     warmup=options.warmup,
                 )
-                found = run_ranks(job)
-                measured += [{"layout": layout, "server_tp": server_tp} | one for one in found]
+                measurements = run_ranks(job)
+                measured += [{"layout": layout, "server_tp": server_tp} | one for one in measurements]
         finally:
             server.stop()
     return measured
@@ -271,7 +271,7 @@ def summarize(
 ) -> dict[str, Any]:
     spreads = {name: record.spread(values) for name, values in seconds.items()}
     rates = {name: num_bytes / 1e9 / spreads[name]["median"] for name in spreads}
-    found = {
+    summary = {
         "gb": num_bytes / 1e9,
         "bucket_mb": bucket_mb,
         "num_buckets": num_buckets,
@@ -283,8 +283,8 @@ def summarize(
     }
     if path == "shared":
         # Of gathered weights the number of copies depends on the layout: it is compared by its speed alone.
-        found["send_over_limit"] = rates["send"] / (rates["copy"] / COPIES)
-    return found
+        summary["send_over_limit"] = rates["send"] / (rates["copy"] / COPIES)
+    return summary
 
 
 def report(measured: list[dict[str, Any]]) -> str:

@@ -52,10 +52,10 @@ def main() -> int:
 
 def printed_link(text: str) -> tuple[str, list[str]]:
     """The last link to charts in the output of a run, and the words of the command that it prints beside the link."""
-    found = re.findall(r"^charts: (\S+)\n +once this runs: (.+)$", text, re.MULTILINE)
-    if not found:
+    matches = re.findall(r"^charts: (\S+)\n +once this runs: (.+)$", text, re.MULTILINE)
+    if not matches:
         sys.exit("no line `charts: http://...` with a command below it: give the output of a run that logged to mlflow")
-    link, command = found[-1]
+    link, command = matches[-1]
     return link, shlex.split(command)
 
 

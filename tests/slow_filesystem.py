@@ -18,17 +18,17 @@ class Slow(fusepy.Operations):  # pyright: ignore[reportUntypedBaseClass]
         return self.source + path
 
     def getattr(self, path: str, fh: object = None) -> dict:
-        found = os.lstat(self._at(path))
+        stat_result = os.lstat(self._at(path))
         names = ("st_mode", "st_size", "st_nlink", "st_uid", "st_gid", "st_mtime", "st_atime", "st_ctime")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(stat_result, name) for name in names}
 
     def readdir(self, path: str, fh: object) -> list:
         return [".", "..", *os.listdir(self._at(path))]
 
     def statfs(self, path: str) -> dict:
-        found = os.statvfs(self._at(path))
+        statvfs_result = os.statvfs(self._at(path))
         names = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_files", "f_ffree", "f_frsize", "f_namemax")
-        return {name: getattr(found, name) for name in names}
+        return {name: getattr(statvfs_result, name) for name in names}
 
     def mkdir(self, path: str, mode: int) -> None:
         os.mkdir(self._at(path), mode)
