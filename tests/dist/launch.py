@@ -191,13 +191,13 @@ def _may_stay(function: Any, original: Any) -> bool:
 
 def _functions() -> dict[str, Any]:
     """Functions of modules, and of the classes that these define, by their full names."""
-    found = {}
+    functions = {}
     for module_name, module in list(sys.modules.items()):
         if module_name != "torch.distributed" and not module_name.startswith(_WATCHED):
             continue
         for name, value in list(vars(module).items()):
             if callable(value):
-                found[f"{module_name}.{name}"] = value
+                functions[f"{module_name}.{name}"] = value
             if issubclass(type(value), type) and value.__module__ == module_name:
-                found |= {f"{module_name}.{name}.{k}": v for k, v in vars(value).items() if callable(v)}
-    return found
+                functions |= {f"{module_name}.{name}.{k}": v for k, v in vars(value).items() if callable(v)}
+    return functions

@@ -54,7 +54,7 @@ class Held:
 
 def train_while_writing(model: str, layout: tuple[int, int, int], root: str) -> list[dict[str, str]]:
     """Digests of a save that waits and of saves in the background, of the same weights."""
-    trainee, saves, found = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
+    trainee, saves, saved_digests = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
     rank = torch.distributed.get_rank()
     trainee.update()
     for step in range(2):
@@ -74,8 +74,8 @@ def train_while_writing(model: str, layout: tuple[int, int, int], root: str) -> 
         saves.close() if step else saves.wait("actor")
         answer = saves.written("actor")
         assert answer is not None and answer[1]["num_updates"] == step + 1
-        found += [digests(waited, rank), digests(beside, rank)]
-    return found
+        saved_digests += [digests(waited, rank), digests(beside, rank)]
+    return saved_digests
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,7 +89,7 @@ def test_what_is_written_beside_the_next_updates_is_what_was_there(model: Path, 
 
 def change_while_copying(model: str, layout: tuple[int, int, int], root: str) -> list[tuple[dict[str, str], ...]]:
     """Digests of a save that waits and of one in the background, whose copy is held until the change has begun."""
-    trainee, saves, found = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
+    trainee, saves, digest_pairs = Trainee(model, layout, dtype="bfloat16"), BackgroundSave(), []
     engine, rank, copy_pieces = trainee.engine, torch.distributed.get_rank(), HostCopy.copy_pieces
     first = Path(root) / "first"
     checkpoint.save_engine(engine, first)
@@ -117,14 +117,14 @@ def change_while_copying(model: str, layout: tuple[int, int, int], root: str) ->
             saves.wait("actor")
         if name == "to_host":
             engine.to_device()
-        found.append((digests(waited, rank), digests(beside, rank)))
+        digest_pairs.append((digests(waited, rank), digests(beside, rank)))
     saves.close()
-    return found
+    return digest_pairs
 
 
 def test_what_changes_or_moves_the_weights_waits_for_the_copy(model: Path, tmp_path: Path) -> None:
-    for found in run_ranks(2, change_while_copying, str(model), LAYOUTS["dp2"], str(tmp_path)):
-        assert len(found) == 3 and all(waited == beside for waited, beside in found)
+    for digest_pairs in run_ranks(2, change_while_copying, str(model), LAYOUTS["dp2"], str(tmp_path)):
+        assert len(digest_pairs) == 3 and all(waited == beside for waited, beside in digest_pairs)
 
 
 def begin_nowhere(model: str, directory: str) -> str:

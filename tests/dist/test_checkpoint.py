@@ -352,12 +352,12 @@ MERGED_IN_MAIN = [("saved", "tp2_pp2"), ("saved_tied", "pp2"), ("saved_deep", "v
 
 @pytest.mark.parametrize(("which", "layout"), mostly_full(MERGED, MERGED_IN_MAIN.__contains__))
 def test_merge(request: pytest.FixtureRequest, tmp_path: Path, which: str, layout: str) -> None:
-    found: Saved = request.getfixturevalue(which)
-    directory = Path(found.on(layout))
+    saved: Saved = request.getfixturevalue(which)
+    directory = Path(saved.on(layout))
     merge(directory, tmp_path / "merged")
     expected = load_file(directory / "exported.safetensors")
     actual = load_file(tmp_path / "merged" / "model.safetensors")
-    assert actual.keys() == expected.keys() == load_file(found.model / "model.safetensors").keys()
+    assert actual.keys() == expected.keys() == load_file(saved.model / "model.safetensors").keys()
     assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     # What transformers holds has other names where it fuses experts: load the same tensors beside it.
     shutil.copytree(tmp_path / "merged", tmp_path / "expected")

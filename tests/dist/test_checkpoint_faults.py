@@ -34,26 +34,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors_of(model: str, directories: list[str]) -> list[str]:
     """What saving into each says on this rank; "" where nothing fails. All in one life of the ranks' groups."""
     engine = _engine(model)
-    found = []
+    errors = []
     for directory in directories:
         try:
             checkpoint.save_engine(engine, directory)
-            found.append("")
+            errors.append("")
         except store.CheckpointWriteError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def load_errors(model: str, directories: list[str], dtype: str = "float32") -> list[str]:
     engine = _engine(model, dtype)
-    found = []
+    errors = []
     for directory in directories:
         try:
             checkpoint.load_engine(engine, directory)
-            found.append("")
+            errors.append("")
         except DamagedCheckpointError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def _engine(model: str, dtype: str = "float32"):

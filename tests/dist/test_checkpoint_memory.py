@@ -77,25 +77,25 @@ def save_and_load(model: str, directory: str) -> dict[str, int]:
     held = [tensor for _, _, tensors, _ in main_tensors(engine.optimizer) for tensor in tensors.values()]
     for number, tensor in enumerate(held):
         tensor.detach().fill_(number)
-    found = {"save": measured(lambda: checkpoint.save_engine(engine, directory))}
+    num_bytes = {"save": measured(lambda: checkpoint.save_engine(engine, directory))}
     beside = BackgroundSave()
 
     def begin() -> None:
         beside.begin("actor", engine, f"{directory}_beside")
         engine.before_change()
 
-    found["begin_save"] = measured(begin)
-    found["written_beside"] = measured(beside.close)
+    num_bytes["begin_save"] = measured(begin)
+    num_bytes["written_beside"] = measured(beside.close)
     for tensor in held:
         tensor.detach().fill_(torch.nan)
-    found["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
+    num_bytes["load"] = measured(lambda: checkpoint.load_engine(engine, directory))
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(held))
     num_parameters = sum(parameter.numel() for parameter in engine.chunks[0].parameters())
     # What is read once more is code, and files of a few bytes.
     before = read_bytes()
     checkpoint.load_engine(engine, directory)
-    found["read"] = read_bytes() - before
-    return found | {"shard": sum(tensor.nbytes for tensor in held), "state": STATE_BYTES * num_parameters}
+    num_bytes["read"] = read_bytes() - before
+    return num_bytes | {"shard": sum(tensor.nbytes for tensor in held), "state": STATE_BYTES * num_parameters}
 
 
 @pytest.mark.skipif(not os.access(CLEAR_REFS, os.W_OK), reason="the kernel does not reset the peak")

@@ -29,9 +29,9 @@ def on_rank(shares: tuple[tuple[int, ...], ...], level: str) -> Correction:
 
     dist.init_process_group("gloo")
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True)
-    found = correct(*columns(shares[dist.get_rank()], dist.get_rank()), config, group=dist.group.WORLD)
+    correction = correct(*columns(shares[dist.get_rank()], dist.get_rank()), config, group=dist.group.WORLD)
     dist.destroy_process_group()
-    return found
+    return correction
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -47,5 +47,5 @@ def test_mean_weight_is_that_of_all_ranks(name, level):
         RolloutCorrectionConfig(rollout_is=level, rollout_is_batch_normalize=True),
     )
     torch.testing.assert_close(torch.cat([part.weights_T for part in parts]), whole.weights_T, rtol=1e-6, atol=0)
-    found = to_floats(rollout_corr_metrics(merge_metrics(part.metrics for part in parts)))
-    assert found == pytest.approx(to_floats(rollout_corr_metrics(whole.metrics)), rel=1e-12)
+    metrics = to_floats(rollout_corr_metrics(merge_metrics(part.metrics for part in parts)))
+    assert metrics == pytest.approx(to_floats(rollout_corr_metrics(whole.metrics)), rel=1e-12)

@@ -102,7 +102,7 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
     def exported(engine: MegatronEngine) -> dict[str, Tensor]:
         return {name: tensor.clone() for bucket in engine.export_buckets(20_000) for name, tensor in bucket}
 
-    found = {}
+    numbers_by_family = {}
     for family, path in models.items():
         # Without the distributed optimizer every rank has the whole sum of the gradients.
         config = MegatronConfig(dtype="float32", use_distributed_optimizer=False)
@@ -121,7 +121,7 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
                 parameter.copy_(parameter.main_grad)
         half = MegatronEngine(path, MegatronConfig(dtype="bfloat16"), groups, optim=optim)
         columns = half.logprobs(shard, micro_batches, temperature=1.0)
-        found[family] = FromEngine(
+        numbers_by_family[family] = FromEngine(
             outputs,
             weights,
             exported(engine),
@@ -129,7 +129,7 @@ def measure(models: dict[str, str], layout: dict[str, int]) -> dict[str, FromEng
             {row: columns["logprobs"][i] for i, row in enumerate(mine)} if columns else {},
             half.update(shard, micro_batches, objective, temperature=0.7),
         )
-    return found
+    return numbers_by_family
 
 
 @pytest.fixture(scope="module")
@@ -194,33 +194,35 @@ def last_stage(measured: list[FromEngine]) -> list[FromEngine]:
 
 def of_files(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """transformers' parameters under the names of the files, which store every expert by itself."""
-    found = {}
+    file_tensors = {}
     for name, tensor in tensors.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             prefix, part = name.rsplit(".", 1)
             for expert, weight in enumerate(tensor):
                 parts = weight.chunk(2) if part == "gate_up_proj" else [weight]
                 names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-                found |= {f"{prefix}.{expert}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
+                file_tensors |= {f"{prefix}.{expert}.{n}.weight": p for n, p in zip(names, parts, strict=True)}
         else:
-            found[name] = tensor
+            file_tensors[name] = tensor
     if family == "mixtral":
         of_mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", "mlp": "block_sparse_moe"}
-        found = {".".join(of_mixtral.get(part, part) for part in name.split(".")): x for name, x in found.items()}
-    return found
+        file_tensors = {
+            ".".join(of_mixtral.get(part, part) for part in name.split(".")): x for name, x in file_tensors.items()
+        }
+    return file_tensors
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @torch.no_grad()
 def test_logprobs_and_entropy(measured: list[FromEngine], hf: PreTrainedModel, temperature: float) -> None:
     outputs = [rank.outputs[temperature] for rank in last_stage(measured)]
-    assert {row for found in outputs for row in found["logprobs"]} == set(range(len(LENGTHS)))
+    assert {row for columns in outputs for row in columns["logprobs"]} == set(range(len(LENGTHS)))
     for row, ids in enumerate(batch()):
         logprobs, entropy = of_transformers(hf, ids, temperature)
-        for found in outputs:
-            if row in found["logprobs"]:
-                torch.testing.assert_close(found["logprobs"][row], logprobs, rtol=0, atol=ABSOLUTE)
-                torch.testing.assert_close(found["entropy"][row], entropy, rtol=0, atol=ABSOLUTE)
+        for columns in outputs:
+            if row in columns["logprobs"]:
+                torch.testing.assert_close(columns["logprobs"][row], logprobs, rtol=0, atol=ABSOLUTE)
+                torch.testing.assert_close(columns["entropy"][row], entropy, rtol=0, atol=ABSOLUTE)
 
 
 def test_temperature_matters(measured: list[FromEngine]) -> None:

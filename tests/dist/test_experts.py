@@ -79,8 +79,8 @@ class Rank:
         return DataProto(columns)
 
     def logprobs(self, routed: Sequence[Tensor] | None = None) -> dict[str, dict[int, Tensor]]:
-        found = self.engine.logprobs(self.shard(routed), self.micro_batches, temperature=1.0, record_routing=True)
-        return {name: {row: column[i] for i, row in enumerate(self.mine)} for name, column in found.items()}
+        columns = self.engine.logprobs(self.shard(routed), self.micro_batches, temperature=1.0, record_routing=True)
+        return {name: {row: column[i] for i, row in enumerate(self.mine)} for name, column in columns.items()}
 
     def update(self) -> dict[str, float]:
         def objective(logprobs_T: Tensor, *_: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -155,10 +155,10 @@ def expected_update(path: Path) -> Update:
     return losses, {name: p.grad for name, p in hf.named_parameters() if ".experts." not in name}
 
 
-def assert_same(found: Update, expected: Update) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=RELATIVE, abs=0)
+def assert_same(update: Update, expected: Update) -> None:
+    assert update[0] == pytest.approx(expected[0], rel=RELATIVE, abs=0)
     for name, gradient in expected[1].items():
-        assert float((found[1][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
+        assert float((update[1][name] - gradient).norm() / gradient.norm()) < RELATIVE, name
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +191,8 @@ def test_losses_of_many_layers(tmp_path: Path, layout: dict[str, int]) -> None:
     options = {"vocab_size": VOCAB_SIZE, "initializer_range": 0.1, "num_experts": 8, "num_layers": 4}
     path = make_tiny_model(tmp_path / "qwen3_moe", "qwen3_moe", **options)
     expected = expected_update(path)
-    for found in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}):
-        assert_same(found, expected)
+    for update in run_ranks(layout["world_size"], update_with_losses, str(path), layout, {}):
+        assert_same(update, expected)
 
 
 def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Update) -> None:
@@ -211,8 +211,8 @@ def test_a_loss_without_a_coefficient_is_not_reported(model: Path, expected: Upd
 )
 def test_losses_of_a_router_that_is_computed_again(model: Path, expected: Update, recompute: dict[str, Any]) -> None:
     """Two stages, so that other micro-batches pass the router before the first comes back."""
-    for found in run_ranks(2, update_with_losses, str(model), LAYOUTS["pp2"], recompute):
-        assert_same(found, expected)
+    for update in run_ranks(2, update_with_losses, str(model), LAYOUTS["pp2"], recompute):
+        assert_same(update, expected)
 
 
 # --- replay ---
@@ -244,12 +244,16 @@ def other_experts(hf: PreTrainedModel) -> list[Tensor]:
 
 def collect(ranks: list[dict], run: str, name: str) -> dict[int, Tensor]:
     """One column of all rows: of log-probs whoever has it, of choices what the stages know together."""
-    found: dict[int, Tensor] = {}
+    column_by_row: dict[int, Tensor] = {}
     for rank in ranks:
         for row, column in rank[run].get(name, {}).items():
-            found[row] = torch.maximum(found[row], column) if row in found and name == "routed_experts" else column
-    assert found.keys() == set(range(len(LENGTHS)))
-    return found
+            column_by_row[row] = (
+                torch.maximum(column_by_row[row], column)
+                if row in column_by_row and name == "routed_experts"
+                else column
+            )
+    assert column_by_row.keys() == set(range(len(LENGTHS)))
+    return column_by_row
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +339,8 @@ def test_bias_moves_against_the_load(tmp_path: Path, layout: str) -> None:
     load = torch.bincount(torch.cat(chosen), minlength=8).float()
     name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
     expected = load_file(path / "model.safetensors")[name] + BIAS_RATE * (load.mean() - load).sign()
-    for found in run_ranks(LAYOUTS[layout]["world_size"], bias_after_an_update, str(path), LAYOUTS[layout]):
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-7)
+    for biases in run_ranks(LAYOUTS[layout]["world_size"], bias_after_an_update, str(path), LAYOUTS[layout]):
+        torch.testing.assert_close(biases[name], expected, rtol=0, atol=1e-7)
 
 
 # --- checkpoints ---

@@ -35,7 +35,7 @@ def checksums_on_leads() -> dict[int, dict[int, dict[str, str]]]:
         rank = dist.get_rank()
         replicas = [Replica(str(index), "sglang", size, "key") for index, size in enumerate(SIZES)]
         feeds = feeds_of("shared", replicas, WORLD_SIZE)
-        groups, found = FeedGroups(feeds), {}
+        groups, checksums_by_feed = FeedGroups(feeds), {}
         for feed in feeds:
             if rank not in feed.ranks:
                 continue
@@ -45,18 +45,18 @@ def checksums_on_leads() -> dict[int, dict[int, dict[str, str]]]:
             assert list(checksums.by_rank()) == mine
             if gathered := groups.gather(feed, checksums.by_rank()):
                 assert rank == feed.lead
-                found[feed.index] = gathered
+                checksums_by_feed[feed.index] = gathered
             groups.wait(feed)
-        return found
+        return checksums_by_feed
     finally:
         dist.destroy_process_group()
 
 
 def test_the_lead_has_the_checksums_of_every_engine_rank() -> None:
     ranks = run_ranks(WORLD_SIZE, checksums_on_leads)
-    found = {index: checksums for rank in ranks for index, checksums in rank.items()}
+    checksums_by_feed = {index: checksums for rank in ranks for index, checksums in rank.items()}
     for index, size in enumerate(SIZES):
         expected = expected_checksums(tensors(), CONFIG, size, "sglang")
-        assert [found[index][rank] for rank in range(size)] == expected
+        assert [checksums_by_feed[index][rank] for rank in range(size)] == expected
         # Of parts that differ from rank to rank.
         assert len({tuple(checksums.values()) for checksums in expected}) == size

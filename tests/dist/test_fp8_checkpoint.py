@@ -34,20 +34,20 @@ def exported(model: str, layout: dict[str, int]) -> dict[str, dict[str, Tensor]]
     from scalerl.parallel.layout import Layout, initialize
 
     groups = initialize(Layout(**layout), backend=platform.backend(), timeout_s=60, seed=1)
-    found = {}
+    tensors_by_dtype = {}
     for dtype in DTYPES:
         engine = MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=None)
-        found[dtype] = {name: t.clone() for bucket in engine.export_buckets(1 << 20) for name, t in bucket}
-    return found
+        tensors_by_dtype[dtype] = {name: t.clone() for bucket in engine.export_buckets(1 << 20) for name, t in bucket}
+    return tensors_by_dtype
 
 
 @pytest.mark.parametrize("layout", mostly_full(LAYOUTS, lambda layout: layout == "tp2_etp2"))
 def test_ranks_hold_the_numbers_that_the_file_means(tmp_path: Path, layout: str) -> None:
     model = make_tiny_model(tmp_path / "m", "deepseek_v3", dtype=torch.bfloat16, **SIZES, **FURTHER)
     meant = store_as_fp8(model)
-    for found in run_ranks(LAYOUTS[layout]["world_size"], exported, str(model), LAYOUTS[layout]):
+    for tensors_by_dtype in run_ranks(LAYOUTS[layout]["world_size"], exported, str(model), LAYOUTS[layout]):
         for dtype in DTYPES:
-            assert found[dtype].keys() == meant.keys()
-            for name, tensor in found[dtype].items():
+            assert tensors_by_dtype[dtype].keys() == meant.keys()
+            for name, tensor in tensors_by_dtype[dtype].items():
                 assert torch.equal(tensor, meant[name].to(tensor.dtype)), (dtype, name)
                 assert tensor.dtype == (torch.float32 if "bias" in name else getattr(torch, dtype)), name

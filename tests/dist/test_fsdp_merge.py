@@ -111,11 +111,11 @@ def tiny(path: Path, family: str, **changes: Any) -> str:
 
 def assert_merged(save: Save, model: str, target: Path) -> None:
     merge_fsdp(save.directory, target)
-    original, found = load_file(Path(model) / "model.safetensors"), load_file(target / "model.safetensors")
-    assert found.keys() == original.keys()
+    original, merged = load_file(Path(model) / "model.safetensors"), load_file(target / "model.safetensors")
+    assert merged.keys() == original.keys()
     for name, tensor in original.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert merged[name].dtype == tensor.dtype
+        assert torch.equal(merged[name].view(torch.uint8), tensor.view(torch.uint8)), name
     loaded, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     whole = torch.load(Path(save.directory) / "whole.pt")

@@ -60,7 +60,7 @@ def trained(model: str) -> list[list[Any]]:
     """With and without overlap: gradient norms, weights and log-probs of updates after which all leaves the device."""
     from tests.dist.trainee import Trainee
 
-    found = []
+    runs = []
     for ddp in ({}, {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": BUCKET_SIZE}):
         trainee = Trainee(model, (1, 1, 2), override_ddp_config=ddp)
         numbers: list[Any] = []
@@ -75,8 +75,8 @@ def trained(model: str) -> list[list[Any]]:
         assert trainee.update()["skipped_updates"] == 1
         trainee.engine.to_host(params=True, grads=False, optimizer=False)
         trainee.engine.to_device()
-        found.append([*numbers, *trainee.weights().values()])
-    return found
+        runs.append([*numbers, *trainee.weights().values()])
+    return runs
 
 
 def test_overlap_with_parts_that_leave_the_device(tmp_path: Path) -> None:

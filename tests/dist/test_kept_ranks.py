@@ -45,8 +45,8 @@ def test_runs_one_after_another_have_the_numbers_of_fresh_processes(tmp_path: Pa
         name: run_ranks(layouts[name]["world_size"], train, model, layouts[name], {}, fresh=True)
         for name in set(SEQUENCE)
     }
-    for name, found in zip(SEQUENCE, kept, strict=True):
-        assert same(found, fresh[name]), name
+    for name, numbers in zip(SEQUENCE, kept, strict=True):
+        assert same(numbers, fresh[name]), name
 
 
 @pytest.mark.full
@@ -167,9 +167,9 @@ def test_fresh_ranks_are_of_one_job() -> None:
 
 
 def marked() -> str | None:
-    found = os.environ.get("SCALERL_TEST_MARK")
+    mark = os.environ.get("SCALERL_TEST_MARK")
     os.environ["SCALERL_TEST_MARK"] = "1"
-    return found
+    return mark
 
 
 def test_the_environment_of_a_job_ends_with_it() -> None:
