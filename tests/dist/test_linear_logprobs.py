@@ -83,12 +83,12 @@ def test_split_vocabulary(words: int, rows: int, tp_size: int, temperature: floa
     (expected[0] * factors[0] + expected[1] * factors[1]).sum().backward()
     for chunk_tokens in (4, 100):
         ranks = run_ranks(tp_size, on_ranks, words, rows, tp_size, temperature, chunk_tokens)
-        for found in ranks:
-            for output, wanted in zip(found["outputs"], expected, strict=True):
+        for rank in ranks:
+            for output, wanted in zip(rank["outputs"], expected, strict=True):
                 torch.testing.assert_close(output.double(), wanted.detach(), rtol=1e-6, atol=1e-5)
             # One maximum and one sum for all chunks, and nothing on the way back.
-            assert found["reduced"] == ([NUM_TOKENS, 3 * NUM_TOKENS] if tp_size > 1 else [])
+            assert rank["reduced"] == ([NUM_TOKENS, 3 * NUM_TOKENS] if tp_size > 1 else [])
         # A rank's gradient of hidden is its vocabulary's share: the caller's region sums.
-        near(torch.stack([found["hidden"].double() for found in ranks]).sum(0), hidden.grad)
-        near(torch.cat([found["weight"] for found in ranks]), weight.grad)
-        assert all(torch.equal(found["outputs"][0], ranks[0]["outputs"][0]) for found in ranks)
+        near(torch.stack([rank["hidden"].double() for rank in ranks]).sum(0), hidden.grad)
+        near(torch.cat([rank["weight"] for rank in ranks]), weight.grad)
+        assert all(torch.equal(rank["outputs"][0], ranks[0]["outputs"][0]) for rank in ranks)

@@ -111,7 +111,7 @@ def load(model: str, layout: dict[str, int], dtype: str) -> dict[str, int]:
     groups = initialize(Layout(**layout), backend="gloo", timeout_s=60, seed=1)
     load_hf_weights, read = engine.load_hf_weights, HFWeights.read
     counts: list[int] = []
-    found: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}
 
     def measured(chunks: list[torch.nn.Module], *args: Any) -> None:
         parameters = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
@@ -121,15 +121,15 @@ def load(model: str, layout: dict[str, int], dtype: str) -> dict[str, int]:
         # From here on VmHWM counts anew.
         Path(CLEAR_REFS).write_text("5", encoding="ascii")
         load_hf_weights(chunks, *args)
-        found["peak"] = resident_bytes("VmHWM") - before
-        found["left"] = resident_bytes("VmRSS") - before
-        found["shard"] = sum(tensor.numel() * STORED.itemsize for tensor in parameters)
+        num_bytes["peak"] = resident_bytes("VmHWM") - before
+        num_bytes["left"] = resident_bytes("VmRSS") - before
+        num_bytes["shard"] = sum(tensor.numel() * STORED.itemsize for tensor in parameters)
         assert all(bool((tensor == 1).all()) for tensor in parameters)
 
     engine.load_hf_weights = measured
     HFWeights.read = lambda self, name: CountingSlice(read(self, name), counts)
     engine.MegatronEngine(model, MegatronConfig(dtype=dtype), groups, optim=None)
-    return found | {"read": sum(counts)}
+    return num_bytes | {"read": sum(counts)}
 
 
 @pytest.mark.skipif(not os.access(CLEAR_REFS, os.W_OK), reason="the kernel does not reset the peak")

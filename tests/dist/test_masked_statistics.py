@@ -39,17 +39,17 @@ def on_rank(shares: tuple[tuple[int, int], ...]) -> dict[str, Tensor]:
     group = dist.group.WORLD
     values, masks = case(shares)
     mine, mask = values[dist.get_rank()].requires_grad_(), masks[dist.get_rank()]
-    found = {
+    statistics = {
         "mean": masked_mean(mine, mask, group=group),
         "var": masked_var(mine, mask, group=group),
         "biased": masked_var(mine, mask, unbiased=False, group=group),
         "whiten": whiten_selected(mine, mask, group=group),
     }
     for name in ("mean", "var"):
-        found[f"{name} gradient"] = torch.autograd.grad(found[name], mine)[0]
+        statistics[f"{name} gradient"] = torch.autograd.grad(statistics[name], mine)[0]
     pairs = torch.stack([torch.nan_to_num(mine.detach())[:2], torch.tensor([1.0, 2.0], dtype=torch.float64)])
-    found["axis"] = masked_mean(pairs, torch.ones(2, 2), axis=0, group=group)
-    return {name: tensor.detach() for name, tensor in found.items()}
+    statistics["axis"] = masked_mean(pairs, torch.ones(2, 2), axis=0, group=group)
+    return {name: tensor.detach() for name, tensor in statistics.items()}
 
 
 @pytest.mark.parametrize("name", SHARES)
@@ -69,13 +69,13 @@ def test_equals_one_place(name: str) -> None:
         split[f"{statistic} gradient"] = torch.autograd.grad(expected[statistic], whole)[0].split(sizes)
     ranks = run_ranks(2, on_rank, SHARES[name])
     axis = torch.stack([torch.nan_to_num(part)[:2] for part in values]).sum(0) + torch.tensor([2.0, 4.0])
-    for rank, found in enumerate(ranks):
+    for rank, statistics in enumerate(ranks):
         for statistic, value in expected.items():
-            torch.testing.assert_close(found[statistic], value.detach(), rtol=1e-12, atol=1e-12)
-            assert torch.equal(found[statistic], ranks[0][statistic])
+            torch.testing.assert_close(statistics[statistic], value.detach(), rtol=1e-12, atol=1e-12)
+            assert torch.equal(statistics[statistic], ranks[0][statistic])
         for statistic, parts in split.items():
-            torch.testing.assert_close(found[statistic], parts[rank], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(found["axis"], axis / 4, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(statistics[statistic], parts[rank], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(statistics["axis"], axis / 4, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rank_alone_would_differ() -> None:

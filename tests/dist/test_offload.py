@@ -89,25 +89,25 @@ def sizes(model: str, layout: tuple[int, int, int], dtype: str) -> Any:
     views = [*trainee.engine.chunks[0].parameters()]
     views += [p.main_grad for p in trainee.engine.chunks[0].parameters()]
     addresses = {}
-    found = {"all": trainee.engine.device_bytes()}
+    device_bytes = {"all": trainee.engine.device_bytes()}
     for part in PARTS:
         only = {name: name == part for name in PARTS}
         trainee.engine.to_host(**only)
         trainee.engine.to_host(**only)
-        found[part] = trainee.engine.device_bytes()
+        device_bytes[part] = trainee.engine.device_bytes()
         addresses[part] = [view.untyped_storage().nbytes() for view in views]
         trainee.engine.to_device(**only)
         trainee.engine.to_device(**only)
-    found["back"] = trainee.engine.device_bytes()
+    device_bytes["back"] = trainee.engine.device_bytes()
     grads_are_zero = all(not p.main_grad.any() for p in trainee.engine.chunks[0].parameters())
-    return num_params, found, addresses, grads_are_zero
+    return num_params, device_bytes, addresses, grads_are_zero
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_part_frees_its_own_bytes(model: str, dtype: str) -> None:
     """Counted from the storages: with the distributed optimizer on 2 ranks each holds half of the optimizer state."""
-    for num_params, found, addresses, grads_are_zero in run_ranks(2, sizes, model, LAYOUTS["dp2"], dtype):
-        whole = found["all"]
+    for num_params, device_bytes, addresses, grads_are_zero in run_ranks(2, sizes, model, LAYOUTS["dp2"], dtype):
+        whole = device_bytes["all"]
         param_bytes = {"float32": 4, "bfloat16": 2}[dtype]
         # Moments, and main parameters where the parameters are not float32 themselves.
         state_bytes = {"float32": 8, "bfloat16": 12}[dtype]
@@ -115,12 +115,12 @@ def test_each_part_frees_its_own_bytes(model: str, dtype: str) -> None:
         assert whole["grads"] == pytest.approx(num_params * 4, rel=0.01)
         assert whole["optimizer"] == pytest.approx(num_params * state_bytes / 2, rel=0.02)
         for part in PARTS:
-            assert found[part] == whole | {part: 0}
+            assert device_bytes[part] == whole | {part: 0}
         half = len(addresses["params"]) // 2
         assert not any(addresses["params"][:half]) and all(addresses["params"][half:])
         assert all(addresses["grads"][:half]) and not any(addresses["grads"][half:])
         assert all(addresses["optimizer"])
-        assert found["back"] == pytest.approx(whole, rel=0.05)
+        assert device_bytes["back"] == pytest.approx(whole, rel=0.05)
         assert grads_are_zero
 
 

@@ -117,14 +117,14 @@ def expected(model: Path):
     return run(model, ONE)
 
 
-def assert_same(found, expected) -> None:
-    assert found[1] == expected[1], "other tokens were selected"
-    for (name, mode), mine, theirs in zip(CHAIN, found[0], expected[0], strict=True):
+def assert_same(trained, expected) -> None:
+    assert trained[1] == expected[1], "other tokens were selected"
+    for (name, mode), mine, theirs in zip(CHAIN, trained[0], expected[0], strict=True):
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert mine[key] == pytest.approx(value, rel=RELATIVE, abs=RELATIVE), (name, mode, key)
     for name, weight in expected[2].items():
-        assert relative(found[2][name], weight) < RELATIVE, name
+        assert relative(trained[2][name], weight) < RELATIVE, name
 
 
 @pytest.mark.parametrize(("layout", "max_tokens_per_micro_batch"), [("dp2", 31), ("cp2", 48), ("cp2_dp2", 40)])

@@ -38,12 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(model: str, layout: tuple[int, int, int], dtypes: list[str]) -> dict[str, Any]:
-    found = {}
+    numbers_by_dtype = {}
     for dtype in dtypes:
         trainee = Trainee(model, layout, dtype=dtype)
         logprobs, entropy = reversed(trainee.logprobs())
-        found[dtype] = logprobs, entropy, [trainee.update() for _ in range(NUM_UPDATES)], trainee.logprobs()[1]
-    return found
+        numbers_by_dtype[dtype] = (
+            logprobs,
+            entropy,
+            [trainee.update() for _ in range(NUM_UPDATES)],
+            trainee.logprobs()[1],
+        )
+    return numbers_by_dtype
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def built(name: str, config: dict[str, Any]) -> list[tuple[int, int, int]]:
     cfg = compose("ppo", ["--config-dir", str(FILES[name].parent), "--config-name", name], rules=False)
     megatron = cfg.actor_rollout_ref.actor.megatron
     shape, layout = ModelShape.from_config(config), Layout(**vars(trained_layout(cfg)))
-    family, stages, found = family_of(shape), stage_parameters(shape, layout), []
+    family, stages, counts = family_of(shape), stage_parameters(shape, layout), []
     for rank in (0, layout.world_size - 1):
         groups = initialize(layout, backend="fake", timeout_s=60, seed=1, rank=rank, store=FakeStore())
         with torch.device("meta"):
@@ -48,14 +48,14 @@ def built(name: str, config: dict[str, Any]) -> list[tuple[int, int, int]]:
             assert tensors.pop((chunk, key)).shape == param.mcore_shape(shape, size), param.name
         assert not tensors, f"no entry of the table loads {sorted(tensors)}"
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        found.append((len(parameters), sum(p.numel() for p in parameters), stages[groups.coordinates.pp_rank].trained))
+        counts.append((len(parameters), sum(p.numel() for p in parameters), stages[groups.coordinates.pp_rank].trained))
         del chunks, tensors, parameters
         leave()
-    return found
+    return counts
 
 
 @pytest.mark.parametrize("name", mostly_full(sorted(FILES), lambda name: name in QUICK))
 def test_a_rank_is_what_the_table_and_the_plan_say(name: str) -> None:
-    (found,) = run_ranks(1, built, name, read_config(model_of(name)), fresh=True)
-    for num_tensors, numbers, planned in found:
+    (counts,) = run_ranks(1, built, name, read_config(model_of(name)), fresh=True)
+    for num_tensors, numbers, planned in counts:
         assert num_tensors > 0 and numbers == planned

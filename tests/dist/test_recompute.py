@@ -35,12 +35,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def train(model: str, layout: tuple[int, int, int], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Per setting: log-probs, updates and weights."""
-    found = {}
+    numbers_by_setting = {}
     for name, megatron in settings.items():
         trainee = Trainee(model, layout, **megatron)
         before = trainee.logprobs()
-        found[name] = before, [trainee.update() for _ in range(NUM_UPDATES)], trainee.weights()
-    return found
+        numbers_by_setting[name] = before, [trainee.update() for _ in range(NUM_UPDATES)], trainee.weights()
+    return numbers_by_setting
 
 
 @pytest.fixture(scope="module", params=mostly_full(LAYOUTS, lambda name: name == "pp2"))
@@ -50,9 +50,9 @@ def measured(request: pytest.FixtureRequest, model: str) -> list[dict[str, Any]]
     return run_ranks(layout[2], train, model, layout, {"none": {}} | SETTINGS)
 
 
-def numbers(found: Any) -> list[torch.Tensor]:
+def numbers(trained: Any) -> list[torch.Tensor]:
     """Every number of what `train` found, in float64."""
-    logprobs, updates, weights = found
+    logprobs, updates, weights = trained
     rows = [torch.tensor([update[key] for key in sorted(update)], dtype=torch.float64) for update in updates]
     return [*(x.double() for x in logprobs), *rows, *(weights[name].double() for name in sorted(weights))]
 
@@ -109,7 +109,7 @@ def test_what_is_computed_again(model: str, setting: str, calls: tuple[int, int,
 
 def kept_bytes(model: str, layout: tuple[int, int, int], settings: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Per setting what autograd holds when the forward of the first micro-batch is over, parameters apart."""
-    found = {}
+    bytes_by_setting = {}
     for name, megatron in settings.items():
         trainee = Trainee(model, layout, **megatron)
         parameters = {p.untyped_storage()._cdata for p in trainee.engine.chunks[0].parameters()}
@@ -128,12 +128,12 @@ def kept_bytes(model: str, layout: tuple[int, int, int], settings: dict[str, dic
             parameters: set[int] = parameters,
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved}
-            found.setdefault(name, sum(s.nbytes() for key, s in storages.items() if key not in parameters))
+            bytes_by_setting.setdefault(name, sum(s.nbytes() for key, s in storages.items() if key not in parameters))
             return trainee.loss(logprobs_T)
 
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             trainee.update(objective)
-    return found
+    return bytes_by_setting
 
 
 def test_less_is_kept_for_backward(model: str) -> None:
@@ -165,9 +165,11 @@ def test_modules_of_mixtures(family: str, tmp_path_factory: pytest.TempPathFacto
     settings = {name: setting | routers for name, setting in settings.items()}
     (kept,) = run_ranks(1, kept_bytes, model, (1, 1, 1), settings)
     for layout in ("one", "pp2"):
-        for found in run_ranks(LAYOUTS[layout][2], train, model, LAYOUTS[layout], settings):
+        for numbers_by_setting in run_ranks(LAYOUTS[layout][2], train, model, LAYOUTS[layout], settings):
             for setting in settings.keys() - {"none"}:
-                for mine, theirs in zip(numbers(found[setting]), numbers(found["none"]), strict=True):
+                for mine, theirs in zip(
+                    numbers(numbers_by_setting[setting]), numbers(numbers_by_setting["none"]), strict=True
+                ):
                     if setting == "mla_up_proj":
                         assert float((mine - theirs).norm()) <= RELATIVE * float(theirs.norm())
                     else:

@@ -102,8 +102,8 @@ def compare(buckets: Any, exported: list[list[tuple[str, torch.Tensor]]]) -> dic
         bucket = buckets.write(number)
         dist.barrier()
         assert [name for name, _ in bucket.named] == [name for name, _ in expected]
-        for (name, found), (_, tensor) in zip(bucket.named, expected, strict=True):
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+        for (name, shared), (_, tensor) in zip(bucket.named, expected, strict=True):
+            assert shared.dtype == tensor.dtype and torch.equal(shared, tensor), name
         dist.barrier()
         own = {name: torch.full_like(tensor, torch.nan) for name, tensor in bucket.named}
         buckets.writer.write(number, own)

@@ -84,9 +84,9 @@ def test_attention_equals_one_rank(cp_size: int, num_heads: int, num_kv_heads: i
     order = zigzag_order(tuple(padded), cp_size)
     torch.testing.assert_close(torch.cat([out for out, _ in ranks]), expected.detach()[order], atol=ABSOLUTE, rtol=1e-5)
     for index, tensor in enumerate(tensors):
-        found = torch.cat([grads[index] for _, grads in ranks])
+        gradient = torch.cat([grads[index] for _, grads in ranks])
         # Gradients are weighted by token positions of up to 40.
-        torch.testing.assert_close(found, tensor.grad[order], atol=40 * ABSOLUTE, rtol=1e-5)
+        torch.testing.assert_close(gradient, tensor.grad[order], atol=40 * ABSOLUTE, rtol=1e-5)
 
 
 def test_zigzag_gives_every_rank_the_same_causal_work() -> None:

@@ -39,8 +39,8 @@ def logprobs_of_engine(model: str, layout: dict[str, int]) -> list[Tensor]:
     groups = initialize(Layout(**layout), backend=platform.backend(), timeout_s=60, seed=1)
     engine = MegatronEngine(model, MegatronConfig(dtype="float32"), groups, optim=None)
     shard = DataProto({"input_ids": Jagged.from_list(rows(), torch.int64)})
-    found = engine.logprobs(shard, [[0], [1, 2]], temperature=1.0)["logprobs"]
-    return list(found.values.split(list(LENGTHS)))
+    logprobs = engine.logprobs(shard, [[0], [1, 2]], temperature=1.0)["logprobs"]
+    return list(logprobs.values.split(list(LENGTHS)))
 
 
 @torch.no_grad()
@@ -48,11 +48,11 @@ def logprobs_of_transformers(model: str) -> list[Tensor]:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found = []
+    logprobs = []
     for ids in rows():
         logits = theirs(ids[None]).logits[0, :-1].log_softmax(-1)
-        found.append(torch.cat([torch.zeros(1), logits.gather(1, ids[1:, None])[:, 0]]))
-    return found
+        logprobs.append(torch.cat([torch.zeros(1), logits.gather(1, ids[1:, None])[:, 0]]))
+    return logprobs
 
 
 @pytest.mark.parametrize(

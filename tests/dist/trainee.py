@@ -72,9 +72,9 @@ class Trainee:
 
     def state(self) -> list[Tensor]:
         """Copies of parameters, main parameters and Adam's state: all that an update may change."""
-        found = [parameter for chunk in self.engine.chunks for parameter in chunk.parameters()]
+        tensors = [parameter for chunk in self.engine.chunks for parameter in chunk.parameters()]
         for part in self.engine.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
-                found += group["params"]
-            found += [value for state in part.optimizer.state.values() for value in state.values()]
-        return [tensor.detach().clone() for tensor in found]
+                tensors += group["params"]
+            tensors += [value for state in part.optimizer.state.values() for value in state.values()]
+        return [tensor.detach().clone() for tensor in tensors]
