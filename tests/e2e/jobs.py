@@ -114,9 +114,9 @@ class Job:
         # The number of a command that was waited for may be another process's by now.
         command = self.process.pid if self.process.returncode is None else None
         known = [process for process in table if process in self.seen or process.pid == command]
-        found = _with_marker(table, self.marker, known)
-        self.seen |= found
-        return found
+        running = _with_marker(table, self.marker, known)
+        self.seen |= running
+        return running
 
     def commands(self) -> list[str]:
         """Number and command line of every process of the job."""
@@ -188,13 +188,13 @@ def _with_marker(table: dict[Process, int], marker: str, known: Sequence[Process
     for process, parent in table.items():
         children.setdefault(parent, []).append(process)
     waiting = [*known, *(process for process in table if _has_marker(process.pid, marker))]
-    found: set[Process] = set()
+    visited: set[Process] = set()
     while waiting:
         process = waiting.pop()
-        if process not in found:
-            found.add(process)
+        if process not in visited:
+            visited.add(process)
             waiting += children.get(process.pid, [])
-    return found
+    return visited
 
 
 @dataclass(frozen=True)
@@ -377,17 +377,17 @@ def refused(job: Job | Finished, timeout_s: float = 120) -> str:
 
 def numbered(message: str) -> list[str]:
     """The violations of a message."""
-    head, *found = re.split(r"\n  \d+\. ", message.rstrip())
+    head, *violations = re.split(r"\n  \d+\. ", message.rstrip())
     count = re.fullmatch(r"error: The configuration has (\d+) problems?:", head)
-    assert count and int(count[1]) == len(found), message
-    return found
+    assert count and int(count[1]) == len(violations), message
+    return violations
 
 
 def only(violations: list[str], *parts: str) -> str:
     """The one violation that has all the parts."""
-    found = [text for text in violations if all(part in text for part in parts)]
-    assert len(found) == 1, f"{parts} in {violations}"
-    return found[0]
+    matching = [text for text in violations if all(part in text for part in parts)]
+    assert len(matching) == 1, f"{parts} in {violations}"
+    return matching[0]
 
 
 def _shared_by(pid: int) -> set[str]:

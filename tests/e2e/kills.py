@@ -178,15 +178,15 @@ def _make_pipe(run_dir: Path) -> None:
 
 def problems(pair: Pair, *, is_exact: bool) -> list[ComparedPart]:
     """What of the killed run is not as in the undisturbed one, and how much was compared."""
-    found = [one for one in compare(pair, is_exact=is_exact) if one.what != MLFLOW]
-    found += [_in_mlflow(pair, is_exact), compared_part("order of the logged steps", "", _order(pair.resumed))]
+    parts = [one for one in compare(pair, is_exact=is_exact) if one.what != MLFLOW]
+    parts += [_in_mlflow(pair, is_exact), compared_part("order of the logged steps", "", _order(pair.resumed))]
     wanted = read_metrics(pair.straight)
     if is_exact:
         lines = Record.read(pair.resumed).lines
-        found.append(compared_part("lines of all processes", f"{len(lines)} lines", _other_lines(lines, wanted)))
+        parts.append(compared_part("lines of all processes", f"{len(lines)} lines", _other_lines(lines, wanted)))
         validation = metric_differences(wanted, read_metrics(pair.resumed), wanted=lambda key: key.startswith("val-"))
-        found.append(compared_part("validations", "", validation))
-    return found
+        parts.append(compared_part("validations", "", validation))
+    return parts
 
 
 def _in_mlflow(pair: Pair, is_exact: bool) -> ComparedPart:

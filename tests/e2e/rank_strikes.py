@@ -105,7 +105,7 @@ def rank_in(phase: str, rank: int) -> int | None:
     """The process of that rank which is in the phase now, by the heartbeats of this cluster."""
     for beat in session_logs().glob("rank-*.beat"):
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(beat.read_text(encoding="utf-8"))
-            if (found["phase"], found["rank"]) == (phase, rank):
+            heartbeat = json.loads(beat.read_text(encoding="utf-8"))
+            if (heartbeat["phase"], heartbeat["rank"]) == (phase, rank):
                 return int(beat.stem.partition("-")[2])
     return None

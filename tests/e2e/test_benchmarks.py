@@ -165,9 +165,9 @@ def test_the_vocabulary_head_is_found_in_a_profile() -> None:
         (logprobs.sum() + entropy.sum()).backward()
     events = profiler.events()
     products = [e for e in events if e.name in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::addmm_out")]
-    found = [time_shares.category_of(time_shares._chain(event, None)) for event in products]
+    categories = [time_shares.category_of(time_shares._chain(event, None)) for event in products]
     # Logits, then in the backward pass logits again, gradients of the hidden states and of the weight.
-    assert found.count("vocabulary head") >= 4 and found.count("gemm") == 3
+    assert categories.count("vocabulary head") >= 4 and categories.count("gemm") == 3
     assert time_shares.cpu_shares(events)["vocabulary head"] > 0
 
 
@@ -178,14 +178,14 @@ def test_packing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result["num_real_texts"] > 1000
     assert len(result["compared"]) == 3
-    for found in result["compared"].values():
+    for comparison in result["compared"].values():
         for planner in ("scalerl", "verl", "slime", "nemo"):
-            one = found[planner]
-            assert one["num_micro_batches"] >= found["lower_bound_equal_counts"] >= found["lower_bound"]
+            one = comparison[planner]
+            assert one["num_micro_batches"] >= comparison["lower_bound_equal_counts"] >= comparison["lower_bound"]
             assert one["imbalance_max"] >= one["imbalance_mean"] >= 1.0
-        ours = found["scalerl"]
+        ours = comparison["scalerl"]
         assert (ours["batches_over_cap"], ours["worst_fill"] <= 1.0) == (0, True)
-        assert ours["num_micro_batches"] <= found["nemo"]["num_micro_batches"]
+        assert ours["num_micro_batches"] <= comparison["nemo"]["num_micro_batches"]
     assert {one["num_samples"] for one in result["timed"]} == {256}
     assert all(one["worst_fill"] <= 1.0 and one["optimality_gap"] >= 0 for one in result["timed"])
 
@@ -231,16 +231,16 @@ def test_weight_sync(tmp_path: Path) -> None:
         *("--rollout", "embedded", "--dtype", "float32", "--paths", "shared", "gathered"),
     )  # fmt: skip
     assert result["copies_per_byte"] == 2
-    found = {(one["path"], one["bucket_mb"]): one for one in result["measured"]}
-    assert found.keys() == {(path, size) for path in ("shared", "gathered") for size in (2, 64)}
-    for (path, size), one in found.items():
+    measurements = {(one["path"], one["bucket_mb"]): one for one in result["measured"]}
+    assert measurements.keys() == {(path, size) for path in ("shared", "gathered") for size in (2, 64)}
+    for (path, size), one in measurements.items():
         assert_positive({name: value for name, value in one.items() if name not in ("layout", "path")})
         assert one["num_buckets"] > 2 if size == 2 else one["num_buckets"] == 1
         assert one["whole_gb_per_s"] == pytest.approx(one["gb"] / one["seconds"]["whole"]["median"])
         if path == "shared":
             limit = one["copy_gb_per_s"] / result["copies_per_byte"]
             assert one["send_over_limit"] == pytest.approx(one["send_gb_per_s"] / limit)
-    assert len({one["gb"] for one in found.values()}) == 1
+    assert len({one["gb"] for one in measurements.values()}) == 1
 
 
 @pytest.mark.full
@@ -344,8 +344,8 @@ def test_a_failing_trainer_is_reported_in_its_own_words(tmp_path: Path) -> None:
 
 
 def learning_run(name: str, seed: int, validations: dict[int, float]) -> dict[str, Any]:
-    found = {str(step): value for step, value in validations.items()}
-    return {"settings": {"algorithm": name, "seed": seed}, **algorithms.outcome(found)}
+    rewards_by_step = {str(step): value for step, value in validations.items()}
+    return {"settings": {"algorithm": name, "seed": seed}, **algorithms.outcome(rewards_by_step)}
 
 
 def test_learning_table(tmp_path: Path) -> None:
@@ -357,11 +357,11 @@ def test_learning_table(tmp_path: Path) -> None:
         learning_run("grpo", 1, {0: 0.3, 5: 0.2, 10: 0.8, 100: 0.8}),
         learning_run("ppo", 0, {0: 0.1, 100: 0.6}),
     ]
-    found = algorithms.summarize(runs)
-    assert found["grpo"]["steps_to_goal"] == [5, 10] and found["grpo"]["steps_to_goal_median"] == 7.5
-    assert found["grpo"]["final_mean"] == pytest.approx(0.85) and found["grpo"]["first"] == pytest.approx(0.2)
-    assert found["ppo"]["steps_to_goal_median"] is None
-    text = algorithms.table(found)
+    summaries = algorithms.summarize(runs)
+    assert summaries["grpo"]["steps_to_goal"] == [5, 10] and summaries["grpo"]["steps_to_goal_median"] == 7.5
+    assert summaries["grpo"]["final_mean"] == pytest.approx(0.85) and summaries["grpo"]["first"] == pytest.approx(0.2)
+    assert summaries["ppo"]["steps_to_goal_median"] is None
+    text = algorithms.table(summaries)
     assert "| grpo | 2 | 0.200 | 0.850 | 0.900, 0.800 | 7.5 | 5, 10 |" in text.splitlines()
     assert "| ppo | 1 | 0.100 | 0.600 | 0.600 | - | - |" in text.splitlines()
     page = tmp_path / "algorithms.md"

@@ -64,9 +64,9 @@ def undisturbed(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFac
 
 
 def assert_same_run(expected: Path, run_dir: Path, tmp_path: Path) -> None:
-    wanted, found = (numbers_but_faults(at) for at in (expected, run_dir))
+    wanted, metrics_by_step = (numbers_but_faults(at) for at in (expected, run_dir))
     assert all(wanted[step]["actor/grad_norm"] > 0 for step in range(1, STEPS + 1)), "this would prove nothing"
-    assert found == wanted
+    assert metrics_by_step == wanted
     assert_same_samples(expected, run_dir)
     assert_same_weights(expected, run_dir, tmp_path)
 

@@ -102,8 +102,8 @@ def test_the_own_data_set_is_what_the_prompts_come_from(done: Done) -> None:
 
 def test_the_own_backend_has_every_number(done: Done) -> None:
     lines = (done.run_dir / "metrics.csv").read_text().splitlines()
-    found = {tuple(line.split(",")[:2]) for line in lines}
-    assert found == {(str(step), key) for step, data in done.record.final.items() for key in data}
+    steps_and_keys = {tuple(line.split(",")[:2]) for line in lines}
+    assert steps_and_keys == {(str(step), key) for step, data in done.record.final.items() for key in data}
 
 
 def test_the_own_loop_trains_logs_and_saves(done: Done) -> None:

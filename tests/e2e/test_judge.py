@@ -51,8 +51,8 @@ def mixed(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def verdict(text: str) -> float | None:
     """The number of the judge's text, None where it has none that counts."""
-    found = re.search(PATTERN, text)
-    return float(found[1]) if found and float(found[1]) <= HIGHEST else None
+    match = re.search(PATTERN, text)
+    return float(match[1]) if match and float(match[1]) <= HIGHEST else None
 
 
 def greedy_texts(model_dir: Path, questions: list[str], max_new_tokens: int) -> list[str]:

@@ -55,12 +55,12 @@ def own(rewards_S, uids_S, config):
 
 def processes_of(title: str) -> set[int]:
     """Live ones below this process."""
-    found = set()
+    pids = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(title):
-                found.add(process.pid)
-    return found
+                pids.add(process.pid)
+    return pids
 
 
 def commands() -> Iterator[tuple[psutil.Process, list[str]]]:
@@ -104,8 +104,8 @@ def test_the_numbers_are_those_of_new_processes(
     assert wanted[STEPS]["actor/grad_norm"] > 0 and wanted[STEPS]["critic/grad_norm"] > 0
     train(kept, inputs, tmp_path / "other", *OTHERS[name])
     run_dir = tmp_path / "run"
-    found = train(kept, inputs, run_dir, *CRITIC)
-    assert {step: reproducible(data) for step, data in found.items()} == wanted
+    metrics_by_step = train(kept, inputs, run_dir, *CRITIC)
+    assert {step: reproducible(data) for step, data in metrics_by_step.items()} == wanted
     for step in range(1, STEPS + 1):
         theirs, ours = (pq.read_table(at / "rollouts" / f"step_{step}.parquet") for at in (new, run_dir))
         assert ours.equals(theirs), f"samples of step {step}"
@@ -153,9 +153,9 @@ def test_models_may_be_built_before_the_servers_start(
         return start_order(cfg, "cuda")
 
     monkeypatch.setattr(build, "start_order", as_on_gpus)
-    found = train(kept, inputs, tmp_path / "run", *CRITIC)
+    metrics_by_step = train(kept, inputs, tmp_path / "run", *CRITIC)
     wanted = {step: reproducible(data) for step, data in Record.read(new).final.items()}
-    assert {step: reproducible(data) for step, data in found.items()} == wanted and asked == ["cpu"]
+    assert {step: reproducible(data) for step, data in metrics_by_step.items()} == wanted and asked == ["cpu"]
 
 
 def test_files_of_the_user_are_forgotten(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
@@ -209,13 +209,13 @@ def test_memory_does_not_grow_with_the_number_of_runs(inputs: Inputs, kept: Kept
     kinds = re.compile(r"ray::(RankProcess|RolloutWorker|ReplicaHost)|.*(embedded\.server)")
 
     def resident_mib() -> dict[str, float]:
-        found: dict[str, float] = {}
+        mib_by_name: dict[str, float] = {}
         for process, command in commands():
             if kind := kinds.match(" ".join(command)):
                 name = kind[1] or kind[2]
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found[name] = max(found.get(name, 0.0), process.memory_info().rss / 2**20)
-        return found
+                    mib_by_name[name] = max(mib_by_name.get(name, 0.0), process.memory_info().rss / 2**20)
+        return mib_by_name
 
     def resident_after(first: int, runs: int) -> dict[str, float]:
         """The least after any of the last three of these runs: what the allocator keeps for a while comes and goes."""

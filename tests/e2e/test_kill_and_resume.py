@@ -126,8 +126,8 @@ def merged(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
     for model in sorted((run_dir / f"global_step_{STEPS}").iterdir()):
         if model.is_dir():
             merge(model, target / model.name)
-            found = load_file(target / model.name / "model.safetensors")
-            tensors |= {f"{model.name} {name}": tensor for name, tensor in found.items()}
+            weights = load_file(target / model.name / "model.safetensors")
+            tensors |= {f"{model.name} {name}": tensor for name, tensor in weights.items()}
     return tensors
 
 
@@ -382,10 +382,10 @@ def test_sigusr1_ends_the_step_saves_and_exits_75(
     assert_same_weights(expected, run_dir, tmp_path)
     ours, theirs = Record.read(run_dir).final, Record.read(expected).final
     for step in range(1, STEPS + 1):
-        found = reproducible(ours[step])
+        metrics = reproducible(ours[step])
         if step == 3:
-            del found[validation_key(inputs)]
-        assert found == reproducible(theirs[step])
+            del metrics[validation_key(inputs)]
+        assert metrics == reproducible(theirs[step])
 
 
 @pytest.mark.full
@@ -454,8 +454,8 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(
     ]
     finished = kept.train(inputs.overrides(tmp_path, *more))
     assert finished.code == 0, finished.tail()
-    found = Record.read(trained).final[step]
-    validation = {key: value for key, value in found.items() if key.startswith("val-")}
+    metrics = Record.read(trained).final[step]
+    validation = {key: value for key, value in metrics.items() if key.startswith("val-")}
     assert validation_key(inputs) in validation
     assert Record.read(tmp_path / "val_only").final == {step: validation}
     assert f"{validation_key(inputs)} {validation[validation_key(inputs)]:.4f}" in finished.stdout

@@ -94,15 +94,15 @@ def run(inputs: Inputs, kept: Kept, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def assert_same_first_step(found: Record, expected: Record, rel: float) -> None:
+def assert_same_first_step(record: Record, expected: Record, rel: float) -> None:
     wanted = {key: value for key, value in expected.final[1].items() if key.startswith(SAME)}
-    ours = {key: value for key, value in found.final[1].items() if key.startswith(SAME)}
+    ours = {key: value for key, value in record.final[1].items() if key.startswith(SAME)}
     assert ours.keys() == wanted.keys()
     assert wanted["actor/grad_norm"] > 0 and wanted["critic/score/max"] > wanted["critic/score/min"]
     assert ours == pytest.approx(wanted, rel=rel, abs=1e-6)
     for step in range(1, STEPS + 1):
         # What was trained is what samples.
-        assert found.final[step]["training/rollout_probs_diff_max"] < 1e-4
+        assert record.final[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
 @pytest.mark.parametrize(("family", "layout"), CORE)
@@ -115,20 +115,22 @@ def test_the_numbers_of_one_process(run: Callable[..., Record], family: str, lay
 def test_a_run_in_bfloat16_updates_and_its_two_log_probs_are_near(run: Callable[..., Record]) -> None:
     """Of the sampler and of two trainer ranks. The numbers of float32 are others, since the samples are."""
     low = ("actor_rollout_ref.actor.megatron.dtype=bfloat16", "actor_rollout_ref.rollout.dtype=bfloat16")
-    found = run("qwen3", 2, *low).final
+    metrics_by_step = run("qwen3", 2, *low).final
     for step in range(1, STEPS + 1):
-        assert found[step]["actor/grad_norm"] > 0 and found[step]["actor/num_updates"] == 2
+        assert metrics_by_step[step]["actor/grad_norm"] > 0 and metrics_by_step[step]["actor/num_updates"] == 2
         # bfloat16 has 8 bits: two roundings of the same log-prob of a likely token differ by some 2^-8 of it.
-        assert 0 < found[step]["training/rollout_probs_diff_mean"] < 2**-6
+        assert 0 < metrics_by_step[step]["training/rollout_probs_diff_mean"] < 2**-6
 
 
 @pytest.mark.full
 def test_a_wide_sglang_server_samples_from_what_two_ranks_train(run: Callable[..., Record]) -> None:
     wide = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    found = run("qwen3", 2, f"{TP}=2", *wide, "actor_rollout_ref.rollout.verify_weights_every=1").final
+    metrics_by_step = run("qwen3", 2, f"{TP}=2", *wide, "actor_rollout_ref.rollout.verify_weights_every=1").final
     for step in range(1, STEPS + 1):
-        assert found[step]["actor/grad_norm"] > 0 and found[step]["timing_s/update_weights/verify"] > 0
-        assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+        assert (
+            metrics_by_step[step]["actor/grad_norm"] > 0 and metrics_by_step[step]["timing_s/update_weights/verify"] > 0
+        )
+        assert metrics_by_step[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
 @pytest.mark.full
@@ -174,12 +176,12 @@ def test_a_run_goes_on_on_another_layout(
     said = train(after, resumed).stdout
     assert f"resumed from {resumed / 'global_step_1'}" in said and "changed since that checkpoint: " in said
     ends = [run_dir / "global_step_2" for run_dir in (straight, resumed)]
-    found = [
+    parts = [
         compare_states(*ends),
         compare_samples(straight / "rollouts", resumed / "rollouts", [2], ("prompt_uid", "uid", "seed", "input_ids")),
         *compare_models(*ends, tolerance=1e-5),
     ]
-    assert [(one.what, one.difference) for one in found if one.difference is not None] == []
+    assert [(one.what, one.difference) for one in parts if one.difference is not None] == []
     wanted, ours = (
         {key: value for key, value in Record.read(run_dir).final[2].items() if key.startswith(SAME)}
         for run_dir in (straight, resumed)

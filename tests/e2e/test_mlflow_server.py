@@ -83,8 +83,8 @@ def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record for record in caplog.records if record.name.startswith("scalerl")]
-    return [record.getMessage() for record in found if record.levelno >= logging.WARNING]
+    records = [record for record in caplog.records if record.name.startswith("scalerl")]
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
 
 
 def history(server: Server, run_id: str) -> list[tuple[int, float]]:
@@ -97,11 +97,11 @@ def spooled(run_dir: Path) -> int:
 
 
 def artifacts(server: Server, run_id: str) -> list[str]:
-    client, found, folders = MlflowClient(server.uri), [], [""]
+    client, files, folders = MlflowClient(server.uri), [], [""]
     while folders:
         for each in client.list_artifacts(run_id, folders.pop()):
-            (folders if each.is_dir else found).append(each.path)
-    return sorted(found)
+            (folders if each.is_dir else files).append(each.path)
+    return sorted(files)
 
 
 def test_a_server_killed_and_restarted_in_the_middle_loses_and_repeats_nothing(server, tmp_path, caplog):

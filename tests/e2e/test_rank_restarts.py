@@ -173,10 +173,14 @@ def test_a_rank_is_killed_in_fine_tuning(inputs: Inputs, kept: Kept, tmp_path: P
     assert ended.code == 0, ended.tail()
     ((step, (number, redone, lost_s)),) = losses(tmp_path / "struck").items()
     assert (step, number) == (saved, 1.0) and 1 <= redone <= steps - saved and lost_s > 0
-    found, wanted = (
+    metrics_by_step, wanted = (
         {s: reproducible(d) for s, d in Record.read(tmp_path / n).final.items()} for n in ("struck", "whole")
     )
-    assert found == wanted and sorted(found) == list(range(steps + 1)) and found[steps]["train/grad_norm"] > 0
+    assert (
+        metrics_by_step == wanted
+        and sorted(metrics_by_step) == list(range(steps + 1))
+        and metrics_by_step[steps]["train/grad_norm"] > 0
+    )
     pieces = [final_pieces(tmp_path / name, steps) for name in ("struck", "whole")]
     assert pieces[0] and pieces[0] == pieces[1]
 

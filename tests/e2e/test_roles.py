@@ -90,7 +90,7 @@ def test_gae_of_the_dumped_samples(colocated: Done) -> None:
         assert len(rows) == PROMPTS * SAMPLES
         assert logged["critic/score/mean"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
         wanted: list[float] = []
-        found: list[float] = []
+        advantages: list[float] = []
         for row in rows:
             sampled = [at for at, is_sampled in enumerate(row["response_mask"]) if is_sampled]
             values = [row["values"][at] for at in sampled]
@@ -102,9 +102,9 @@ def test_gae_of_the_dumped_samples(colocated: Done) -> None:
             returns = [advantage + value for advantage, value in zip(raw, values, strict=True)]
             assert [row["returns"][at] for at in sampled] == pytest.approx(returns, abs=1e-5)
             wanted += raw
-            found += [row["advantages"][at] for at in sampled]
+            advantages += [row["advantages"][at] for at in sampled]
         mean, deviation = statistics.fmean(wanted), statistics.stdev(wanted)
-        assert found == pytest.approx([(advantage - mean) / deviation for advantage in wanted], abs=1e-4)
+        assert advantages == pytest.approx([(advantage - mean) / deviation for advantage in wanted], abs=1e-4)
         assert abs(logged["critic/advantages/mean"]) < 1e-6
 
 
@@ -115,11 +115,11 @@ def test_pools_of_their_own_change_no_number(
     done = run(kept, inputs, tmp_path / "run", *GAE, "trainer.critic_warmup=1", *OWN_POOLS[pools])
     for step in range(1, STEPS + 1):
         expected = {key: value for key, value in colocated.record.final[step].items() if key.startswith(SAME)}
-        found = {key: value for key, value in done.record.final[step].items() if key.startswith(SAME)}
-        assert found.keys() == expected.keys()
+        metrics = {key: value for key, value in done.record.final[step].items() if key.startswith(SAME)}
+        assert metrics.keys() == expected.keys()
         for key in ROUNDING:
-            assert abs(found.pop(key)) < 1e-6 and abs(expected.pop(key)) < 1e-6
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
+            assert abs(metrics.pop(key)) < 1e-6 and abs(expected.pop(key)) < 1e-6
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
         theirs, ours = (
             pq.read_table(at.run_dir / "rollouts" / f"step_{step}.parquet", columns=["input_ids", "score"])
             for at in (colocated, done)

@@ -66,14 +66,14 @@ def test_where_sampler_and_trainer_agree_a_correction_changes_nothing(
 ) -> None:
     corrected = run(kept, inputs, tmp_path / "run", *EVERYTHING_ON)
     for step in range(1, STEPS + 1):
-        expected, found = plain.metrics[step], corrected.metrics[step]
+        expected, metrics = plain.metrics[step], corrected.metrics[step]
         for name in ("max", "min", "seq_max", "seq_min"):
-            assert found[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1.0, abs=1e-4)
-        assert found["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0, abs=1e-6)
-        assert found["rollout_corr/rollout_rs_masked_fraction"] == found["actor/rejected_updates"] == 0.0
+            assert metrics[f"rollout_corr/rollout_is_{name}"] == pytest.approx(1.0, abs=1e-4)
+        assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == metrics["actor/rejected_updates"] == 0.0
         same = {key: value for key, value in expected.items() if key.startswith(SAME)}
         assert {"actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/score/mean"} <= same.keys()
-        assert {key: found[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-6), f"step {step}"
+        assert {key: metrics[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-6), f"step {step}"
         assert [row["input_ids"] for row in plain.dump(step)] == [row["input_ids"] for row in corrected.dump(step)]
         # Two engines in float32; without a correction it is measured all the same.
         assert expected["rollout_corr/k3_kl"] < 1e-8 and expected["rollout_corr/token_log_ratio_max"] < 1e-4
@@ -100,10 +100,10 @@ def test_the_tokens_that_differ_most_are_listed_beside_the_dump(plain: Done) -> 
 def test_a_run_whose_samples_are_all_rejected_goes_on_and_counts(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     done = run(kept, inputs, tmp_path / "run", *EVERYTHING_REJECTED)
     for step in range(1, STEPS + 1):
-        found = done.metrics[step]
-        assert found["rollout_corr/rollout_rs_masked_fraction"] == 1.0
-        assert found["rollout_corr/rollout_rs_num_dropped"] == PROMPTS * SAMPLES
-        assert (found["actor/num_updates"], found["actor/rejected_updates"]) == (0.0, 2.0)
-        assert found["actor/skipped_updates"] == 0.0
-        assert not any(key in found for key in ("actor/pg_loss", "actor/grad_norm", "perf/mfu/actor"))
-        assert found["critic/score/mean"] > 0 and found["timing_s/update_weights"] > 0
+        metrics = done.metrics[step]
+        assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 1.0
+        assert metrics["rollout_corr/rollout_rs_num_dropped"] == PROMPTS * SAMPLES
+        assert (metrics["actor/num_updates"], metrics["actor/rejected_updates"]) == (0.0, 2.0)
+        assert metrics["actor/skipped_updates"] == 0.0
+        assert not any(key in metrics for key in ("actor/pg_loss", "actor/grad_norm", "perf/mfu/actor"))
+        assert metrics["critic/score/mean"] > 0 and metrics["timing_s/update_weights"] > 0

@@ -129,9 +129,9 @@ def test_metrics_of_a_run(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     for step, metrics in steps.items():
         for kind in ("peak", "current"):
             prefix = f"perf/memory_{kind}_gb/"
-            found = {key.removeprefix(prefix): metrics[key] for key in metrics if key.startswith(prefix)}
-            assert sorted(found) == phases[step]
-            assert all(0 < gib < 64 for gib in found.values())
+            gib_by_phase = {key.removeprefix(prefix): metrics[key] for key in metrics if key.startswith(prefix)}
+            assert sorted(gib_by_phase) == phases[step]
+            assert all(0 < gib < 64 for gib in gib_by_phase.values())
         assert {"train/loss", "train/grad_norm", "perf/max_memory_allocated_gb"} <= metrics.keys()
         assert ("val/loss" in metrics) is (step > 1)
         assert ("timing_s/profile" in metrics) is (step == 2)

@@ -77,8 +77,8 @@ def test_any_difference_is_found(verified: Verified) -> None:
     """Each is put into what the resumed run left, alone."""
 
     def first() -> str:
-        found = compare(verified.pair, is_exact=True)
-        return next((f"{one.what}: {one.difference}" for one in found if one.difference is not None), "none")
+        parts = compare(verified.pair, is_exact=True)
+        return next((f"{one.what}: {one.difference}" for one in parts if one.difference is not None), "none")
 
     assert first() == "none"
     step_2 = verified.pair.resumed / "global_step_2"
@@ -176,35 +176,35 @@ def test_what_only_the_process_remembers_is_found(
         # As it was, after the test.
         monkeypatch.setattr(PromptCursor, name, getattr(PromptCursor, name))
     (tmp_path / "own.py").write_text(REMEMBERED)
-    found = verify(inputs, kept, tmp_path / "run", f"trainer.import_files=[{tmp_path / 'own.py'}]")
-    assert found.code == 1, found.said
-    assert "first difference, in sampled tokens: step 2: " in found.said
+    verified = verify(inputs, kept, tmp_path / "run", f"trainer.import_files=[{tmp_path / 'own.py'}]")
+    assert verified.code == 1, verified.said
+    assert "first difference, in sampled tokens: step 2: " in verified.said
 
 
 @pytest.mark.full
 def test_with_sglang_it_says_what_it_compares(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
-    found = verify(inputs, kept, tmp_path, "actor_rollout_ref.rollout.name=sglang")
-    assert found.code == 0, found.said
-    assert "not compared: tokens, weights, optimizers" in found.said
+    verified = verify(inputs, kept, tmp_path, "actor_rollout_ref.rollout.name=sglang")
+    assert verified.code == 0, verified.said
+    assert "not compared: tokens, weights, optimizers" in verified.said
     for what in ("steps", "prompts", "state of the run", "learning rates", "MLflow's history"):
-        assert f"  {what} " in found.said
-    assert "actor: weights" not in found.said
+        assert f"  {what} " in verified.said
+    assert "actor: weights" not in verified.said
 
 
 @pytest.mark.full
 def test_where_servers_run_ahead_it_says_what_it_compares(inputs: Inputs, kept: Kept, tmp_path: Path) -> None:
     """The step after the resume has samples of the policy before it, and in one go of the one before that."""
-    found = verify(inputs, kept, tmp_path, *OWN_POOL, CORRECTED, "trainer.max_staleness=1")
-    assert found.code == 0, found.said
-    assert "not compared: tokens, weights, optimizers" in found.said and "sample ahead" in found.said
+    verified = verify(inputs, kept, tmp_path, *OWN_POOL, CORRECTED, "trainer.max_staleness=1")
+    assert verified.code == 0, verified.said
+    assert "not compared: tokens, weights, optimizers" in verified.said and "sample ahead" in verified.said
     versions = [
         set(pq.read_table(at / "rollouts" / "step_2.parquet")["policy_version"].to_pylist())
-        for at in (found.pair.straight, found.pair.resumed)
+        for at in (verified.pair.straight, verified.pair.resumed)
     ]
     assert versions == [{0}, {1}]
     for what in ("steps", "prompts", "state of the run", "learning rates", "MLflow's history"):
-        assert f"  {what} " in found.said
-    assert "actor: weights" not in found.said
+        assert f"  {what} " in verified.said
+    assert "actor: weights" not in verified.said
 
 
 def test_a_step_is_computed_again(verified: Verified, kept: Kept) -> None:
@@ -217,8 +217,8 @@ def test_a_step_is_computed_again(verified: Verified, kept: Kept) -> None:
     assert code == 1
     # Of each that differs the first number or tensor is named; the loss is of several updates.
     names = [line for line in said.splitlines() if line.startswith("first difference, in ")]
-    found = {line.removeprefix("first difference, in ").partition(": ")[0] for line in names}
-    assert {"loss", "actor"} <= found, said
+    differing = {line.removeprefix("first difference, in ").partition(": ")[0] for line in names}
+    assert {"loss", "actor"} <= differing, said
     assert re.search(r"^first difference, in actor: weights: \S*weight: by up to ", said, re.M), said
     assert re.search(r"^first difference, in actor: optimizer: optimizer\.state\.\S+: by up to ", said, re.M), said
     assert not (verified.pair.resumed / "replay").exists()
