@@ -16,5 +16,5 @@ from tests.tiny_models import make_tiny_model
 
 def test_what_changes_or_moves_the_weights_waits_for_the_copy(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen3", num_layers=4, hidden_size=256, head_dim=64)
-    found = run_isolated(change_while_copying, str(model), (1, 1, 1), str(tmp_path / "run"), device="cuda")
-    assert len(found) == 3 and all(waited == beside for waited, beside in found)
+    digest_pairs = run_isolated(change_while_copying, str(model), (1, 1, 1), str(tmp_path / "run"), device="cuda")
+    assert len(digest_pairs) == 3 and all(waited == beside for waited, beside in digest_pairs)

@@ -95,13 +95,15 @@ def test_float32_on_cuda_gives_the_numbers_of_the_cpu(model: Path, reference: di
     """Without TF32 (torch's default) only the order of additions differs; Adam makes 1e-6 of a gradient 1e-4."""
     outcome = run_isolated(train, str(model), "float32", device="cuda")
     assert_learned(outcome)
-    found = distances(outcome, reference)
-    assert found["before"] < 1e-5 and found["loss"] < 1e-4 and found["norm"] < 1e-3 and found["after"] < 1e-3, found
+    distance = distances(outcome, reference)
+    assert (
+        distance["before"] < 1e-5 and distance["loss"] < 1e-4 and distance["norm"] < 1e-3 and distance["after"] < 1e-3
+    ), distance
 
 
 def test_bfloat16_on_cuda_stays_near_float32_on_the_cpu(model: Path, reference: dict[str, Any]) -> None:
     outcome = run_isolated(train, str(model), "bfloat16", device="cuda")
     assert outcome["dtypes"] == {"torch.bfloat16"}
     assert_learned(outcome)
-    found = distances(outcome, reference)
-    assert all(found[name] < bound for name, bound in BFLOAT16_BOUNDS.items()), found
+    distance = distances(outcome, reference)
+    assert all(distance[name] < bound for name, bound in BFLOAT16_BOUNDS.items()), distance

@@ -23,11 +23,11 @@ def test_grouped_experts(sizes: tuple[int, ...]) -> None:
     drawn = [(torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(torch.bfloat16) for shape in shapes]
     weights_N = torch.rand(sum(sizes), generator=generator)
     upstream = torch.randn(sum(sizes), HIDDEN, generator=generator).to(torch.bfloat16)
-    found = []
+    outputs_and_gradients = []
     for compute, device, dtype in ((grouped, "cuda", torch.bfloat16), (one_by_one, "cpu", torch.float32)):
         inputs = [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
         out = compute(inputs[0], torch.tensor(sizes), weights_N.to(device), *inputs[1:])
         gradients = torch.autograd.grad(out, inputs, upstream.to(device, dtype))
-        found.append([tensor.float().cpu() for tensor in (out, *gradients)])
-    for mine, theirs, bound in zip(*found, (FORWARD_BOUND, *[GRADIENT_BOUND] * 3), strict=True):
+        outputs_and_gradients.append([tensor.float().cpu() for tensor in (out, *gradients)])
+    for mine, theirs, bound in zip(*outputs_and_gradients, (FORWARD_BOUND, *[GRADIENT_BOUND] * 3), strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < bound

@@ -47,26 +47,26 @@ def train(model: str, dtype: str, fused: bool, directory: str) -> dict[str, Any]
     trainee = Trainee(model, (1, 1, 1), dtype=dtype)
     if not fused:
         use_usual_adam(trainee.engine.optimizer)
-    found: dict[str, Any] = {"updates": []}
+    history: dict[str, Any] = {"updates": []}
     for _ in range(NUM_UPDATES):
         trainee.engine.to_host()
         trainee.engine.to_device()
-        found["updates"].append(update(trainee))
-        if "first" not in found:
+        history["updates"].append(update(trainee))
+        if "first" not in history:
             tensors = [tensors["param"] for _, _, tensors, _ in main_tensors(trainee.engine.optimizer)]
-            found["first"] = [tensor.detach().cpu().clone() for tensor in tensors]
-    found["saved"] = [tensor.cpu() for tensor in trainee.state()]
+            history["first"] = [tensor.detach().cpu().clone() for tensor in tensors]
+    history["saved"] = [tensor.cpu() for tensor in trainee.state()]
     save_engine(trainee.engine, directory)
     other = Trainee(model, (1, 1, 1), dtype=dtype)
     load_engine(other.engine, directory)
-    found["loaded"] = [tensor.cpu() for tensor in other.state()]
-    found["goes_on"] = update(other)
-    found["steps"] = {
+    history["loaded"] = [tensor.cpu() for tensor in other.state()]
+    history["goes_on"] = update(other)
+    history["steps"] = {
         (state["step"].device.type, float(state["step"]))
         for part in optimizer_parts(other.engine.optimizer)
         for state in part.optimizer.state.values()
     }
-    return found
+    return history
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

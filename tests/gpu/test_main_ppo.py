@@ -82,16 +82,16 @@ def check_main_ppo(
             job.wait(60)
     assert code == 0, (directory / "output").read_text()[-6000:]
     # Step 0 is the validation before training.
-    found = [line["data"] for line in logged(run_dir) if "timing_s/step" in line["data"]]
-    assert [step["training/global_step"] for step in found] == list(range(1, steps + 1))
-    for step in found:
+    step_metrics = [line["data"] for line in logged(run_dir) if "timing_s/step" in line["data"]]
+    assert [step["training/global_step"] for step in step_metrics] == list(range(1, steps + 1))
+    for step in step_metrics:
         assert step["actor/num_updates"] == 2.0
         assert step["actor/grad_norm"] > 0
         assert step["perf/update_weights_gb"] > 0
         assert step["training/rollout_actor_probs_pearson_corr"] > CORRELATION_BOUND
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(steps)
     assert (run_dir / f"global_step_{steps}" / "COMPLETE").exists()
-    return found
+    return step_metrics
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:

@@ -24,20 +24,20 @@ SLACK_BYTES = 512 * 500
 
 def train(model: str, dtype: str, away: bool) -> dict[str, Any]:
     trainee = Trainee(model, (1, 1, 1), dtype=dtype)
-    engine, found = trainee.engine, {"logprobs": [], "updates": [], "freed": [], "owned": [], "pinned": []}
+    engine, history = trainee.engine, {"logprobs": [], "updates": [], "freed": [], "owned": [], "pinned": []}
     for _ in range(NUM_UPDATES):
         if away:
             owned, before = sum(engine.device_bytes().values()), torch.cuda.memory_allocated()
             engine.to_host()
-            found["owned"].append(owned)
-            found["freed"].append(before - torch.cuda.memory_allocated())
+            history["owned"].append(owned)
+            history["freed"].append(before - torch.cuda.memory_allocated())
             groups = [group for groups in engine._offload._flat.values() for group in groups]
-            found["pinned"].append(all(piece.is_pinned() for group in groups for _, piece in group._host._pieces))
+            history["pinned"].append(all(piece.is_pinned() for group in groups for _, piece in group._host._pieces))
             engine.to_device()
-        found["logprobs"].append([column.cpu() for column in trainee.logprobs()])
-        found["updates"].append(trainee.update())
-    found["state"] = [tensor.cpu() for tensor in trainee.state()]
-    return found
+        history["logprobs"].append([column.cpu() for column in trainee.logprobs()])
+        history["updates"].append(trainee.update())
+    history["state"] = [tensor.cpu() for tensor in trainee.state()]
+    return history
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -153,9 +153,9 @@ def check(model: Path, comm_type: str, cp_size: int, value_dim: int, hierarchy: 
             run()
         return
     ranks = run()
-    found = distances(ranks, own_attention(model, cp_size, value_dim))
-    assert found["output"] < FORWARD_BOUND, found
-    assert max(found[name] for name in ("query", "key", "value")) < GRADIENT_BOUND, found
+    distance = distances(ranks, own_attention(model, cp_size, value_dim))
+    assert distance["output"] < FORWARD_BOUND, distance
+    assert max(distance[name] for name in ("query", "key", "value")) < GRADIENT_BOUND, distance
     # A checkpoint is the same with every attention.
     assert all(rank["state"] == [] for rank in ranks)
 
@@ -195,8 +195,8 @@ def logprobs_of_an_engine(model: str, comm_type: str | None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 500, (length,), generator=generator) for length in LENGTHS]
     shard = DataProto({"input_ids": Jagged.from_list(ids, torch.int64)})
-    found = engine.logprobs(shard, [range(3), range(3, len(LENGTHS))], temperature=1.0)
-    return {"logprobs": found["logprobs"].values, "state": sorted(engine.chunks[0].sharded_state_dict())}
+    columns = engine.logprobs(shard, [range(3), range(3, len(LENGTHS))], temperature=1.0)
+    return {"logprobs": columns["logprobs"].values, "state": sorted(engine.chunks[0].sharded_state_dict())}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

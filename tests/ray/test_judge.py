@@ -291,9 +291,9 @@ def judged(bench: Bench, on_error: str, *requests: ScoreRequest, **changes: Any)
         judge = Judge(replace(bench.config, **changes), on_error)
         judge.connect(bench.servers.servers.replicas, client_settings(judge.config))
         asked = asyncio.gather(*(judge.score(request, seed=7) for request in requests), return_exceptions=True)
-        found = await asyncio.wait_for(asked, TIMEOUT_S)
+        results_or_errors = await asyncio.wait_for(asked, TIMEOUT_S)
         assert judge.num_running == [0]
-        return found
+        return results_or_errors
 
     return asyncio.run(run())
 
@@ -330,6 +330,6 @@ def test_a_server_that_is_well_and_late_is_no_reason_to_end_the_run(bench: Bench
 
 def test_more_samples_than_the_server_takes_wait_for_their_turn(bench: Bench) -> None:
     requests = [replace(ASKED, solution_str=f"{number}") for number in range(12)]
-    found = judged(bench, "stop", *requests, max_num_seqs=2)
-    assert [result.score for result in found] == [float(bench.text(request)[0]) * 0.5 for request in requests]
-    assert len({result.score for result in found}) > 1
+    results = judged(bench, "stop", *requests, max_num_seqs=2)
+    assert [result.score for result in results] == [float(bench.text(request)[0]) * 0.5 for request in requests]
+    assert len({result.score for result in results}) > 1

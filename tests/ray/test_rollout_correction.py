@@ -102,8 +102,8 @@ class Trainer:
         return PlacedBatch(samples, {"actor": plan}).with_column(TOKENS, "actor", shards)
 
     def step(self, rollout_logprobs: list[torch.Tensor], rows: range = range(8)) -> tuple[PlacedBatch, Metrics]:
-        batch, found = self.actor.logprobs(self.batch(rollout_logprobs, rows))
-        return batch, found | self.actor.update(batch)
+        batch, metrics = self.actor.logprobs(self.batch(rollout_logprobs, rows))
+        return batch, metrics | self.actor.update(batch)
 
     def logprobs(self) -> list[torch.Tensor]:
         """Of each row, by the weights as they are."""
@@ -121,12 +121,12 @@ def mask_of(row: int) -> torch.Tensor:
 
 def columns_of(batch: PlacedBatch, name: str) -> dict[str, list[torch.Tensor]]:
     """Column -> rows in the batch's order."""
-    column, found = batch.columns[name], {}
+    column, rows_by_key = batch.columns[name], {}
     for dp_rank, part in enumerate(ray.get(list(column.fragments))):
         for key, values in part.tokens.items():
             for at, row in enumerate(column.plan.rows(dp_rank)):
-                found.setdefault(key, {})[row] = values[at]
-    return {key: [rows[row] for row in range(len(rows))] for key, rows in found.items()}
+                rows_by_key.setdefault(key, {})[row] = values[at]
+    return {key: [rows[row] for row in range(len(rows))] for key, rows in rows_by_key.items()}
 
 
 def values(metrics: Metrics, *but: str) -> dict[str, float]:
@@ -139,11 +139,11 @@ def test_without_a_mismatch_a_correction_changes_no_bit(group: WorkerGroup, mode
     _, expected = plain.step(agreeing)
     after = plain.logprobs()
     corrected = Trainer(group, model, EVERYTHING_ON)
-    batch, found = corrected.step(agreeing)
+    batch, metrics = corrected.step(agreeing)
     assert batch.samples["num_loss_tokens"].tolist() == batch.samples["num_sampled_tokens"].tolist()
-    assert found["rollout_corr/rollout_is_min"].value == found["rollout_corr/rollout_is_max"].value == 1.0
-    assert values(found).items() >= values(expected).items()
-    assert found["actor/num_updates"].value == 2 and found["actor/rejected_updates"].value == 0
+    assert metrics["rollout_corr/rollout_is_min"].value == metrics["rollout_corr/rollout_is_max"].value == 1.0
+    assert values(metrics).items() >= values(expected).items()
+    assert metrics["actor/num_updates"].value == 2 and metrics["actor/rejected_updates"].value == 0
     assert all(map(torch.equal, corrected.logprobs(), after))
 
 
@@ -155,7 +155,7 @@ def test_columns_and_metrics_are_those_of_all_rows_in_one_place(group: WorkerGro
     # One token of the third row leaves the loss alone; one of the fourth is vetoed, and with it the row.
     rollout[2][5] = old[2][5] + 1.0
     rollout[3][-1] = old[3][-1] + 8.0
-    batch, found = trainer.step(rollout)
+    batch, metrics = trainer.step(rollout)
     packed = (
         torch.cat(rollout),
         torch.cat(old),
@@ -168,15 +168,15 @@ def test_columns_and_metrics_are_those_of_all_rows_in_one_place(group: WorkerGro
     assert torch.equal(torch.cat(columns["loss_mask"]), whole.mask_T)
     torch.testing.assert_close(torch.cat(columns["rollout_is_weights"]), whole.weights_T, rtol=1e-6, atol=0)
     assert batch.samples["num_loss_tokens"].tolist() == whole.num_loss_tokens_S.tolist()
-    merged = values(rollout_corr_metrics(found))
+    merged = values(rollout_corr_metrics(metrics))
     expected = values(rollout_corr_metrics(mismatch_metrics(*packed) | whole.metrics))
     assert {key: merged[key] for key in expected} == pytest.approx(expected, rel=1e-9)
     # Counts are sums: ranks that share sequences must not count them again.
-    assert found["rollout_corr/rollout_rs_num_dropped"].value == 1
-    assert found["rollout_diff_partial/num"].value == sum(LENGTHS) - 8 * PROMPT
+    assert metrics["rollout_corr/rollout_rs_num_dropped"].value == 1
+    assert metrics["rollout_diff_partial/num"].value == sum(LENGTHS) - 8 * PROMPT
     # The mean over the tokens that are left, all of them under the old weights in the first update.
-    assert found["actor/ppo_kl_first_update"].value == pytest.approx(0.0, abs=1e-7)
-    assert found["actor/num_updates"].value == 2
+    assert metrics["actor/ppo_kl_first_update"].value == pytest.approx(0.0, abs=1e-7)
+    assert metrics["actor/num_updates"].value == 2
 
     worst = trainer.actor.worst_tokens(batch)
     assert worst_samples(worst["difference"], 1).tolist() == [3]
@@ -195,7 +195,7 @@ def test_weights_reach_the_policy_loss(group: WorkerGroup, model: Path) -> None:
     )
     old = trainer.logprobs()
     rollout = [row + torch.linspace(-2.0, 2.0, len(row)) for row in old]
-    batch, found = trainer.step(rollout, range(4))
+    batch, metrics = trainer.step(rollout, range(4))
     losses = []
     for row in range(4):
         ratio = (old[row] - rollout[row]).double().exp()[PROMPT:]
@@ -203,34 +203,34 @@ def test_weights_reach_the_policy_loss(group: WorkerGroup, model: Path) -> None:
         losses.append(-float(batch.samples["advantages"][row]) * kept.clamp(max=2.0))
     expected = torch.cat(losses)
     assert 0 < len(expected) < sum(LENGTHS[:4]) - 4 * PROMPT and float(expected.abs().max()) == 2.0
-    assert found["actor/pg_loss"].value == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert metrics["actor/pg_loss"].value == pytest.approx(float(expected.mean()), rel=1e-5)
 
 
 def test_a_mini_batch_that_is_rejected_is_left_out_on_all_ranks(group: WorkerGroup, model: Path) -> None:
     agreeing = Trainer(group, model).logprobs()
     second_is_off = [row + (number >= 4) for number, row in enumerate(agreeing)]
     trainer = Trainer(group, model, REJECTION)
-    batch, found = trainer.step(second_is_off)
+    batch, metrics = trainer.step(second_is_off)
     after = trainer.logprobs()
     assert batch.samples["num_loss_tokens"].tolist() == [length - PROMPT for length in LENGTHS[:4]] + [0] * 4
-    assert (found["actor/num_updates"].value, found["actor/rejected_updates"].value) == (1, 1)
-    assert found["actor/skipped_updates"].value == 0
+    assert (metrics["actor/num_updates"].value, metrics["actor/rejected_updates"].value) == (1, 1)
+    assert metrics["actor/skipped_updates"].value == 0
     # What would have come of a step that has the first mini-batch alone.
     alone = Trainer(group, model)
     _, expected = alone.step(agreeing, range(4))
-    assert found["actor/grad_norm"].value == expected["actor/grad_norm"].value
+    assert metrics["actor/grad_norm"].value == expected["actor/grad_norm"].value
     assert all(map(torch.equal, after, alone.logprobs()))
 
 
 def test_a_step_that_is_rejected_changes_nothing_and_the_next_one_does(group: WorkerGroup, model: Path) -> None:
     trainer = Trainer(group, model, REJECTION)
     before = trainer.logprobs()
-    _, found = trainer.step([row + 1.0 for row in before])
-    assert (found["actor/num_updates"].value, found["actor/rejected_updates"].value) == (0, 2)
-    assert "actor/pg_loss" not in found and found["actor/skipped_updates"].value == 0
+    _, metrics = trainer.step([row + 1.0 for row in before])
+    assert (metrics["actor/num_updates"].value, metrics["actor/rejected_updates"].value) == (0, 2)
+    assert "actor/pg_loss" not in metrics and metrics["actor/skipped_updates"].value == 0
     assert all(map(torch.equal, trainer.logprobs(), before))
-    _, found = trainer.step(before)
-    assert (found["actor/num_updates"].value, found["actor/rejected_updates"].value) == (2, 0)
+    _, metrics = trainer.step(before)
+    assert (metrics["actor/num_updates"].value, metrics["actor/rejected_updates"].value) == (2, 0)
     assert not all(map(torch.equal, trainer.logprobs(), before))
 
 
@@ -239,12 +239,12 @@ def test_bypass_takes_the_samplers_log_probs_and_makes_no_pass(group: WorkerGrou
     old = trainer.logprobs()
     rollout = [row + 0.125 * (number - 3) for number, row in enumerate(old)]
     given = trainer.batch(rollout)
-    batch, found = trainer.actor.logprobs(given)
-    assert (batch, found) == (given, {}) and trainer.actor.worst_tokens(batch) == {}
-    found = trainer.actor.update(batch)
+    batch, metrics = trainer.actor.logprobs(given)
+    assert (batch, metrics) == (given, {}) and trainer.actor.worst_tokens(batch) == {}
+    metrics = trainer.actor.update(batch)
     differences = torch.cat([(rollout[row] - old[row])[mask_of(row)] for row in MINI_BATCHES[0]])
-    assert found["actor/ppo_kl_first_update"].value == pytest.approx(float(differences.mean()), rel=1e-5)
-    assert found["actor/num_updates"].value == 2 and "actor/rejected_updates" not in found
+    assert metrics["actor/ppo_kl_first_update"].value == pytest.approx(float(differences.mean()), rel=1e-5)
+    assert metrics["actor/num_updates"].value == 2 and "actor/rejected_updates" not in metrics
 
 
 # One update of each, from the weights that the one before left.
@@ -266,22 +266,22 @@ def test_an_update_makes_the_old_log_probs_bit_for_bit(group: WorkerGroup, model
         for config in ONE_PASS_UPDATES:
             actor = MegatronActor(group, config, 1.0)
             if one_pass:
-                batch, found = actor.evaluate_and_update(given)
+                batch, step_metrics = actor.evaluate_and_update(given)
             else:
-                batch, found = actor.logprobs(given)
-                found |= actor.update(batch)
+                batch, step_metrics = actor.logprobs(given)
+                step_metrics |= actor.update(batch)
             columns.append(columns_of(batch, "old_logprobs")["old_logprobs"])
-            metrics.append(values(found))
+            metrics.append(values(step_metrics))
         return columns, metrics, trainer.logprobs()
 
     columns, metrics, after = train(one_pass=False)
-    found = train(one_pass=True)
-    for mine, theirs in zip(found[0], columns, strict=True):
+    in_one_pass = train(one_pass=True)
+    for mine, theirs in zip(in_one_pass[0], columns, strict=True):
         assert all(map(torch.equal, mine, theirs))
-    assert found[1] == metrics
+    assert in_one_pass[1] == metrics
     assert {"actor/ppo_kl", "actor/entropy_loss", "rollout_corr/kl", "rollout_diff_partial/num"} <= metrics[0].keys()
     assert all(one["actor/num_updates"] == 1 and one["actor/grad_norm"] > 0 for one in metrics)
-    assert all(map(torch.equal, found[2], after))
+    assert all(map(torch.equal, in_one_pass[2], after))
     assert not any(map(torch.equal, columns[0], columns[-1])), "the updates changed nothing"
 
 

@@ -79,25 +79,25 @@ def main() -> None:
     load_plugins()
     counted(torch_native_backend)
     counted(cpu_attention)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for name, options in CASES.items():
         (loop, loop_calls), (ours, our_calls) = (
             run(backend, name.split()[-1], options) for backend in ("torch_native", ATTENTION_BACKEND)
         )
-        found[name] = {"difference": float((loop - ours).abs().max()), "loop": loop_calls, "ours": our_calls}
+        report[name] = {"difference": float((loop - ours).abs().max()), "loop": loop_calls, "ours": our_calls}
     runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
-    found["classes"] = {
+    report["classes"] = {
         name: inspect.getmodule(type(ATTENTION_BACKENDS[name](runner))).__name__
         for name in ("torch_native", ATTENTION_BACKEND)
     }
-    found["taken"] = prepare_server_args(
+    report["taken"] = prepare_server_args(
         ["--model-path", "unused", "--device", "cpu", "--attention-backend", ATTENTION_BACKEND]
     ).attention_backend
     # What has a variant in triton: the positions of new tokens, and where the last one of each sequence is.
     positions, _ = compute_position(ATTENTION_BACKEND, torch.tensor([3, 0]), torch.tensor([2, 1]), 3)
     last = get_last_loc(torch.arange(12).view(3, 4), torch.tensor([2, 1]), torch.tensor([3, 0]))
-    found["positions"], found["last"] = positions.tolist(), last.tolist()
-    print(json.dumps(found))
+    report["positions"], report["last"] = positions.tolist(), last.tolist()
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

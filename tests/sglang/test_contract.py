@@ -506,8 +506,8 @@ def test_a_stranger_is_refused(engine: Engine) -> None:
     url, key = engine.server.url, engine.server.key
     before = engine.client.checksums()
     for headers in ({}, authorization("another"), {"Authorization": key}, authorization("")):
-        found = {path: status_of(url, method, path, headers) for method, path in PROTECTED}
-        assert found == dict.fromkeys(found, 401)
+        statuses = {path: status_of(url, method, path, headers) for method, path in PROTECTED}
+        assert statuses == dict.fromkeys(statuses, 401)
         assert status_of(url, "GET", "/health", headers) == 200
     assert engine.client.checksums() == before
     assert engine.generate([GenerateRequest("own", [5], 1, ONE_TOKEN, [0])])[0].finished

@@ -41,9 +41,9 @@ def compared() -> dict[str, Any]:
 def test_a_batch_takes_few_calls_and_has_the_numbers_of_sglangs_loop(
     compared: dict[str, Any], case: str, most_calls: int, tolerance: float
 ) -> None:
-    found = compared[case]
-    assert found["ours"] <= most_calls <= found["loop"]
-    assert found["difference"] <= tolerance
+    comparison = compared[case]
+    assert comparison["ours"] <= most_calls <= comparison["loop"]
+    assert comparison["difference"] <= tolerance
 
 
 @pytest.mark.parametrize("case", [
@@ -51,8 +51,8 @@ def test_a_batch_takes_few_calls_and_has_the_numbers_of_sglangs_loop(
     "narrow values decode",
 ])  # fmt: skip
 def test_what_the_calls_do_not_honour_is_left_to_sglangs_loop(compared: dict[str, Any], case: str) -> None:
-    found = compared[case]
-    assert (found["ours"], found["difference"]) == (found["loop"], 0.0)
+    comparison = compared[case]
+    assert (comparison["ours"], comparison["difference"]) == (comparison["loop"], 0.0)
 
 
 def test_sglang_knows_our_backend_by_a_name_of_its_own(compared: dict[str, Any]) -> None:
@@ -109,5 +109,5 @@ def test_a_cached_prefix_changes_no_number(engine: Engine, model_a: Model) -> No
             assert asked is not prompts or meta["cached_tokens"] >= len(prefix)
             assert answer["output_ids"] == model_a.greedy(prompt, 16)
             expected = model_a.logprobs(prompt, answer["output_ids"], 1.0)
-            found = torch.tensor([logprob for logprob, *_ in meta["output_token_logprobs"]])
-            torch.testing.assert_close(found, expected, atol=2.5e-5, rtol=0)
+            logprobs = torch.tensor([logprob for logprob, *_ in meta["output_token_logprobs"]])
+            torch.testing.assert_close(logprobs, expected, atol=2.5e-5, rtol=0)

@@ -78,11 +78,13 @@ def made(
     stop_when: Callable[[list[Trajectory]], bool] | None = None,
     **kwargs: Any,
 ) -> tuple[dict[tuple[int, int], Trajectory], dict[tuple[int, int], list[Ask]]]:
-    found: list[Trajectory] = []
-    stop = None if stop_when is None else lambda: stop_when(found)
-    left = asyncio.run(make_samples(clients, asked, program, Tokenizer(), found.append, stop_when=stop, **kwargs))
-    assert len({(t.uid, t.sample_index) for t in found}) == len(found), "a sample came twice"
-    return {(t.uid, t.sample_index): t for t in found}, left
+    trajectories: list[Trajectory] = []
+    stop = None if stop_when is None else lambda: stop_when(trajectories)
+    left = asyncio.run(
+        make_samples(clients, asked, program, Tokenizer(), trajectories.append, stop_when=stop, **kwargs)
+    )
+    assert len({(t.uid, t.sample_index) for t in trajectories}) == len(trajectories), "a sample came twice"
+    return {(t.uid, t.sample_index): t for t in trajectories}, left
 
 
 def bits(samples: dict[tuple[int, int], Trajectory]) -> dict[tuple[int, int], tuple[Any, ...]]:
@@ -136,21 +138,21 @@ def test_programs_that_an_early_end_leaves_go_on_where_they_were(engine: Engine)
     resumed: list[int] = []
     whole, _ = made([client()], requests(), of_unequal_turns)
     assert resumed == []
-    found: dict[tuple[int, int], Trajectory] = {}
+    trajectories: dict[tuple[int, int], Trajectory] = {}
     asks: dict[tuple[int, int], Sequence[Ask]] = {(r.uid, r.sample_index): () for r in requests()}
     num_ends = num_kept_turns = num_half_turns = 0
     while asks:
         came, left = made([client()], requests(asks), of_unequal_turns, lambda samples: len(samples) >= 1)
         assert came.keys() | left.keys() == asks.keys() and not came.keys() & left.keys()
-        found |= came
+        trajectories |= came
         asks, num_ends = left, num_ends + 1
         outputs = [ask.output for record in left.values() for ask in record if ask.output is not None]
         num_kept_turns += sum(output.finished for output in outputs)
         num_half_turns += sum(not output.finished and len(output.output_ids) > 0 for output in outputs)
-    assert bits(found) == bits(whole)
+    assert bits(trajectories) == bits(whole)
     assert num_ends > 1 and num_kept_turns > 0 and num_half_turns > 0, "nothing was interrupted"
     assert sum(resumed) > 0, "half a turn was begun again"
-    for key, trajectory in found.items():
+    for key, trajectory in trajectories.items():
         assert trajectory.logprobs == pytest.approx(whole[key].logprobs, abs=1e-5)
 
 

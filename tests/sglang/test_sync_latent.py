@@ -68,9 +68,9 @@ def test_samples_checksums_and_what_sglang_drops(
     engine = start_engine("sglang", old.path, tp_size=tp_size)
     try:
         assert_samples_are_of(old, engine, 0)
-        found = engine.client.checksums()
-        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), found) == []
-        assert any("shared_experts.gate_up_proj" in name for name in found[0])
+        checksums = engine.client.checksums()
+        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), checksums) == []
+        assert any("shared_experts.gate_up_proj" in name for name in checksums[0])
         expected = expected_checksums(new.weights(), config, tp_size, "sglang")
 
         def differences_after(buckets: list[list[str]], version: int) -> list[str]:

@@ -49,8 +49,8 @@ def test_checksums_of_a_mixture(start_engine: Callable[..., Engine], tmp_path: P
     config = new.hf.config.to_dict()
     engine = start_engine("sglang", old.path, tp_size=tp_size)
     try:
-        found = engine.client.checksums()
-        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), found) == []
+        checksums = engine.client.checksums()
+        assert checksum_differences(expected_checksums(old.weights(), config, tp_size, "sglang"), checksums) == []
 
         engine.load(new.weights(), policy_version=3, tp_size=tp_size)
         expected = expected_checksums(new.weights(), config, tp_size, "sglang")

@@ -226,8 +226,8 @@ def test_the_bytes_are_in_the_order_that_sglang_reads() -> None:
     ])  # fmt: skip
     bucket = FlattenedTensorBucket(named_tensors=named)
     assert torch.equal(bucket.get_flattened_tensor(), pack_bytes(named))
-    for (name, found), (wanted_name, wanted) in zip(bucket.reconstruct_tensors(), named, strict=True):
-        assert name == wanted_name and torch.equal(found, wanted)
+    for (name, tensor), (wanted_name, wanted) in zip(bucket.reconstruct_tensors(), named, strict=True):
+        assert name == wanted_name and torch.equal(tensor, wanted)
 
 
 def test_a_model_on_disk_is_what_the_engine_serves(engine: Engine, model_b: Model, tmp_path: Path) -> None:

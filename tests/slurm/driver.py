@@ -52,7 +52,7 @@ def report(num_nodes: int, gpus: int) -> dict[str, object]:
         tasks.append(where.options(num_gpus=gpus, scheduling_strategy=strategy).remote())
     nodes = {node["NodeName"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     cpus = ray.cluster_resources()["CPU"]
-    found: dict[str, object] = {
+    placement: dict[str, object] = {
         "nodes": nodes,
         "tasks": ray.get(tasks, timeout=60),
         "driver_leaked": leaked(),
@@ -60,7 +60,7 @@ def report(num_nodes: int, gpus: int) -> dict[str, object]:
     }
     pool = ResourcePool.create(nnodes=num_nodes, devices_per_node=1, device="cpu", timeout_s=60)
     placed = [where.options(**pool.place(i, num_devices=1)).remote() for i in range(num_nodes)]
-    return found | {"order": [answer["host"] for answer in ray.get(placed, timeout=60)]}
+    return placement | {"order": [answer["host"] for answer in ray.get(placed, timeout=60)]}
 
 
 def wait(slowly: bool) -> int:

@@ -108,14 +108,14 @@ def begin_on_node(pool: ResourcePool, node: int, function: Any, *args: Any) -> A
 
 def schedulers() -> tuple[str, list[int]]:
     """(name of the node, SGLang's schedulers on it)"""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         try:
             if any(SCHEDULER in part for part in process.cmdline()):
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return socket.gethostname(), found
+    return socket.gethostname(), pids
 
 
 def kill_schedulers() -> None:
@@ -136,14 +136,14 @@ def lose_process(pool: ResourcePool, servers: ServerSet, node: int) -> None:
 
 def meeting_addresses() -> set[str]:
     """Where the ranks of SGLang's processes on this node meet, by their command lines."""
-    found = set()
+    addresses = set()
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
         except psutil.Error:
             continue
-        found |= {address for word, address in pairwise(words) if word == "--dist-init-addr"}
-    return found
+        addresses |= {address for word, address in pairwise(words) if word == "--dist-init-addr"}
+    return addresses
 
 
 def take_meeting_port() -> str:
@@ -243,12 +243,12 @@ def main() -> None:
     directory = Path(sys.argv[1])
     ray.init(log_to_driver=False)  # the address comes from RAY_ADDRESS
     pool = ResourcePool.create(nnodes=2, devices_per_node=1, device="cpu", timeout_s=60)
-    found: dict[str, Any] = {}
+    answers_by_phase: dict[str, Any] = {}
     for phase, value in report(pool, directory):
         print(f"{phase}: {value}", flush=True)
-        found[phase] = value
-    found["refused"] = refusal(pool, directory)
-    (directory / "answers.json").write_text(json.dumps(found))
+        answers_by_phase[phase] = value
+    answers_by_phase["refused"] = refusal(pool, directory)
+    (directory / "answers.json").write_text(json.dumps(answers_by_phase))
 
 
 if __name__ == "__main__":

@@ -104,41 +104,51 @@ def test_a_server_over_two_nodes(
     job = slurm.wait(job_id, timeout_s=500)
     out = (tmp_path / f"out-{job_id}.txt").read_text()
     assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), out
-    found = json.loads((tmp_path / "answers.json").read_text())
+    answers_by_phase = json.loads((tmp_path / "answers.json").read_text())
 
     # The port at which its ranks were to meet was taken: it was started again with another.
-    taken, met = found["meeting"]
+    taken, met = answers_by_phase["meeting"]
     assert len(met) == 1 and met != [taken]
 
-    assert [(host, len(pids)) for host, pids in found["processes"]] == [("n1", 1), ("n2", 1)]
-    assert found["started"] == on_one_node("model_a")
-    assert_serves(found["started"], models["model_a"], 0)
+    assert [(host, len(pids)) for host, pids in answers_by_phase["processes"]] == [("n1", 1), ("n2", 1)]
+    assert answers_by_phase["started"] == on_one_node("model_a")
+    assert_serves(answers_by_phase["started"], models["model_a"], 0)
     for phase, version in (("broadcast", 3), ("restarted", 5)):
-        assert (found[phase]["failed"], found[phase]["wrong"], found[phase]["ranks"]) == ({}, [], TP_SIZE)
-        assert_serves(found[phase]["answers"], models["model_b"], version)
-    assert found["disk"]["wrong"] == []
-    assert_serves(found["disk"]["answers"], models["model_a"], 4)
+        assert (
+            answers_by_phase[phase]["failed"],
+            answers_by_phase[phase]["wrong"],
+            answers_by_phase[phase]["ranks"],
+        ) == ({}, [], TP_SIZE)
+        assert_serves(answers_by_phase[phase]["answers"], models["model_b"], version)
+    assert answers_by_phase["disk"]["wrong"] == []
+    assert_serves(answers_by_phase["disk"]["answers"], models["model_a"], 4)
 
     # Files that the second node does not see: SGLang says nothing, and checksums show it.
-    assert found["half"] and {(word, rank) for word, rank in found["half"]} == {("rank", "1")}
+    assert answers_by_phase["half"] and {(word, rank) for word, rank in answers_by_phase["half"]} == {("rank", "1")}
 
-    is_same, said = found["kept"]
+    is_same, said = answers_by_phase["kept"]
     assert is_same
     assert_serves(said, models["model_a"], 0)
 
     # One of the processes was killed, and all were ended and started again.
-    assert "rollout server 0 was lost: it went away" in found["lost"] and "node 1 ended first" in found["lost"]
-    assert found["other_address"]
+    assert (
+        "rollout server 0 was lost: it went away" in answers_by_phase["lost"]
+        and "node 1 ended first" in answers_by_phase["lost"]
+    )
+    assert answers_by_phase["other_address"]
     names = ("rollout-0", "rollout-0.node-1")
     for run, restarts in (("servers", [""]), ("next", ["", ".restart-1"])):
         logs = {path.name for path in (tmp_path / run).iterdir()}
         assert logs == {f"{name}{restart}.log" for name in names for restart in restarts}
     assert (tmp_path / "next/rollout-0.node-1.log").samefile(tmp_path / "servers/rollout-0.node-1.log")
-    assert [pids for _, pids in found["left"]] == [[], []]
+    assert [pids for _, pids in answers_by_phase["left"]] == [[], []]
 
     # The last words of the node that could not start.
-    assert "node 1 ended first" in found["refused"]
-    assert "Its process on node 1: It ended" in found["refused"] and "/tmp/ray/model" in found["refused"]
+    assert "node 1 ended first" in answers_by_phase["refused"]
+    assert (
+        "Its process on node 1: It ended" in answers_by_phase["refused"]
+        and "/tmp/ray/model" in answers_by_phase["refused"]
+    )
     assert_nothing_left(slurm)
 
 

@@ -69,8 +69,8 @@ def test_every_step_is_in_the_container_of_pyxis_and_only_when_asked_for(
 
 
 def test_a_launch_finds_the_plugin(launch: Launch, pyxis: Path, small: Inputs, tmp_path: Path) -> None:
-    found = launch("slurm", *overrides(small, tmp_path / "run", 2, 1), *IN_CONTAINER, "--dry-run")
-    assert found.returncode == 0, found.stdout + found.stderr
+    completed = launch("slurm", *overrides(small, tmp_path / "run", 2, 1), *IN_CONTAINER, "--dry-run")
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "export SCALERL_CONTAINER=pyxis\n" in (tmp_path / "run/launch/job.sbatch").read_text()
 
 

@@ -64,12 +64,14 @@ def weights(run_dir: Path, target: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_numbers(run_dir: Path, expected: Path, steps: int = STEPS) -> None:
-    found, wanted = Record.read(run_dir).final, Record.read(expected).final
+    metrics_by_step, wanted = Record.read(run_dir).final, Record.read(expected).final
     for step in range(1, steps + 1):
         same = {key: value for key, value in wanted[step].items() if key.startswith(SAME)}
         assert same["actor/grad_norm"] > 0 and same["critic/score/max"] > same["critic/score/min"]
-        assert {key: found[step][key] for key in same} == pytest.approx(same, rel=1e-5, abs=1e-6), f"step {step}"
-        assert found[step]["training/rollout_probs_diff_max"] < 1e-4
+        assert {key: metrics_by_step[step][key] for key in same} == pytest.approx(same, rel=1e-5, abs=1e-6), (
+            f"step {step}"
+        )
+        assert metrics_by_step[step]["training/rollout_probs_diff_max"] < 1e-4
 
 
 def assert_one_mlflow_run(run_dir: Path, steps: int) -> None:
@@ -122,9 +124,9 @@ def test_two_nodes_over_a_requeue_have_the_numbers_and_weights_of_an_undisturbed
     assert_same_numbers(run_dir, undisturbed(1))
     assert_same_weights(run_dir, undisturbed(2 * devices), tmp_path)
     for attempt in (0, 1):
-        found = {path.name for path in (run_dir / f"logs/{job_id}/attempt_{attempt}").glob("*.log")}
+        log_names = {path.name for path in (run_dir / f"logs/{job_id}/attempt_{attempt}").glob("*.log")}
         servers = {f"rollout-{index}.log" for index in range(2 * devices)}
-        assert found == {"driver.log", "node-n1.log", "node-n2.log"} | servers
+        assert log_names == {"driver.log", "node-n1.log", "node-n2.log"} | servers
     merged = launch("logs", str(run_dir), "--all", "--lines", "3").stdout.splitlines()
     assert {line.split(" | ")[0].strip() for line in merged} >= {"driver", "node-n1", "node-n2", "rollout-0"}
 
