@@ -124,22 +124,22 @@ def config(name: str) -> RolloutCorrectionConfig:
 
 def sampled_ratios(rollout_T, old_T, mask_T, cu_seqlens) -> list[tuple[np.ndarray, np.ndarray]]:
     """Per sequence: (positions of sampled tokens in T, their ratios)."""
-    found = []
+    positions_and_ratios = []
     for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         at = np.array([t for t in range(start, end) if mask_T[t]], dtype=int)
-        found.append((at, np.exp(old_T.numpy()[at] - rollout_T.numpy()[at])))
-    return found
+        positions_and_ratios.append((at, np.exp(old_T.numpy()[at] - rollout_T.numpy()[at])))
+    return positions_and_ratios
 
 
 def rejected(name: str, ratio: np.ndarray) -> dict[str, np.ndarray]:
     """By test and veto, the tokens of one sequence that leave the mask."""
-    found = {}
+    rejections = {}
     for option, (low, high) in TESTS_OF.get(name, {}).items():
         seen = LOOKS_AT[option](ratio)
-        found[option] = np.broadcast_to((seen < low) | (seen > high), len(ratio))
+        rejections[option] = np.broadcast_to((seen < low) | (seen > high), len(ratio))
     if name in VETO_OF:
-        found["veto"] = np.full(len(ratio), (ratio < VETO_OF[name]).any())
-    return found
+        rejections["veto"] = np.full(len(ratio), (ratio < VETO_OF[name]).any())
+    return rejections
 
 
 def oracle(name: str, columns) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -220,13 +220,13 @@ def rejection_oracle(name: str, ratios: list[np.ndarray]) -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_loop_over_sequences(name):
     columns = batch()
-    found = correct(*columns, config(name))
+    correction = correct(*columns, config(name))
     weights, mask, _ = oracle(name, columns)
-    assert found.weights_T.dtype == torch.float32
-    np.testing.assert_allclose(found.weights_T.numpy(), weights, rtol=1e-6, atol=0)
-    np.testing.assert_array_equal(found.mask_T.numpy(), mask)
+    assert correction.weights_T.dtype == torch.float32
+    np.testing.assert_allclose(correction.weights_T.numpy(), weights, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(correction.mask_T.numpy(), mask)
     ends = zip(columns[3][:-1].tolist(), columns[3][1:].tolist(), strict=True)
-    assert found.num_loss_tokens_S.tolist() == [mask[start:end].sum() for start, end in ends]
+    assert correction.num_loss_tokens_S.tolist() == [mask[start:end].sum() for start, end in ends]
     # The case is worth its name only if something is cut, and something is left.
     if name in WEIGHT_OF:
         assert len(np.unique(weights)) > 2
@@ -240,8 +240,8 @@ def test_metrics_equal_a_loop_over_sequences(name):
     ratios = [ratio for at, ratio in sampled_ratios(*columns) if len(at)]
     want = weight_oracle(name, ratios, oracle(name, columns)[2]) if name in WEIGHT_OF else {}
     want |= rejection_oracle(name, ratios)
-    found = to_floats(rollout_corr_metrics(merge_metrics([correct(*columns, config(name)).metrics])))
-    assert found == pytest.approx({f"rollout_corr/{key}": value for key, value in want.items()}, rel=1e-9, abs=1e-12)
+    metrics = to_floats(rollout_corr_metrics(merge_metrics([correct(*columns, config(name)).metrics])))
+    assert metrics == pytest.approx({f"rollout_corr/{key}": value for key, value in want.items()}, rel=1e-9, abs=1e-12)
 
 
 def test_sums_by_sequence():
@@ -266,12 +266,12 @@ def rows_of(columns, rows: list[int]):
     return (*(column[at] for column in tokens), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
 
-def same(found: dict, want: dict) -> None:
+def same(metrics: dict, want: dict) -> None:
     """Extremes and counts to the last bit; means within what adding in another order changes."""
-    assert found.keys() == want.keys()
+    assert metrics.keys() == want.keys()
     for key, value in want.items():
         exact = key.endswith(("_max", "_min", "_num_dropped"))
-        assert found[key] == (value if exact else pytest.approx(value, rel=1e-13, abs=1e-15)), key
+        assert metrics[key] == (value if exact else pytest.approx(value, rel=1e-13, abs=1e-15)), key
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("normalized")])
@@ -297,28 +297,28 @@ def test_order_of_the_sequences_does_not_matter():
 
 def test_off_changes_nothing():
     columns = batch()
-    found = correct(*columns, RolloutCorrectionConfig())
+    correction = correct(*columns, RolloutCorrectionConfig())
     inside = columns[2] & (torch.arange(len(columns[2])) < columns[3][-1])
-    assert torch.equal(found.mask_T, inside)
-    assert torch.equal(found.weights_T, inside.float())
-    assert torch.equal(found.old_logprobs_T[inside], columns[1][inside])
-    assert found.metrics == {}
+    assert torch.equal(correction.mask_T, inside)
+    assert torch.equal(correction.weights_T, inside.float())
+    assert torch.equal(correction.old_logprobs_T[inside], columns[1][inside])
+    assert correction.metrics == {}
 
 
 def test_equal_log_probs_weigh_exactly_1_in_every_mode():
     rollout, _, mask, cu_seqlens = batch()
     for name in CASES:
-        found = correct(rollout, rollout.clone(), mask, cu_seqlens, config(name))
+        correction = correct(rollout, rollout.clone(), mask, cu_seqlens, config(name))
         inside = correct(rollout, rollout, mask, cu_seqlens, RolloutCorrectionConfig()).mask_T
-        assert torch.equal(found.weights_T, inside.float()) and torch.equal(found.mask_T, inside), name
+        assert torch.equal(correction.weights_T, inside.float()) and torch.equal(correction.mask_T, inside), name
 
 
 def test_bypass_takes_the_samplers_log_probs():
     rollout, _, mask, cu_seqlens = batch()
-    found = correct(rollout, None, mask, cu_seqlens, RolloutCorrectionConfig(bypass_mode=True))
-    assert torch.equal(found.old_logprobs_T, torch.where(found.mask_T, rollout, 0.0))
-    assert torch.equal(found.weights_T, found.mask_T.float())
-    assert found.mask_T.sum() == mask[: cu_seqlens[-1]].sum()
+    correction = correct(rollout, None, mask, cu_seqlens, RolloutCorrectionConfig(bypass_mode=True))
+    assert torch.equal(correction.old_logprobs_T, torch.where(correction.mask_T, rollout, 0.0))
+    assert torch.equal(correction.weights_T, correction.mask_T.float())
+    assert correction.mask_T.sum() == mask[: cu_seqlens[-1]].sum()
 
 
 def row(*log_ratios: float, gap_first: bool = True) -> tuple:
@@ -331,9 +331,9 @@ def row(*log_ratios: float, gap_first: bool = True) -> tuple:
 @pytest.mark.parametrize("gap", [1e4, -1e4, 1e30, -1e30])
 @pytest.mark.parametrize("name", CASES)
 def test_finite_for_any_gap(name, gap):
-    found = correct(*row(gap, -0.1, gap, 0.1), config(name))
-    assert found.weights_T.isfinite().all()
-    metrics = to_floats(rollout_corr_metrics(merge_metrics([found.metrics, found.metrics])))
+    correction = correct(*row(gap, -0.1, gap, 0.1), config(name))
+    assert correction.weights_T.isfinite().all()
+    metrics = to_floats(rollout_corr_metrics(merge_metrics([correction.metrics, correction.metrics])))
     assert all(math.isfinite(value) for key, value in metrics.items()), metrics
 
 
@@ -356,45 +356,45 @@ def test_weight_of_a_hopeless_token(name, gap, want):
 
 
 def test_opposite_gaps_of_a_sequence_cancel():
-    found = correct(*row(1e4, -1e4), config("sequence TIS"))
-    assert found.weights_T.tolist() == [0.0, 1.0, 1.0]
+    correction = correct(*row(1e4, -1e4), config("sequence TIS"))
+    assert correction.weights_T.tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name in TESTS_OF])
 def test_a_hopeless_token_is_rejected_on_either_side(name):
     # k3 of a token that the trainer finds impossible is about the gap, of the opposite e^gap: both are over any bound.
     for gap in (1e4, -1e4):
-        found = correct(*row(gap), config(name))
-        assert not found.mask_T.any() and not found.weights_T.any()
-        assert found.num_loss_tokens_S.tolist() == [0]
-        assert found.metrics["rollout_corr/rollout_rs_num_dropped"].value == 1
+        correction = correct(*row(gap), config(name))
+        assert not correction.mask_T.any() and not correction.weights_T.any()
+        assert correction.num_loss_tokens_S.tolist() == [0]
+        assert correction.metrics["rollout_corr/rollout_rs_num_dropped"].value == 1
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_sampled(name):
     rollout, old, mask, cu_seqlens = row(0.1, 0.2)
     for seen in ((rollout, old, mask * 0, cu_seqlens), (rollout[:0], old[:0], mask[:0], cu_seqlens[:1])):
-        found = correct(*seen, config(name))
-        assert not found.weights_T.any() and not found.mask_T.any()
+        correction = correct(*seen, config(name))
+        assert not correction.weights_T.any() and not correction.mask_T.any()
         # A rank without tokens takes no part in a mean; what it counts is 0.
-        counts = {key: metric.value for key, metric in found.metrics.items() if "batch_norm" not in key}
+        counts = {key: metric.value for key, metric in correction.metrics.items() if "batch_norm" not in key}
         assert set(counts) <= {"rollout_corr/rollout_rs_num_dropped"} and not any(counts.values())
-        assert "rollout_corr/rollout_is_std" not in rollout_corr_metrics(found.metrics)
+        assert "rollout_corr/rollout_is_std" not in rollout_corr_metrics(correction.metrics)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_nan_of_a_sampled_token_is_not_dropped_in_silence(name):
-    found = correct(*row(0.01, NAN), config(name))
-    assert found.mask_T.tolist() == [False, True, True]
-    assert found.weights_T[2].isnan() == (CASES[name].get("rollout_is") is not None)
-    assert found.old_logprobs_T[2].isnan()
+    correction = correct(*row(0.01, NAN), config(name))
+    assert correction.mask_T.tolist() == [False, True, True]
+    assert correction.weights_T[2].isnan() == (CASES[name].get("rollout_is") is not None)
+    assert correction.old_logprobs_T[2].isnan()
 
 
 def test_all_weights_zero_leave_no_sample_size_and_no_scale():
     settings = dataclasses.replace(config("IcePop"), rollout_is_batch_normalize=True)
-    found = correct(*row(3.0, -3.0), settings)
-    metrics = to_floats(rollout_corr_metrics(found.metrics))
-    assert found.weights_T.tolist() == [0.0, 0.0, 0.0] and found.mask_T.sum() == 2
+    correction = correct(*row(3.0, -3.0), settings)
+    metrics = to_floats(rollout_corr_metrics(correction.metrics))
+    assert correction.weights_T.tolist() == [0.0, 0.0, 0.0] and correction.mask_T.sum() == 2
     assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
     assert "rollout_corr/rollout_is_eff_sample_size" not in metrics
 
@@ -403,8 +403,8 @@ def test_weights_carry_no_gradient_and_inputs_stay_as_they_are():
     rollout, old, mask, cu_seqlens = batch()
     kept = [column.clone() for column in (rollout, old, mask)]
     old.requires_grad_()
-    found = correct(rollout, old, mask, cu_seqlens, config("all together"))
-    tensors = [getattr(found, field.name) for field in dataclasses.fields(Correction) if field.name != "metrics"]
+    correction = correct(rollout, old, mask, cu_seqlens, config("all together"))
+    tensors = [getattr(correction, field.name) for field in dataclasses.fields(Correction) if field.name != "metrics"]
     assert not any(tensor.requires_grad for tensor in tensors)
     for before, after in zip(kept, (rollout, old.detach(), mask), strict=True):
         assert torch.equal(before.nan_to_num(7), after.nan_to_num(7))
@@ -412,8 +412,8 @@ def test_weights_carry_no_gradient_and_inputs_stay_as_they_are():
 
 def test_the_bounds_of_a_ratio_are_not_those_of_its_inverse():
     settings = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold=[0.1, 1.2])
-    found = correct(*row(math.log(0.2), math.log(5.0), math.log(1.3), math.log(1.1)), settings)
-    assert found.mask_T.tolist() == [False, True, False, False, True]
+    correction = correct(*row(math.log(0.2), math.log(5.0), math.log(1.3), math.log(1.1)), settings)
+    assert correction.mask_T.tolist() == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ def select(given_rows, config: PolicyLossConfig, keys: torch.Tensor) -> list[int
     adv, old, mask = (torch.tensor(column) for column in zip(*given_rows, strict=True))
     # What a token that was not sampled holds is not looked at.
     adv, old = torch.where(mask, adv, torch.nan), torch.where(mask, old, torch.nan)
-    found = select_tokens(old, adv, mask, keys, config, int(mask.sum()))
-    assert found.dtype == torch.bool and found.shape == mask.shape
-    return found.nonzero().squeeze(1).tolist()
+    selected = select_tokens(old, adv, mask, keys, config, int(mask.sum()))
+    assert selected.dtype == torch.bool and selected.shape == mask.shape
+    return selected.nonzero().squeeze(1).tolist()
 
 
 @settings(max_examples=60)

@@ -36,12 +36,12 @@ def n_step(rewards: list[float], values: list[float], t: int, n: int, gamma: flo
 
 def mixture_of_n_steps(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """(1 - lam) sum_n lam^(n-1) A^(n), the last of which stands for all longer ones."""
-    found = []
+    advantages = []
     for t in range(len(rewards)):
         steps = [n_step(rewards, values, t, n, gamma) for n in range(1, len(rewards) - t + 1)]
         weights = [(1 - lam) * lam**n for n in range(len(steps) - 1)] + [lam ** (len(steps) - 1)]
-        found.append(sum(weight * step for weight, step in zip(weights, steps, strict=True)))
-    return found
+        advantages.append(sum(weight * step for weight, step in zip(weights, steps, strict=True)))
+    return advantages
 
 
 def expected(rows: list[list[tuple[float, float, bool]]], gamma: float, lam: float) -> tuple[list[float], list[float]]:
@@ -57,9 +57,9 @@ def expected(rows: list[list[tuple[float, float, bool]]], gamma: float, lam: flo
 
 @given(rows=BATCH, gamma=FACTORS, lam=FACTORS)
 def test_is_the_mixture_of_n_step_advantages_of_the_response_tokens_alone(rows, gamma, lam):
-    for found, want in zip(gae(*columns(rows), gamma=gamma, lam=lam), expected(rows, gamma, lam), strict=True):
-        assert found.dtype == torch.float32
-        assert found.tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
+    for column, want in zip(gae(*columns(rows), gamma=gamma, lam=lam), expected(rows, gamma, lam), strict=True):
+        assert column.dtype == torch.float32
+        assert column.tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
 
 
 def test_by_hand_with_an_observation_inside():
@@ -127,17 +127,17 @@ def test_what_other_tokens_hold_does_not_matter(poison):
     rewards, values, mask, cu_seqlens = random_batch([30, 9])
     want = gae(rewards, values, mask, cu_seqlens, gamma=0.99, lam=0.95)
     dirty = (torch.where(mask, column, poison) for column in (rewards, values))
-    found = gae(*dirty, mask, cu_seqlens, gamma=0.99, lam=0.95)
-    assert all(torch.equal(left, right) for left, right in zip(found, want, strict=True))
-    assert all((column[~mask] == 0).all() for column in found)
+    advantages_and_returns = gae(*dirty, mask, cu_seqlens, gamma=0.99, lam=0.95)
+    assert all(torch.equal(left, right) for left, right in zip(advantages_and_returns, want, strict=True))
+    assert all((column[~mask] == 0).all() for column in advantages_and_returns)
 
 
 def test_types_of_the_columns_do_not_matter():
     rewards, values, mask, cu_seqlens = random_batch([30, 9])
     want = gae(rewards, values, mask, cu_seqlens, gamma=1.0, lam=0.95)
-    found = gae(rewards.double(), values.double(), mask.long(), cu_seqlens.int(), gamma=1.0, lam=0.95)
-    assert all(column.dtype == torch.float32 for column in found)
-    assert all(torch.equal(left, right) for left, right in zip(found, want, strict=True))
+    advantages_and_returns = gae(rewards.double(), values.double(), mask.long(), cu_seqlens.int(), gamma=1.0, lam=0.95)
+    assert all(column.dtype == torch.float32 for column in advantages_and_returns)
+    assert all(torch.equal(left, right) for left, right in zip(advantages_and_returns, want, strict=True))
 
 
 def test_inputs_stay_as_they_are_and_outputs_have_no_gradient():

@@ -140,8 +140,10 @@ def test_advantages_of_tokens(name, seed, poison):
 
     def run(rewards_T: Tensor, values_T: Tensor) -> list[list[float]]:
         more = {"values": values_T, "baseline_score": scores_S}
-        found = estimator(rewards_T, mask, CU_SEQLENS, AlgorithmConfig(), **{key: more[key] for key in estimator.needs})
-        return [column.tolist() for column in found]
+        columns = estimator(
+            rewards_T, mask, CU_SEQLENS, AlgorithmConfig(), **{key: more[key] for key in estimator.needs}
+        )
+        return [column.tolist() for column in columns]
 
     dirty = [torch.where(mask, column, poison) for column in (rewards, values)]
     assert run(*dirty) == run(rewards, values)
@@ -176,9 +178,9 @@ def test_correction(level, seed, poison, threshold, normalize):
     )
 
     def run(columns: dict[str, Tensor]) -> Any:
-        found = correct(*columns.values(), mask, CU_SEQLENS, config)
-        tensors = (found.weights_T, found.mask_T, found.num_loss_tokens_S)
-        return [tensor.tolist() for tensor in tensors], found.metrics
+        correction = correct(*columns.values(), mask, CU_SEQLENS, config)
+        tensors = (correction.weights_T, correction.mask_T, correction.num_loss_tokens_S)
+        return [tensor.tolist() for tensor in tensors], correction.metrics
 
     assert run(poisoned(clean, mask, poison)) == run(clean)
 

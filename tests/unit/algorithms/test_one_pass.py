@@ -44,13 +44,13 @@ NOT_ENOUGH: list[Mapping[str, Any]] = [
 
 
 def config(values: Mapping[str, Any]) -> PPOConfig:
-    found = PPOConfig()
+    cfg = PPOConfig()
     for key, value in {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8, **values}.items():
         section, _, name = key.rpartition(".")
-        owner = functools.reduce(getattr, section.split("."), found)
+        owner = functools.reduce(getattr, section.split("."), cfg)
         assert hasattr(owner, name), key
         setattr(owner, name, value)
-    return found
+    return cfg
 
 
 @pytest.mark.parametrize("values", ENOUGH, ids=str)

@@ -210,10 +210,10 @@ def run(name: str, parts: list[list[Sample]], mode: str, dtype=torch.float64):
     total, metrics, gradients = 0.0, {}, {}
     for part in parts:
         new, columns = packed(part, dtype)
-        loss, found = objective(new, None, columns)
+        loss, part_metrics = objective(new, None, columns)
         loss.backward()
         total += loss.item()
-        for key, value in found.items():
+        for key, value in part_metrics.items():
             metrics[key] = metrics.get(key, 0.0) + value.item()
         pieces = new.grad.split([len(sample.new) for sample in part])
         gradients |= {id(sample): piece.tolist() for sample, piece in zip(part, pieces, strict=True)}
@@ -337,9 +337,9 @@ def test_tool_output_between_does_not_matter(name):
         [True, False, True, False, True],
         [False, True, True, True, False],
     )
-    expected, found = run(name, [[alone]], "seq-mean-token-mean"), run(name, [[mixed]], "seq-mean-token-mean")
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    kept = [value for value, on in zip(found[2][id(mixed)], mixed.mask, strict=True) if on]
+    expected, mixed_sums = run(name, [[alone]], "seq-mean-token-mean"), run(name, [[mixed]], "seq-mean-token-mean")
+    assert mixed_sums[0] == pytest.approx(expected[0], rel=1e-12)
+    kept = [value for value, on in zip(mixed_sums[2][id(mixed)], mixed.mask, strict=True) if on]
     assert kept == pytest.approx(expected[2][id(alone)], rel=1e-12)
 
 

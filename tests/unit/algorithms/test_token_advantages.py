@@ -36,7 +36,7 @@ def by_hand(name: str, rows: Rows, baselines: list[float], config: AlgorithmConf
     """Backwards over the sampled tokens, as if the others were not there."""
     advantages, returns = [], []
     for row, baseline in zip(rows, baselines, strict=True):
-        found: dict[int, tuple[float, float]] = {}
+        advantage_and_return_of: dict[int, tuple[float, float]] = {}
         later_return, later_value, later_advantage = 0.0, 0.0, 0.0
         for at in reversed([at for at, token in enumerate(row) if token[2]]):
             reward, value, _ = row[at]
@@ -45,13 +45,13 @@ def by_hand(name: str, rows: Rows, baselines: list[float], config: AlgorithmConf
                     reward + config.gamma * later_value - value + config.gamma * config.lam * later_advantage
                 )
                 later_value = value
-                found[at] = (later_advantage, later_advantage + value)
+                advantage_and_return_of[at] = (later_advantage, later_advantage + value)
             else:
                 gamma = config.gamma if name == "reinforce_plus_plus" else 1.0
                 later_return = reward + gamma * later_return
-                found[at] = (later_return - (baseline if name == "remax" else 0.0), later_return)
+                advantage_and_return_of[at] = (later_return - (baseline if name == "remax" else 0.0), later_return)
         for at in range(len(row)):
-            advantage, target = found.get(at, (0.0, 0.0))
+            advantage, target = advantage_and_return_of.get(at, (0.0, 0.0))
             advantages.append(advantage)
             returns.append(target)
     return advantages, returns
@@ -67,8 +67,8 @@ def test_all_of_them_are_here():
 def test_equals_the_formula(name, rows, gamma, lam, data):
     config = AlgorithmConfig(adv_estimator=name, gamma=gamma, lam=lam)
     baselines = data.draw(st.lists(NUMBERS, min_size=len(rows), max_size=len(rows)))
-    found = estimate(name, rows, baselines, config)
-    for got, want in zip(found, by_hand(name, rows, baselines, config), strict=True):
+    advantages_and_returns = estimate(name, rows, baselines, config)
+    for got, want in zip(advantages_and_returns, by_hand(name, rows, baselines, config), strict=True):
         assert got.dtype == torch.float32
         assert got.tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
 

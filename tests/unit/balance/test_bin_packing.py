@@ -174,15 +174,15 @@ def test_fewest_bins_is_between_the_bounds(sizes, step):
         asked.append(count)
         return least_loaded(sizes, sizes, count, CAP)
 
-    found, bins, count = fewest_bins(sizes, CAP, step, attempt)
+    balanced, bins, count = fewest_bins(sizes, CAP, step, attempt)
     assert count % step == 0
     assert lower_bound(sizes, CAP) <= count < first_fit_by_hand(sizes.tolist(), CAP) + step
-    if found is None:
+    if balanced is None:
         assert_packing(bins, sizes, CAP)
         assert len(bins) <= count
     else:
-        assert_packing(found, sizes, CAP)
-        assert len(found) == count
+        assert_packing(balanced, sizes, CAP)
+        assert len(balanced) == count
     # Fewer were tried, and failed, unless no packing can exist.
     assert count - step < lower_bound(sizes, CAP) or count - step in asked
 
@@ -190,8 +190,8 @@ def test_fewest_bins_is_between_the_bounds(sizes, step):
 def test_fewest_bins_falls_back_on_first_fit_where_balancing_gets_stuck():
     # 13 7 | 9 6 5 fills two bins; least loaded first puts 7 on 9 and has no room for 5.
     sizes = np.array([13, 9, 7, 6, 5])
-    found, bins, count = fewest_bins(sizes, CAP, 1, lambda count: least_loaded(sizes, sizes, count, CAP))
-    assert (found, count) == (None, 2)
+    balanced, bins, count = fewest_bins(sizes, CAP, 1, lambda count: least_loaded(sizes, sizes, count, CAP))
+    assert (balanced, count) == (None, 2)
     assert sorted(sorted(sizes[items].tolist()) for items in bins) == [[5, 6, 9], [7, 13]]
 
 
@@ -199,8 +199,8 @@ def test_fewest_bins_goes_below_the_decreasing_heuristics():
     # Lower bound 4, first fit 6: 5 is asked for, and taken when somebody can do it.
     sizes = np.array([14, 13, 13, 12, 10, 9, 9])
     assert (lower_bound(sizes, CAP), first_fit_by_hand(sizes.tolist(), CAP)) == (4, 6)
-    found, _, count = fewest_bins(sizes, CAP, 1, lambda count: "packed" if count == 5 else None)
-    assert (found, count) == ("packed", 5)
+    balanced, _, count = fewest_bins(sizes, CAP, 1, lambda count: "packed" if count == 5 else None)
+    assert (balanced, count) == ("packed", 5)
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1, max_size=8), st.integers(1, 4))

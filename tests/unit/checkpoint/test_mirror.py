@@ -269,7 +269,7 @@ def test_a_copy_whose_state_is_damaged_fails_no_rotation(tmp_path: Path, url: st
 
 def test_killed_anywhere_the_old_or_the_new_one_is_there(tmp_path: Path) -> None:
     old, new = save(tmp_path / "run", 1, "old"), save(tmp_path / "run", 2, "new")
-    found = set()
+    fetched_names = set()
     for kill_at in range(200):
         mirror, other = tmp_path / f"mirror_{kill_at}", tmp_path / f"other_{kill_at}"
         Mirror(f"file://{mirror}").upload(old)
@@ -277,7 +277,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_there(tmp_path: Path) -> None
         code = subprocess.run(command, cwd=REPOSITORY, timeout=60, stderr=subprocess.DEVNULL).returncode
         fetched = Mirror(f"file://{mirror}").fetch_newer(other, 0)
         assert fetched is not None and content(fetched) in (content(old), content(new))
-        found.add(fetched.name)
+        fetched_names.add(fetched.name)
         # And it can be taken up again.
         Mirror(f"file://{mirror}").upload(new)
         assert Mirror(f"file://{mirror}").steps()[-1] == 2
@@ -285,7 +285,7 @@ def test_killed_anywhere_the_old_or_the_new_one_is_there(tmp_path: Path) -> None
             assert kill_at > 6
             break
         assert code == -signal.SIGKILL
-    assert found == {"global_step_1", "global_step_2"}
+    assert fetched_names == {"global_step_1", "global_step_2"}
 
 
 def test_a_store_that_does_not_take_it_is_named(tmp_path: Path) -> None:

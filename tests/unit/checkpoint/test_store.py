@@ -115,11 +115,11 @@ def kill_everywhere(saver: Saver, make_root: Callable[[int], Path], step: int, t
 
 
 def test_killed_first_save_leaves_a_whole_checkpoint_or_none(saver, tmp_path):
-    found = set()
+    texts = set()
     for root in kill_everywhere(saver, lambda k: tmp_path / str(k), 1, "new"):
         latest = find(root)
-        found.add(text_of(latest) if latest else None)
-    assert found == {None, "new"}
+        texts.add(text_of(latest) if latest else None)
+    assert texts == {None, "new"}
 
 
 def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(saver, tmp_path):
@@ -132,7 +132,7 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(saver, tmp_path)
 
     # The same step again (after a resume from elsewhere), and a later one.
     for step in (1, 2):
-        found = set()
+        texts = set()
         for root in kill_everywhere(saver, lambda k, s=step: make_root(1000 * s + k), step, "new"):
             # A name without .tmp- or .deleting- always means whole, also for who looks without this module.
             assert all(store.integrity_problem(root / f"global_step_{s}") is None for s in store.checkpoint_steps(root))
@@ -145,8 +145,8 @@ def test_killed_later_save_leaves_the_old_or_the_new_checkpoint(saver, tmp_path)
             store.finish_commit(root)
             latest = find(root)
             assert latest is not None
-            found.add(text_of(latest))
-        assert found == {"old", "new"}
+            texts.add(text_of(latest))
+        assert texts == {"old", "new"}
 
 
 def test_the_save_after_a_kill_leaves_no_remains(saver, tmp_path):

@@ -77,8 +77,8 @@ def test_rows_are_found_in_the_batches_that_have_them() -> None:
     """One worker has two batches, and one batch none of the rows."""
     batch_S = np.array([2, 0, 2, 3, 0, 2])
     held = HeldRows(((0, 7), (0, 8), (1, 7), (2, 9)), batch_S, np.array([0, 0, 1, 0, 1, 2]))
-    found = [(piece.worker, piece.batch_id, piece.rows, piece.places) for piece in held.pieces([5, 1, 3, 0, 4])]
-    assert found == [(0, 7, [0, 1], [1, 4]), (1, 7, [2, 0], [0, 3]), (2, 9, [0], [2])]
+    pieces = [(piece.worker, piece.batch_id, piece.rows, piece.places) for piece in held.pieces([5, 1, 3, 0, 4])]
+    assert pieces == [(0, 7, [0, 1], [1, 4]), (1, 7, [2, 0], [0, 3]), (2, 9, [0], [2])]
     assert held.pieces([]) == [] and places_by_label(np.array([], np.int64)) == []
 
 
@@ -136,9 +136,9 @@ def test_a_column_of_another_plan_is_put_together(
     for rank in range(plan.dp_size):
         (part,) = batch.shards("critic", "rows").parts(rank)
         joined = [row for fragment in part.fragments for row in fragment]
-        found = joined if part.order is None else [joined[at] for at in part.order]
-        assert found == list(plan.rows(rank))
-        assert all(set(fragment) & set(found) for fragment in part.fragments)
+        ordered_rows = joined if part.order is None else [joined[at] for at in part.order]
+        assert ordered_rows == list(plan.rows(rank))
+        assert all(set(fragment) & set(ordered_rows) for fragment in part.fragments)
 
 
 def test_loss_totals_are_of_the_whole_mini_batch(plan: StepPlan) -> None:
@@ -155,7 +155,7 @@ def test_loss_totals_do_not_depend_on_the_layout() -> None:
         for dp, max_tokens_per_micro_batch in ((1, 15), (1, 200), (2, 30), (4, 15))
     ]
     totals = [loss_totals(plan, samples()["response_length"]) for plan in plans]
-    assert all(found == totals[0] for found in totals)
+    assert all(plan_totals == totals[0] for plan_totals in totals)
 
 
 @pytest.mark.parametrize("dp_sizes", [(2, 4), (4, 2), (1, 4), (4, 1)])

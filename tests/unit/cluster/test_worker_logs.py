@@ -15,8 +15,8 @@ def test_the_last_lines_of_that_process(tmp_path: Path) -> None:
     (tmp_path / "worker-b-ffffffff-112.out").write_text("stdout\n")
     path = tmp_path / "worker-b-ffffffff-112.err"
     path.write_text("".join(f"line {i}\n\n" for i in range(50_000)))
-    found, lines = tail_of(str(tmp_path), 112)
-    assert found == str(path)
+    log_path, lines = tail_of(str(tmp_path), 112)
+    assert log_path == str(path)
     assert lines == [f"line {i}" for i in range(50_000 - TAIL_LINES, 50_000)]
 
 

@@ -59,12 +59,12 @@ ARGUMENTS = {
 
 def table() -> dict[str, str]:
     """Name -> module, of the page's table."""
-    found = {}
+    module_of = {}
     for line in PAGE.read_text(encoding="utf-8").split("## Code that was written with verl's helpers")[1].splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if len(cells) == 5 and cells[2].startswith("`scalerl"):
-            found |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), cells[2].strip("`"))
-    return found
+            module_of |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), cells[2].strip("`"))
+    return module_of
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -72,9 +72,9 @@ def test_a_name_is_where_the_page_says_with_its_arguments(name):
     function = getattr(importlib.import_module(table()[name]), name)
     parameters = list(inspect.signature(function).parameters.values())[: len(ARGUMENTS[name])]
     empty = inspect.Parameter.empty
-    found = {each.name: NONE if each.default is empty else each.default for each in parameters}
-    assert found == ARGUMENTS[name]
-    assert list(found) == list(ARGUMENTS[name])
+    defaults = {each.name: NONE if each.default is empty else each.default for each in parameters}
+    assert defaults == ARGUMENTS[name]
+    assert list(defaults) == list(ARGUMENTS[name])
     assert all(each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters)
 
 

@@ -218,9 +218,9 @@ def test_what_is_padded_is_unpadded_again(lengths: list[int], side: Any, more: i
 
 def test_tensordict():
     batch = batch_of([2, 1, 3])
-    found = batch.to_tensordict()
-    assert found.batch_size == torch.Size([3]) and found["input_ids"].offsets().tolist() == [0, 2, 3, 6]
-    assert rows_of(DataProto.from_tensordict(found, {"step": 3})) == ABC
+    tensordict = batch.to_tensordict()
+    assert tensordict.batch_size == torch.Size([3]) and tensordict["input_ids"].offsets().tolist() == [0, 2, 3, 6]
+    assert rows_of(DataProto.from_tensordict(tensordict, {"step": 3})) == ABC
 
 
 def test_batches_of_a_run():

@@ -43,12 +43,12 @@ def test_constant_schedule_with_warmup(num_warmup_steps, want):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     schedule = get_constant_schedule_with_warmup(optimizer, num_warmup_steps)
     assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
-    found = []
+    learning_rates = []
     for _ in want:
-        found.append(optimizer.param_groups[0]["lr"])
+        learning_rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert found == pytest.approx([0.5 * share for share in want])
+    assert learning_rates == pytest.approx([0.5 * share for share in want])
 
 
 def test_a_schedule_goes_on_where_it_was():
