@@ -96,28 +96,28 @@ def test_the_cpu_is_refused_whether_asked_for_or_found(kind: str, comm_type: str
     if comm_type == "a2a+p2p":
         values |= {"context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 4]}
     assert violations(kind, values) == []
-    (found,) = violations(kind, values, device="cpu")
-    assert f"cp_comm_type = {comm_type}: Transformer Engine's attention runs on GPUs only" in found
-    assert "set trainer.device=cuda, or" in found and "cp_comm_type=null" in found
+    (violation,) = violations(kind, values, device="cpu")
+    assert f"cp_comm_type = {comm_type}: Transformer Engine's attention runs on GPUs only" in violation
+    assert "set trainer.device=cuda, or" in violation and "cp_comm_type=null" in violation
     cfg = with_megatron(kind, values)
     cfg.trainer.device = "cpu"
-    assert {"ppo": validate_ppo, "sft": validate_sft}[kind](cfg) == [found]
+    assert {"ppo": validate_ppo, "sft": validate_sft}[kind](cfg) == [violation]
 
 
 def test_a_role_that_differs_is_judged_by_itself_where_the_run_has_it() -> None:
     cfg = with_megatron("ppo", {"cp_comm_type": "p2p"}, section="critic.megatron")
     assert validate_ppo(cfg, device="cpu") == []
     cfg.algorithm.adv_estimator = "gae"
-    (found,) = validate_ppo(cfg, device="cpu")
-    assert found.startswith("critic.megatron.cp_comm_type = p2p: Transformer Engine's attention runs on GPUs only")
+    (violation,) = validate_ppo(cfg, device="cpu")
+    assert violation.startswith("critic.megatron.cp_comm_type = p2p: Transformer Engine's attention runs on GPUs only")
 
 
 def test_one_violation_for_all_roles_that_inherit_it() -> None:
     used = ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true"]
     cfg = compose("ppo", [*NEEDED, *used, f"{ACTOR}.cp_comm_type=a2a"])
     assert cfg.critic.megatron.cp_comm_type == cfg.actor_rollout_ref.ref.megatron.cp_comm_type == "a2a"
-    (found,) = validate_ppo(cfg, device="cpu")
-    assert found.startswith(f"{ACTOR}.cp_comm_type = a2a")
+    (violation,) = validate_ppo(cfg, device="cpu")
+    assert violation.startswith(f"{ACTOR}.cp_comm_type = a2a")
 
 
 def test_lists_come_through_an_override_and_to_the_roles() -> None:
@@ -166,23 +166,23 @@ def judged(comm_type: str | None, cp_size: int, version: str | None) -> list[str
     ],
 )
 def test_versions_that_take_packed_sequences(comm_type: str, cp_size: int, refused: str, taken: str) -> None:
-    (found,) = judged(comm_type, cp_size, refused)
-    assert f"and {refused} is installed; install a newer one" in found
+    (violation,) = judged(comm_type, cp_size, refused)
+    assert f"and {refused} is installed; install a newer one" in violation
     assert judged(comm_type, cp_size, taken) == []
 
 
 def test_an_absent_transformer_engine_is_refused_with_what_to_install() -> None:
-    (found,) = judged("a2a", 2, None)
+    (violation,) = judged("a2a", 2, None)
     assert (
         "needs transformer-engine, which is not installed; install 2.15 or newer, or megatron.cp_comm_type=null"
-        in found
+        in violation
     )
     assert judged(None, 2, None) == []
 
 
 def test_the_machine_is_asked_once_the_device_is_known() -> None:
-    found = violations("sft", {"cp_comm_type": "p2p"}, device="cuda")
-    assert found == judged("p2p", 1, transformer_engine_version())
+    messages = violations("sft", {"cp_comm_type": "p2p"}, device="cuda")
+    assert messages == judged("p2p", 1, transformer_engine_version())
     cfg = with_megatron("sft", {"cp_comm_type": "p2p"})
     cfg.trainer.device = "cuda"
     # A run may be composed where it does not run.

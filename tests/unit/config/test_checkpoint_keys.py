@@ -19,10 +19,10 @@ def test_critics_are_kept_as_long_as_actors() -> None:
 @pytest.mark.parametrize(("actor", "critic", "kept"), [(None, 3, None), (2, 3, 3), (5, 3, 5), (2, None, None)])
 def test_of_two_numbers_the_larger_holds_for_both(actor: int | None, critic: int | None, kept: int | None) -> None:
     numbers = {key: "null" if number is None else number for key, number in ((ACTOR, actor), (CRITIC, critic))}
-    found = composed("ppo", [*REQUIRED, *(f"{key}={number}" for key, number in numbers.items())])
-    trainer = found.config.trainer
+    composition = composed("ppo", [*REQUIRED, *(f"{key}={number}" for key, number in numbers.items())])
+    trainer = composition.config.trainer
     assert (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep) == (kept, kept)
-    assert [translation.verdict for translation in found.translations] == ["renamed"]
+    assert [translation.verdict for translation in composition.translations] == ["renamed"]
 
 
 def test_a_number_for_the_critic_alone_is_the_number_of_checkpoints() -> None:
@@ -33,8 +33,8 @@ def test_a_number_for_the_critic_alone_is_the_number_of_checkpoints() -> None:
 def test_numbers_that_differ_break_a_rule() -> None:
     cfg = compose("ppo", REQUIRED)
     cfg.trainer.max_actor_ckpt_to_keep, cfg.trainer.max_critic_ckpt_to_keep = 2, 3
-    (found,) = validate_ppo(cfg)
-    assert found.startswith(f"{CRITIC} = 3: ") and f"must be {ACTOR} = 2;" in found
+    (violation,) = validate_ppo(cfg)
+    assert violation.startswith(f"{CRITIC} = 3: ") and f"must be {ACTOR} = 2;" in violation
 
 
 @pytest.mark.parametrize(

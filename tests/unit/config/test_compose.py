@@ -116,12 +116,12 @@ def test_the_list_of_shipped_files_is_not_empty():
 @pytest.mark.parametrize("before", [(), ("--config",), ("--config-dir",)])
 def test_a_file_of_ones_own_is_told_how_to_be_named(tmp_path: Path, before: tuple[str, ...]):
     (tmp_path / "mine.yaml").write_text("trainer: {nnodes: 1}\n")
-    (found,) = violations("ppo", *before, f"{tmp_path}/mine.yaml", "data.train_files=a")
-    assert found == f"{tmp_path}/mine.yaml: write --config-dir {tmp_path} --config-name mine for this file"
+    (violation,) = violations("ppo", *before, f"{tmp_path}/mine.yaml", "data.train_files=a")
+    assert violation == f"{tmp_path}/mine.yaml: write --config-dir {tmp_path} --config-name mine for this file"
 
 
 def test_everything_wrong_is_named_at_once():
-    found = violations(
+    messages = violations(
         "ppo",
         "data.train_file=a",
         "trainer.total_epoch=3",
@@ -153,19 +153,19 @@ def test_everything_wrong_is_named_at_once():
         "trainer.experiment_name = ${trainer.foo}: cannot be resolved",
         "trainer.device = tpu: must be one of",
     ]
-    assert len(found) == len(expected)
-    for text, start in zip(found, expected, strict=True):
+    assert len(messages) == len(expected)
+    for text, start in zip(messages, expected, strict=True):
         assert text.startswith(start)
 
 
 def test_an_option_is_guessed_only_where_one_is_near():
-    (found,) = [text for text in violations("ppo", *PPO, "recipe=zzz") if text.startswith("recipe")]
-    assert found.startswith("recipe=zzz: no such option; there are ") and "did you mean" not in found
+    (violation,) = [text for text in violations("ppo", *PPO, "recipe=zzz") if text.startswith("recipe")]
+    assert violation.startswith("recipe=zzz: no such option; there are ") and "did you mean" not in violation
 
 
 def test_missing_values_and_broken_rules_come_together():
-    found = violations("ppo", "data.train_batch_size=100", f"{ROLLOUT}.n=4")
-    assert [text.split(" ")[0] for text in found] == [
+    messages = violations("ppo", "data.train_batch_size=100", f"{ROLLOUT}.n=4")
+    assert [text.split(" ")[0] for text in messages] == [
         "data.train_files:",
         "data.val_files:",
         "actor_rollout_ref.model.path:",
@@ -175,8 +175,8 @@ def test_missing_values_and_broken_rules_come_together():
 
 def test_names_are_looked_up_where_a_key_is_unknown(tmp_path):
     names = ["algorithm.adv_estimator=grop", "reward_model.reward_manager=naiv", "trainer.logger=[clearml]"]
-    found = violations("ppo", *PPO, "trainer.nosuch=1", "trainer.nnodes=0", f"{ROLLOUT}.n=4", *names)
-    assert [re.split("[ =:]", text)[0] for text in found] == [
+    messages = violations("ppo", *PPO, "trainer.nosuch=1", "trainer.nnodes=0", f"{ROLLOUT}.n=4", *names)
+    assert [re.split("[ =:]", text)[0] for text in messages] == [
         "trainer.nosuch",
         "trainer.nnodes",
         "trainer.logger",
@@ -192,7 +192,7 @@ BATCHES = ["data.train_batch_size=100", "actor_rollout_ref.actor.ppo_mini_batch_
 
 
 def test_relations_are_checked_beside_an_unknown_key_and_a_wrong_type():
-    found = violations(
+    messages = violations(
         "ppo",
         *PPO,
         *BATCHES,
@@ -202,7 +202,7 @@ def test_relations_are_checked_beside_an_unknown_key_and_a_wrong_type():
         "trainer.save_freq=often",
         "trainer.balance_batch=false",
     )
-    assert [re.split("[ =:]", text)[0] for text in found] == [
+    assert [re.split("[ =:]", text)[0] for text in messages] == [
         "trainer.nosuch",
         "trainer.save_freq",
         "trainer.balance_batch",
@@ -229,29 +229,29 @@ def test_relations_are_checked_beside_an_unknown_key_and_a_wrong_type():
 )
 def test_a_relation_waits_for_its_own_keys(wrong):
     nodes = ["trainer.nnodes=x"] if "nnodes" in wrong else []
-    (found, *_) = given = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *BATCHES[:1], *nodes, wrong)
-    assert len(given) == 1 and "must divide" not in found
+    (violation, *_) = given = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *BATCHES[:1], *nodes, wrong)
+    assert len(given) == 1 and "must divide" not in violation
 
 
 def test_what_a_key_of_verl_becomes_waits_for_the_keys_that_it_counts_with():
     tokens = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "data.max_prompt_length=1000"]
-    (found,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *tokens, "data.max_response_length=long")
-    assert found.startswith("data.max_response_length = long: wrong type")
+    (violation,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", *tokens, "data.max_response_length=long")
+    assert violation.startswith("data.max_response_length = long: wrong type")
 
 
 def test_a_recipe_of_another_command_names_those_of_this_one():
     assert violations("sft", *SFT, "+recipe=cpu") == ["recipe=cpu: is for `scalerl train`; this one has sft_cpu"]
     assert violations("sft", *SFT, "+layout=tp2") == ["layout=tp2: is for `scalerl train`; this one has no layout"]
-    found = violations("generation", *GENERATION, "+recipe=[grpo,sft_cpu]")
-    assert found == [
+    messages = violations("generation", *GENERATION, "+recipe=[grpo,sft_cpu]")
+    assert messages == [
         "recipe=grpo: is for `scalerl train`; this one has generate_cpu",
         "recipe=sft_cpu: is for `scalerl sft`; this one has generate_cpu",
     ]
 
 
 def test_an_interpolation_of_the_wrong_type():
-    (found,) = violations("ppo", *PPO, "trainer.nnodes=${trainer.project_name}", f"{ROLLOUT}.n=4")
-    assert found.startswith("trainer.nnodes = ${trainer.project_name}: cannot be resolved")
+    (violation,) = violations("ppo", *PPO, "trainer.nnodes=${trainer.project_name}", f"{ROLLOUT}.n=4")
+    assert violation.startswith("trainer.nnodes = ${trainer.project_name}: cannot be resolved")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_an_interpolation_of_the_wrong_type():
     ],
 )
 def test_overrides_that_are_not_understood(override, text):
-    (found,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", override)
-    assert text in found
+    (violation,) = violations("ppo", *PPO, f"{ROLLOUT}.n=4", override)
+    assert text in violation
 
 
 def test_a_section_may_be_given_as_a_dict():
@@ -336,8 +336,8 @@ def test_a_group_file_of_ones_own_beside_a_primary_file(tmp_path):
 
 def test_a_file_that_would_be_hidden_is_refused(tmp_path):
     write(tmp_path, "recipe/grpo.yaml", "# @package _global_\ntrainer: {nnodes: 4}\n")
-    (found,) = violations("ppo", "--config-dir", str(tmp_path), *PPO, "recipe=grpo")
-    assert "another name" in found and "recipe/grpo.yaml" in found
+    (violation,) = violations("ppo", "--config-dir", str(tmp_path), *PPO, "recipe=grpo")
+    assert "another name" in violation and "recipe/grpo.yaml" in violation
 
 
 @pytest.mark.parametrize("name", ["with space", "it's", "a,b", "x=[y]", "pro$cent%"])
@@ -351,14 +351,14 @@ def test_directories_with_odd_names(tmp_path, name):
 
 def test_a_group_file_without_a_package_says_what_is_missing(tmp_path):
     write(tmp_path, "lab/big.yaml", "trainer: {nnodes: 4}\n")
-    (found,) = violations("ppo", "--config-dir", str(tmp_path), *PPO, f"{ROLLOUT}.n=4", "lab=big")
-    assert "# @package _global_" in found and "big.yaml" in found
+    (violation,) = violations("ppo", "--config-dir", str(tmp_path), *PPO, f"{ROLLOUT}.n=4", "lab=big")
+    assert "# @package _global_" in violation and "big.yaml" in violation
 
 
 def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_file(tmp_path):
     bad = "data: {train_file: a, seed: [1], val_files: b}\ncriticism: {x: 1}\nactor_rollout_ref: {model: {path: m}}\n"
     write(tmp_path, "bad.yaml", bad)
-    found = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", "trainer.node=2")
+    messages = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", "trainer.node=2")
     path = os.fspath(tmp_path / "bad.yaml")
     starts = [
         f"data.train_file: no such key in {path}; did you mean data.train_files?",
@@ -368,8 +368,8 @@ def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_fil
         "data.train_files: missing",
         f"{ROLLOUT}.n = 1: ",
     ]
-    assert len(found) == len(starts)
-    assert all(text.startswith(start) for text, start in zip(found, starts, strict=True))
+    assert len(messages) == len(starts)
+    assert all(text.startswith(start) for text, start in zip(messages, starts, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -383,14 +383,14 @@ def test_all_wrong_keys_of_a_file_and_of_the_command_line_are_named_with_the_fil
 )
 def test_files_that_cannot_be_read(tmp_path, content, text):
     write(tmp_path, "bad.yaml", content)
-    (found,) = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", *PPO)
-    assert text in found
+    (violation,) = violations("ppo", "--config-dir", str(tmp_path), "--config-name", "bad", *PPO)
+    assert text in violation
 
 
 def test_files_that_are_not_there(tmp_path):
     assert "no such directory" in violations("ppo", "--config-dir", str(tmp_path / "no"))[0]
-    (found,) = violations("ppo", "--config-name", "my")
-    assert "--config-name my: no such file; there are eval, generation, launch, ppo, sft" in found
+    (violation,) = violations("ppo", "--config-name", "my")
+    assert "--config-name my: no such file; there are eval, generation, launch, ppo, sft" in violation
     assert "--config-dir DIR" in violations("ppo", "--config-name")[0]
 
 
@@ -449,8 +449,8 @@ def test_the_error_numbers_its_violations_and_survives_pickling():
 
 def test_devices_are_the_machines_own_unless_given(monkeypatch):
     monkeypatch.setattr(machine, "devices_here", lambda device: {"auto": 6, "cpu": 3}[device])
-    found, on_cpu = compose("sft", SFT), compose("sft", [*SFT, "trainer.device=cpu"])
+    on_auto, on_cpu = compose("sft", SFT), compose("sft", [*SFT, "trainer.device=cpu"])
     given = compose("generation", [*GENERATION, "trainer.n_gpus_per_node=5"])
-    assert [cfg.trainer.n_gpus_per_node for cfg in (found, on_cpu, given)] == [6, 3, 5]
+    assert [cfg.trainer.n_gpus_per_node for cfg in (on_auto, on_cpu, given)] == [6, 3, 5]
     ppo = compose("ppo", PPO, rules=False)
     assert ppo.trainer.n_gpus_per_node == ppo.critic.resource_pool.n_gpus_per_node == 6

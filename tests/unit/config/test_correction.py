@@ -84,8 +84,8 @@ def test_every_test_can_be_named(option):
     ],
 )
 def test_what_is_refused_names_the_key_and_what_to_set(keys, message):
-    found = violations(**keys)
-    assert len(found) == 1 and message in found[0], found
+    messages = violations(**keys)
+    assert len(messages) == 1 and message in messages[0], messages
 
 
 def test_all_violations_at_once():
@@ -105,10 +105,10 @@ def documented_settings() -> list[list[str]]:
 
 
 def test_every_documented_correction_is_a_configuration():
-    found = documented_settings()
-    assert len(found) > 8
+    all_settings = documented_settings()
+    assert len(all_settings) > 8
     seen = []
-    for settings in found:
+    for settings in all_settings:
         keys = [f"algorithm.rollout_correction.{setting}" for setting in settings]
         required = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
         correction = compose("ppo", [*required, "actor_rollout_ref.rollout.n=2", *keys]).algorithm.rollout_correction

@@ -45,10 +45,10 @@ def test_scalerls_own_names_are_those_that_are_registered(names: RegisteredNames
 
     def is_ours(name: str) -> bool:
         try:
-            found = get(name)
+            registered = get(name)
         except ValueError:  # another test of this process registered it and took it back
             return False
-        return getattr(found, "function", found).__module__.startswith("scalerl.")
+        return getattr(registered, "function", registered).__module__.startswith("scalerl.")
 
     assert {name for name in names._names if is_ours(name)} == set(names.own)
 
@@ -128,8 +128,8 @@ def test_an_estimator_of_the_users_without_values_has_none() -> None:
     cfg = compose("ppo", [*REQUIRED, f"algorithm.adv_estimator={name}"])
     cfg.trainer.critic_warmup = 1
     assert model_roles(cfg) == []
-    (found,) = validate_ppo(cfg)
-    assert "this run has no critic that could learn first" in found
+    (violation,) = validate_ppo(cfg)
+    assert "this run has no critic that could learn first" in violation
 
 
 def test_an_estimator_of_samples_gets_no_values() -> None:

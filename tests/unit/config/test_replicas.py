@@ -33,8 +33,8 @@ def counted(nnodes: int, per_node: int, tp_size: int) -> int:
 def test_room_is_what_placing_them_one_by_one_finds(nnodes: int, per_node: int, tp_size: int) -> None:
     room = ReplicaRoom(nnodes, per_node, tp_size)
     assert room.num_replicas == counted(nnodes, per_node, tp_size)
-    found = list(replica_size_violations(ServerConfig(), "rollout", room, KEYS))
-    assert bool(found) == (room.num_replicas == 0)
+    violations = list(replica_size_violations(ServerConfig(), "rollout", room, KEYS))
+    assert bool(violations) == (room.num_replicas == 0)
     if room.num_replicas:
         assert room.nodes_each * room.devices_each == tp_size
         assert room.nodes_each == 1 or room.devices_each == per_node

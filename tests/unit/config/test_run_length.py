@@ -62,15 +62,15 @@ def ppo(*overrides: str) -> PPOConfig:
 def test_fewer_prompts_than_a_step_takes(num_prompts: int, overrides: list, expected: str) -> None:
     batch, mini, *more = overrides
     cfg = ppo(f"data.train_batch_size={batch}", f"{ACTOR}.ppo_mini_batch_size={mini}", *more)
-    (found,) = too_few_prompts(cfg, num_prompts)
-    assert expected in found
+    (violation,) = too_few_prompts(cfg, num_prompts)
+    assert expected in violation
     if num_prompts == 1:
-        assert "set data" not in found
+        assert "set data" not in violation
 
 
 def test_the_sizes_that_are_proposed_are_valid() -> None:
-    (found,) = too_few_prompts(ppo("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"), 3)
-    cfg = ppo(*found.rpartition("or set ")[2].split(", "))
+    (violation,) = too_few_prompts(ppo("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"), 3)
+    cfg = ppo(*violation.rpartition("or set ")[2].split(", "))
     assert validate_ppo(cfg) == [] and list(too_few_prompts(cfg, 3)) == []
 
 
@@ -81,12 +81,12 @@ def test_as_many_prompts_as_a_step_takes_are_enough() -> None:
 def test_fewer_conversations_than_an_update_takes() -> None:
     cfg = compose("sft", [*SFT, "data.train_batch_size=8", "trainer.n_gpus_per_node=4"])
     assert list(too_few_conversations(cfg, 8)) == []
-    (found,) = too_few_conversations(cfg, 5)
-    assert found.startswith("data.train_batch_size = 8: data.train_files give 5 conversations")
-    assert found.endswith("give at least 8, or set data.train_batch_size=5")
+    (violation,) = too_few_conversations(cfg, 5)
+    assert violation.startswith("data.train_batch_size = 8: data.train_files give 5 conversations")
+    assert violation.endswith("give at least 8, or set data.train_batch_size=5")
     # Four ranks need a row each.
-    (found,) = too_few_conversations(cfg, 3)
-    assert found.endswith("give at least 8")
+    (violation,) = too_few_conversations(cfg, 3)
+    assert violation.endswith("give at least 8")
 
 
 def test_a_decay_without_an_end_of_its_own_takes_the_whole_run():
@@ -105,5 +105,5 @@ def test_a_decay_without_an_end_of_its_own_takes_the_whole_run():
     sft = compose("sft", [*SFT, "data.train_batch_size=8", "optim.lr_decay_style=cosine", "optim.lr_warmup_updates=9"])
     assert list(decay_to_the_end(sft, 80)) == [] and sft.optim.lr_decay_updates == 10
     sft.optim.lr_decay_updates = None
-    (found,) = decay_to_the_end(sft, 72)
-    assert found.startswith("optim.lr_warmup_updates = 9: must be below the 9 optimizer updates of the run")
+    (violation,) = decay_to_the_end(sft, 72)
+    assert violation.startswith("optim.lr_warmup_updates = 9: must be below the 9 optimizer updates of the run")

@@ -51,8 +51,10 @@ def changed(cfg: Any, values: dict[str, Any]) -> Any:
 def test_nsight_needs_a_gpu():
     cfg = changed(PPO, {"trainer.profile_steps": [1], "trainer.profile_tool": "nsys"})
     assert validate_ppo(cfg) == validate_ppo(cfg, device="cuda") == []
-    (found,) = validate_ppo(cfg, device="cpu")
-    assert found.startswith("trainer.profile_tool = nsys: ") and found.endswith("set trainer.profile_tool=torch")
+    (violation,) = validate_ppo(cfg, device="cpu")
+    assert violation.startswith("trainer.profile_tool = nsys: ") and violation.endswith(
+        "set trainer.profile_tool=torch"
+    )
 
 
 def test_the_smallest_configs_are_valid():
@@ -538,15 +540,15 @@ def test_a_relation_is_silent_where_its_keys_are_in_doubt_and_only_there(kind, n
 
 
 def test_a_relation_is_silent_where_a_key_of_it_is_wrong_by_itself():
-    found = validate_ppo(changed(PPO, {f"{ACTOR}.megatron.tensor_model_parallel_size": 0, "trainer.nnodes": 0}))
-    assert [v.split(" = ")[0] for v in found] == [
+    violations = validate_ppo(changed(PPO, {f"{ACTOR}.megatron.tensor_model_parallel_size": 0, "trainer.nnodes": 0}))
+    assert [v.split(" = ")[0] for v in violations] == [
         f"{ACTOR}.megatron.tensor_model_parallel_size",
         "trainer.nnodes",
     ]
 
 
 def test_all_violations_come_together():
-    found = validate_ppo(
+    violations = validate_ppo(
         changed(
             PPO,
             {
@@ -558,12 +560,12 @@ def test_all_violations_come_together():
             },
         )
     )
-    assert len(found) == 5
+    assert len(violations) == 5
 
 
 def test_all_that_is_wrong_with_a_correction_comes_together():
     """A value of a wrong kind hides nothing about the other keys."""
-    found = validate_ppo(
+    violations = validate_ppo(
         changed(
             PPO,
             {
@@ -576,7 +578,7 @@ def test_all_that_is_wrong_with_a_correction_comes_together():
             },
         )
     )
-    assert [text.removeprefix(f"{CORRECTION}.").split(" = ")[0] for text in found] == [
+    assert [text.removeprefix(f"{CORRECTION}.").split(" = ")[0] for text in violations] == [
         "rollout_is",
         "rollout_is_threshold",
         "rollout_rs",
@@ -671,9 +673,9 @@ def test_layouts_that_the_model_allows(sizes):
     ],
 )
 def test_layouts_that_the_model_does_not_allow(sizes, model, texts):
-    found = layout(*sizes, **model)
+    violations = layout(*sizes, **model)
     for text in texts:
-        assert any(text in violation for violation in found), found
+        assert any(text in violation for violation in violations), violations
 
 
 MIXTURE = {"num_experts": 8, "moe_ffn_hidden_size": 768}

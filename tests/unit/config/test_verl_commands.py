@@ -46,7 +46,7 @@ def without_refused(name: str) -> list[str]:
 
 
 def translations(*given: str) -> dict[str, Translation]:
-    return {found.key: found for found in composed("ppo", [*REQUIRED, *given]).translations}
+    return {translation.key: translation for translation in composed("ppo", [*REQUIRED, *given]).translations}
 
 
 # Keys of each: taken over, renamed, already so, refused.
@@ -132,7 +132,7 @@ def test_keys_are_understood(name: str):
     given = arguments(name)
     refused = violations(given)
     assert not [text for text in refused if "did you mean" in text or "no such key" in text]
-    verdicts = Counter(found.verdict for found in composed("ppo", without_refused(name)).translations)
+    verdicts = Counter(translation.verdict for translation in composed("ppo", without_refused(name)).translations)
     renamed, same = verdicts["renamed"], verdicts["already so"]
     assert (len(given) - renamed - same - len(refused), renamed, same, len(refused)) == COUNTS[name]
     # Of the vocabulary some lines are there to be refused.
@@ -140,8 +140,8 @@ def test_keys_are_understood(name: str):
 
 
 def test_no_value_of_a_key_of_scalerl_is_taken_for_verls():
-    found = composed("ppo", REQUIRED)
-    assert found.translations == []
+    composition = composed("ppo", REQUIRED)
+    assert composition.translations == []
     # Keys that both have, with values that both take.
     both = [f"{ROLLOUT}.name=sglang", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.logger=[console]"]
     both += [f"{ROLLOUT}.top_k=5", f"{ACTOR}.loss_scale_factor=7", "data.seed=3"]
@@ -151,9 +151,9 @@ def test_no_value_of_a_key_of_scalerl_is_taken_for_verls():
 def test_every_target_is_a_key_of_scalerl():
     table = KeyTable(PPOConfig)
     for name in COUNTS:
-        for found in composed("ppo", without_refused(name)).translations:
-            targets = [text.partition("=")[0] for text in found.becomes]
-            assert all(table.kind(target) != "unknown" for target in targets), found
+        for translation in composed("ppo", without_refused(name)).translations:
+            targets = [text.partition("=")[0] for text in translation.becomes]
+            assert all(table.kind(target) != "unknown" for target in targets), translation
 
 
 def test_samples_of_a_micro_batch_become_tokens():
@@ -178,8 +178,8 @@ def test_tokens_of_a_device_become_those_of_all_that_share_a_micro_batch():
     ulysses = "fsdp_config.ulysses_sequence_parallel_size"
     for size, spelling in ((1, "megatron.context_parallel_size"), (4, ulysses), (2, override)):
         # The size is written after the numbers that it multiplies.
-        found = translations(*given, f"{ACTOR}.{spelling}={size}")
-        becomes = [found[key].becomes[0] for key in keys]
+        translation_of = translations(*given, f"{ACTOR}.{spelling}={size}")
+        becomes = [translation_of[key].becomes[0] for key in keys]
         assert becomes == [
             f"{section}.max_tokens_per_micro_batch={size * (5000 + number)}" for number, section in enumerate(sections)
         ]
@@ -200,9 +200,9 @@ def test_tokens_of_a_device_become_those_of_all_that_share_a_micro_batch():
 @pytest.mark.parametrize("section", ["data", "engine"])
 def test_tokens_of_a_device_in_sft(section: str):
     needed = ["data.train_files=a", "model.path=m", "megatron.context_parallel_size=2", "trainer.n_gpus_per_node=2"]
-    found = composed("sft", [*needed, f"{section}.max_token_len_per_gpu=3000"])
-    assert found.config.data.max_tokens_per_micro_batch == 6000
-    assert found.translations[0].becomes == ("data.max_tokens_per_micro_batch=6000",)
+    composition = composed("sft", [*needed, f"{section}.max_token_len_per_gpu=3000"])
+    assert composition.config.data.max_tokens_per_micro_batch == 6000
+    assert composition.translations[0].becomes == ("data.max_tokens_per_micro_batch=6000",)
 
 
 # Values that would change what is computed or sampled; `already so` would be a lie.
@@ -223,7 +223,7 @@ def test_what_changes_numbers_is_not_said_to_be_so(argument: str, advice: str):
 
 def test_neutral_values_of_the_same_keys_pass():
     given = (f"{ROLLOUT}.n_agent=1", f"{ROLLOUT}.qat.enable=False", "trainer.v1.trainer_mode=sync")
-    assert {found.verdict for found in translations(*given).values()} == {"already so"}
+    assert {translation.verdict for translation in translations(*given).values()} == {"already so"}
 
 
 def test_weights_of_older_scripts_keep_their_level():
@@ -246,8 +246,8 @@ def test_types_of_fsdp_are_those_of_megatron():
         ("fsdp_config.mixed_precision.param_dtype", "fp32", "float32"),
         ("fsdp_config.dtype", "bfloat16", "bfloat16"),
     ):
-        found = composed("ppo", [*REQUIRED, f"{ACTOR}.{key}={value}", f"critic.model.{key}={value}"]).config
-        assert (found.actor_rollout_ref.actor.megatron.dtype, found.critic.megatron.dtype) == (dtype, dtype)
+        cfg = composed("ppo", [*REQUIRED, f"{ACTOR}.{key}={value}", f"critic.model.{key}={value}"]).config
+        assert (cfg.actor_rollout_ref.actor.megatron.dtype, cfg.critic.megatron.dtype) == (dtype, dtype)
 
 
 def test_keys_of_the_older_fine_tuning_are_understood():
@@ -291,8 +291,8 @@ def test_keys_of_fine_tuning_are_understood():
         "megatron.override_transformer_config.moe_deepep_num_sms=8",
         "trainer.total_training_steps=50",
     ]
-    found = composed("sft", given)
-    cfg = found.config
+    composition = composed("sft", given)
+    cfg = composition.config
     assert (cfg.megatron.tensor_model_parallel_size, cfg.megatron.context_parallel_size) == (2, 2)
     assert cfg.megatron.param_offload and cfg.megatron.recompute_granularity == "full"
     assert cfg.megatron.override_transformer_config == {"moe_deepep_num_sms": 8, "moe_permute_fusion": True}
@@ -300,7 +300,7 @@ def test_keys_of_fine_tuning_are_understood():
     assert cfg.trainer.max_actor_ckpt_to_keep == 3
     assert (cfg.optim.lr_decay_style, cfg.optim.lr_warmup_updates) == ("cosine", 5)
     table = KeyTable(SFTConfig)
-    targets = [text.partition("=")[0] for name in found.translations for text in name.becomes]
+    targets = [text.partition("=")[0] for name in composition.translations for text in name.becomes]
     assert targets and all(table.kind(target) in ("leaf", "free") for target in targets)
     for text, reason in (
         ("engine.override_transformer_config.num_layers=3", "the model's config.json says it; leave it out"),
@@ -333,21 +333,21 @@ def test_the_default_grows_with_the_devices_that_share_a_micro_batch():
 
 def test_the_reference_has_micro_batches_of_its_own():
     key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
-    found = translations(f"{key}=2")[key]
-    assert found.becomes == ("actor_rollout_ref.ref.max_tokens_per_micro_batch=2048",)
+    translation = translations(f"{key}=2")[key]
+    assert translation.becomes == ("actor_rollout_ref.ref.max_tokens_per_micro_batch=2048",)
 
 
 def test_a_share_of_the_steps_becomes_updates():
     steps = ["trainer.total_training_steps=50", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32"]
     key = f"{ACTOR}.optim.lr_warmup_steps_ratio"
     assert translations(*steps, f"{key}=0.1")[key].becomes == (f"{ACTOR}.optim.lr_warmup_updates=10",)
-    (found,) = violations([*REQUIRED, f"{key}=0.1"])
-    assert found.startswith(f"{key} = 0.1: warm-up is a number of optimizer updates")
+    (violation,) = violations([*REQUIRED, f"{key}=0.1"])
+    assert violation.startswith(f"{key} = 0.1: warm-up is a number of optimizer updates")
     assert translations(f"{key}=0.0")[key].verdict == "already so"
     # Of verl's number of steps -1 is none, so that the share counts.
     for none in ("-1", "null"):
-        found = translations(*steps, f"{ACTOR}.optim.lr_warmup_steps={none}", f"{key}=0.1")[key]
-        assert found.becomes == (f"{ACTOR}.optim.lr_warmup_updates=10",)
+        translation = translations(*steps, f"{ACTOR}.optim.lr_warmup_steps={none}", f"{key}=0.1")[key]
+        assert translation.becomes == (f"{ACTOR}.optim.lr_warmup_updates=10",)
     both = translations(*steps, f"{key}=0.1", f"{ACTOR}.optim.lr_warmup_steps=3")
     assert [both[name].verdict for name in (key, f"{ACTOR}.optim.lr_warmup_steps")] == ["already so", "renamed"]
 
@@ -370,21 +370,23 @@ def test_steps_of_a_schedule_become_updates():
     optim = composed("sft", [*NEEDED["sft"], *fine_tuning]).config.optim
     assert (optim.lr_warmup_updates, optim.lr_decay_updates) == (3, 40)
     # Without a decay, and where verl's defaults are written out.
-    found = translations(f"{decay}=40", f"{warmup}=-1", "critic.optim.lr_decay_steps=null")
-    assert {name.verdict for name in found.values()} == {"already so"}
+    translation_of = translations(f"{decay}=40", f"{warmup}=-1", "critic.optim.lr_decay_steps=null")
+    assert {name.verdict for name in translation_of.values()} == {"already so"}
     (text,) = [text for text in violations([*REQUIRED, f"{warmup}=3", "data.train_batch_size=100"]) if warmup in text]
     assert text.startswith(f"{warmup} = 3: counts steps") and text.endswith(f"set {ACTOR}.optim.lr_warmup_updates")
 
 
 def test_two_keys_that_differ_about_the_same_are_refused():
-    (found,) = violations([*REQUIRED, f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.optim.clip_grad=1.0"])
-    assert found == (f"{ACTOR}.grad_clip = 2.0: is {ACTOR}.optim.clip_grad here, which is 1.0; leave one of them out")
+    (violation,) = violations([*REQUIRED, f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.optim.clip_grad=1.0"])
+    assert violation == (
+        f"{ACTOR}.grad_clip = 2.0: is {ACTOR}.optim.clip_grad here, which is 1.0; leave one of them out"
+    )
     assert violations([*REQUIRED, f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.optim.clip_grad=2.0"]) == []
 
 
 def test_the_value_that_scalerl_does_not_do_is_refused_with_the_reason():
-    (found,) = violations([*REQUIRED, "actor_rollout_ref.model.use_remove_padding=False"])
-    assert found == (
+    (violation,) = violations([*REQUIRED, "actor_rollout_ref.model.use_remove_padding=False"])
+    assert violation == (
         "actor_rollout_ref.model.use_remove_padding = false: sequences are always packed, padding is never computed; "
         "leave it out"
     )
@@ -422,9 +424,9 @@ NEEDED = {"ppo": REQUIRED, "sft": ["data.train_files=a", "model.path=m"]}
 def test_the_other_value_of_what_is_always_so_is_refused_with_the_reason(kind: str, argument: str, reason: str):
     with pytest.raises(ConfigError) as caught:
         composed(kind, [*NEEDED[kind], argument])
-    (found,) = caught.value.violations
-    assert found.startswith(argument.replace("=", " = ") + ": ") and reason in found
-    assert found.endswith("; leave it out")
+    (violation,) = caught.value.violations
+    assert violation.startswith(argument.replace("=", " = ") + ": ") and reason in violation
+    assert violation.endswith("; leave it out")
     key = argument.partition("=")[0]
     assert composed(kind, [*NEEDED[kind], f"{key}=true"]).translations[0].verdict == "already so"
 
@@ -433,8 +435,8 @@ def test_the_other_value_of_what_is_always_so_is_refused_with_the_reason(kind: s
 def test_a_misspelt_key_is_never_already_so(kind: str, argument: str, advice: str):
     with pytest.raises(ConfigError) as caught:
         composed(kind, [*NEEDED[kind], argument])
-    (found,) = caught.value.violations
-    assert key_of(argument) in found and advice in found
+    (violation,) = caught.value.violations
+    assert key_of(argument) in violation and advice in violation
 
 
 @pytest.mark.parametrize(
@@ -443,8 +445,8 @@ def test_a_misspelt_key_is_never_already_so(kind: str, argument: str, advice: st
 )
 def test_micro_batches_of_a_fixed_size_pass_and_the_reason_is_said(kind: str, key: str):
     """False is the default of verl, and what it asks for changes no number."""
-    (found,) = composed(kind, [*NEEDED[kind], f"{key}=false"]).translations
-    assert found.verdict == "already so" and "packed all the same" in found.why
+    (translation,) = composed(kind, [*NEEDED[kind], f"{key}=false"]).translations
+    assert translation.verdict == "already so" and "packed all the same" in translation.why
 
 
 def test_sections_of_a_file_are_read_key_by_key(tmp_path: Path):
@@ -479,9 +481,9 @@ def test_keys_of_a_file_are_translated_too(tmp_path: Path):
 
 def test_verls_own_files_and_dashes_are_understood():
     given = ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml", *REQUIRED, "--trainer.nnodes=2"]
-    found = composed("ppo", [*given, "--model_engine=megatron"])
-    assert found.config.trainer.nnodes == 2
-    assert [name.key for name in found.translations] == ["--config-name", "--config-path", "model_engine"]
+    composition = composed("ppo", [*given, "--model_engine=megatron"])
+    assert composition.config.trainer.nnodes == 2
+    assert [name.key for name in composition.translations] == ["--config-name", "--config-path", "model_engine"]
     (text,) = violations([*REQUIRED, "--config_name=ppo"])
     assert text.startswith("--config_name=ppo: not understood")
     (text,) = violations(["--config-path=config", "--config-name=ppo", *REQUIRED])
@@ -526,13 +528,13 @@ def test_fields_of_megatrons_configs_go_to_the_section_and_to_the_roles_that_hav
     ],
 )
 def test_fields_that_scalerl_sets_are_refused(field: str, text: str):
-    (found,) = violations([*REQUIRED, f"+{ACTOR}.{field}"])
-    assert text in found and found.endswith("; leave it out")
+    (violation,) = violations([*REQUIRED, f"+{ACTOR}.{field}"])
+    assert text in violation and violation.endswith("; leave it out")
 
 
 def test_the_table_says_from_what_to_what():
-    found = list(translations(f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.use_dynamic_bsz=True").values())
-    assert translation_table(found).splitlines() == [
+    translated_keys = list(translations(f"{ACTOR}.grad_clip=2.0", f"{ACTOR}.use_dynamic_bsz=True").values())
+    assert translation_table(translated_keys).splitlines() == [
         "keys of verl, and what they are here:",
         f"  {ACTOR}.grad_clip=2.0  -> {ACTOR}.optim.clip_grad=2.0",
         "keys of verl with nothing to set, already so here:",
@@ -543,8 +545,8 @@ def test_the_table_says_from_what_to_what():
 
 def test_a_kl_weight_of_zero_is_no_contradiction():
     assert violations([*REQUIRED, "algorithm.use_kl_in_reward=False", "algorithm.kl_ctrl.kl_coef=0.0"]) == []
-    (found,) = violations([*REQUIRED, "algorithm.kl_ctrl.kl_coef=0.5"])
-    assert "has no effect" in found
+    (violation,) = violations([*REQUIRED, "algorithm.kl_ctrl.kl_coef=0.5"])
+    assert "has no effect" in violation
 
 
 def test_profiles_are_asked_for_under_verls_names():
@@ -554,8 +556,8 @@ def test_profiles_are_asked_for_under_verls_names():
         "ppo", [*REQUIRED, "trainer.profile_steps=null", "global_profiler.tool=nsys", f"{ACTOR}.profiler.ranks=[0]"]
     ).config
     assert (cfg.trainer.profile_steps, cfg.trainer.profile_tool, cfg.trainer.profile_ranks) == ([], "nsys", [0])
-    (found,) = violations([*REQUIRED, "global_profiler.tool=npu"])
-    assert "trainer.profile_tool is torch or nsys" in found
+    (violation,) = violations([*REQUIRED, "global_profiler.tool=npu"])
+    assert "trainer.profile_tool is torch or nsys" in violation
 
 
 def test_stages_that_count_embedding_and_loss_get_their_layers(tmp_path: Path):
@@ -584,8 +586,8 @@ def test_stages_that_count_embedding_and_loss_get_their_layers(tmp_path: Path):
     megatron = composed("sft", given).config.megatron
     assert (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage) == (11, 11)
     # Without the model at hand, and where the layers cannot be divided.
-    (found, _) = violations([*REQUIRED, *devices, stages, loss, embedding])
-    assert found.endswith(f"; leave it out, and set {first} and {last} to (the model's layers + 2) / 8 - 1")
+    (violation, _) = violations([*REQUIRED, *devices, stages, loss, embedding])
+    assert violation.endswith(f"; leave it out, and set {first} and {last} to (the model's layers + 2) / 8 - 1")
     with pytest.raises(ConfigError, match="95 layers and 2 are no multiple of"):
         sizes(95, loss, embedding, stages)
 
@@ -596,8 +598,10 @@ def test_data_parallel_overlap_reaches_megatrons_config():
     overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     assert cfg.actor_rollout_ref.actor.megatron.override_ddp_config == overlaps
     section = f"{ACTOR}.megatron"
-    (found,) = violations([*REQUIRED, f"{ddp}.overlap_param_gather=true", f"{section}.use_distributed_optimizer=false"])
-    assert found == (
+    (violation,) = violations(
+        [*REQUIRED, f"{ddp}.overlap_param_gather=true", f"{section}.use_distributed_optimizer=false"]
+    )
+    assert violation == (
         f"{section}.override_ddp_config.overlap_param_gather = true: only with {section}.use_distributed_optimizer = "
         f"true, whose ranks gather parameters; set {section}.use_distributed_optimizer=true, or leave it out"
     )
@@ -620,8 +624,8 @@ def test_converted_weights_are_refused_once_where_they_are_used():
     paths = [f"actor_rollout_ref.{role}.megatron.dist_checkpointing_path=/mcore" for role in ("actor", "ref")]
     assert violations([*REQUIRED, *paths]) == []
     used = [f"actor_rollout_ref.{role}.megatron.use_dist_checkpointing=True" for role in ("actor", "ref")]
-    (found,) = violations([*REQUIRED, *paths, *used])
-    assert found.startswith(f"{ACTOR}.megatron.dist_checkpointing_path = /mcore: has no counterpart")
+    (violation,) = violations([*REQUIRED, *paths, *used])
+    assert violation.startswith(f"{ACTOR}.megatron.dist_checkpointing_path = /mcore: has no counterpart")
     assert violations([*REQUIRED, *paths[1:], *used]) == []
     other = "actor_rollout_ref.ref.megatron.dist_checkpointing_path=/other"
     assert len(violations([*REQUIRED, paths[0], other, *used])) == 2
@@ -632,21 +636,21 @@ def test_activations_of_experts_are_computed_again_with_the_experts():
     selective = f"{ACTOR}.megatron.override_transformer_config.recompute_granularity=selective"
     cfg = composed("ppo", [*REQUIRED, selective, f"{key}=[core_attn,moe_act,moe]"]).config
     assert cfg.actor_rollout_ref.actor.megatron.recompute_modules == ["core_attn", "moe"]
-    (found,) = violations([*REQUIRED, selective, f"{key}=[core_attn,moe_act]"])
-    assert found.endswith("name moe instead")
+    (violation,) = violations([*REQUIRED, selective, f"{key}=[core_attn,moe_act]"])
+    assert violation.endswith("name moe instead")
 
 
 def test_what_is_refused_of_verl_hides_no_broken_rule():
-    found = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.policy_loss.loss_mode=cppo"])
-    assert len(found) == 2 and "no such policy loss" in found[1] and "Did you mean" not in found[1]
+    messages = violations([*REQUIRED, f"{ACTOR}.router_replay.mode=R3", f"{ACTOR}.policy_loss.loss_mode=cppo"])
+    assert len(messages) == 2 and "no such policy loss" in messages[1] and "Did you mean" not in messages[1]
 
 
 def test_the_old_switch_of_a_loss():
     key = f"{ACTOR}.use_gpg_loss"
     assert translations(f"{key}=True")[key].becomes == (f"{ACTOR}.policy_loss.loss_mode=gpg",)
     assert translations(f"{key}=False")[key].verdict == "already so"
-    (found,) = violations([*REQUIRED, f"{key}=True", f"{ACTOR}.policy_loss.loss_mode=gspo"])
-    assert "leave one of them out" in found
+    (violation,) = violations([*REQUIRED, f"{key}=True", f"{ACTOR}.policy_loss.loss_mode=gspo"])
+    assert "leave one of them out" in violation
 
 
 def test_experts_of_a_replica_are_shared_by_its_devices():
@@ -666,16 +670,16 @@ def test_a_chat_template_of_ones_own_is_a_file():
     key = "actor_rollout_ref.model.custom_chat_template"
     assert translations(f"{key}='@x/template.jinja'")[key].becomes == ("data.chat_template_path=x/template.jinja",)
     assert translations(f"{key}=null")[key].verdict == "already so"
-    (found,) = violations([*REQUIRED, f"{key}='a template'"])
-    assert "set data.chat_template_path" in found
+    (violation,) = violations([*REQUIRED, f"{key}='a template'"])
+    assert "set data.chat_template_path" in violation
     cfg = composed("sft", ["data.train_files=a", "model.path=m", "model.custom_chat_template='@t.jinja'"]).config
     assert cfg.data.chat_template_path == "t.jinja"
 
 
 def test_a_profile_of_one_role_is_of_the_steps_of_the_run():
     role = [f"{ACTOR}.profile.use_profile=True", f"{ACTOR}.profile.profile_ranks=[1]", f"{ACTOR}.profile.step_start=4"]
-    (found,) = violations([*REQUIRED, *role])
-    assert found.endswith("set trainer.profile_steps")
+    (violation,) = violations([*REQUIRED, *role])
+    assert violation.endswith("set trainer.profile_steps")
     trainer = composed("ppo", [*REQUIRED, *role, "trainer.profile_steps=[4]"]).config.trainer
     assert trainer.profile_steps == [4] and trainer.profile_ranks == [1]
 
@@ -685,5 +689,5 @@ def test_separate_servers_of_verl_are_on_devices_of_their_own():
     pool = cfg.rollout.resource_pool
     assert (cfg.hybrid_engine, pool.nnodes, pool.n_gpus_per_node) == (False, 2, 4)
     assert composed("ppo", [*REQUIRED, "rollout.nnodes=0"]).config.actor_rollout_ref.hybrid_engine is True
-    (found,) = violations([*REQUIRED, "rollout.nnodes=2", "actor_rollout_ref.hybrid_engine=true"])
-    assert found.startswith("rollout.nnodes = 2: is actor_rollout_ref.hybrid_engine here, which is true")
+    (violation,) = violations([*REQUIRED, "rollout.nnodes=2", "actor_rollout_ref.hybrid_engine=true"])
+    assert violation.startswith("rollout.nnodes = 2: is actor_rollout_ref.hybrid_engine here, which is true")

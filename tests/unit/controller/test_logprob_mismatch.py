@@ -74,13 +74,13 @@ def test_normalized_weights_have_mean_one():
 
 
 def test_the_worst_token_of_each_row():
-    found = worst_tokens(shard())
-    assert found["position"].tolist() == [2, -1, 3]
-    assert found["difference"].tolist() == pytest.approx([1.0, 0.0, 0.1])
-    assert found["token_id"][[0, 2]].tolist() == [13, 34]
-    assert found["rollout_logprob"][[0, 2]].tolist() == pytest.approx([-2.0, -0.5])
-    assert found["old_logprob"][[0, 2]].tolist() == pytest.approx([-1.0, -0.6])
-    assert all(len(values) == 3 and isinstance(values, np.ndarray) for values in found.values())
+    worst = worst_tokens(shard())
+    assert worst["position"].tolist() == [2, -1, 3]
+    assert worst["difference"].tolist() == pytest.approx([1.0, 0.0, 0.1])
+    assert worst["token_id"][[0, 2]].tolist() == [13, 34]
+    assert worst["rollout_logprob"][[0, 2]].tolist() == pytest.approx([-2.0, -0.5])
+    assert worst["old_logprob"][[0, 2]].tolist() == pytest.approx([-1.0, -0.6])
+    assert all(len(values) == 3 and isinstance(values, np.ndarray) for values in worst.values())
 
 
 def test_rows_without_tokens_are_counted_too():

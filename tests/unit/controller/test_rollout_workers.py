@@ -60,8 +60,8 @@ class Worker:
         self.told: list[tuple[str, Any]] = []
 
     def __getattribute__(self, name: str) -> Any:
-        found = object.__getattribute__(self, name)
-        return SimpleNamespace(remote=found) if inspect.ismethod(found) else found
+        attribute = object.__getattribute__(self, name)
+        return SimpleNamespace(remote=attribute) if inspect.ismethod(attribute) else attribute
 
     def join(self, parts: list[tuple[int, list[int]]]) -> int:
         rows = [self.batches[batch_id][row] for batch_id, of_batch in parts for row in of_batch]
@@ -125,7 +125,7 @@ def test_any_number_of_workers_gives_the_rows_of_one(
     """Two rounds, of each the finished groups, joined as dynamic sampling does; cut for ranks."""
     second = [SampleGroup(3, 2**20 + 1, group.position) for group in second]
     rounds = [(groups, set(data.draw(st.sets(st.sampled_from([g.uid for g in groups]))))) for groups in (first, second)]
-    found = []
+    outcomes = []
     for num_workers in {1, data.draw(st.integers(1, num_servers)), num_servers}:
         workers, parts, seen = Here(num_servers, num_workers), [], []
         for number, (groups, finished) in enumerate(rounds):
@@ -141,8 +141,8 @@ def test_any_number_of_workers_gives_the_rows_of_one(
         assert sum(len(rows) for worker in workers.handles for rows in worker.batches.values()) == len(names)
         workers.drop(joined)
         assert all(worker.batches == {} for worker in workers.handles)
-        found.append((seen, names))
-    assert all(one == found[0] for one in found)
+        outcomes.append((seen, names))
+    assert all(one == outcomes[0] for one in outcomes)
 
 
 def test_workers_are_asked_side_by_side() -> None:

@@ -43,9 +43,9 @@ def shard() -> DataProto:
 
 
 def test_kl_of_each_row():
-    found = reward_kl(shard(), "k1", old_logprobs="old_logprobs")
-    assert found.values.tolist() == [0, 0.5, -1.0, 0, 0, 0, -2.0, 0, 1.0, 0, 0]
-    assert sums_of_rows(found).tolist() == [-0.5, -1.0, 0.0]
+    kl = reward_kl(shard(), "k1", old_logprobs="old_logprobs")
+    assert kl.values.tolist() == [0, 0.5, -1.0, 0, 0, 0, -2.0, 0, 1.0, 0, 0]
+    assert sums_of_rows(kl).tolist() == [-0.5, -1.0, 0.0]
     assert sums_of_rows(reward_kl(shard(), "abs", old_logprobs="old_logprobs")).tolist() == [1.5, 3.0, 0.0]
 
 
@@ -62,10 +62,10 @@ def test_the_kl_is_taken_off_every_token_and_the_score_comes_last(group):
     advantages = columns.tokens["advantages"].values.numpy()
     assert advantages[[1, 2, 3, 6, 8]] == pytest.approx(whitened, rel=1e-5)
     assert not advantages[[0, 4, 5, 7, 9, 10]].any()
-    found = to_floats(metrics)
-    assert found["critic/returns/mean"] == pytest.approx(sampled.mean())
-    assert found["critic/advantages/max"] == pytest.approx(whitened.max())
-    assert not any(key.startswith("critic/v") for key in found)
+    metric_values = to_floats(metrics)
+    assert metric_values["critic/returns/mean"] == pytest.approx(sampled.mean())
+    assert metric_values["critic/advantages/max"] == pytest.approx(whitened.max())
+    assert not any(key.startswith("critic/v") for key in metric_values)
 
 
 def test_without_a_kl_the_score_is_all_there_is(group):
@@ -82,8 +82,8 @@ def test_gae_reads_the_values(group):
         batch.union(DataProto({"values": values})), config, None, group=group, device="cpu"
     )
     assert columns.tokens["returns"].values[[1, 2, 3, 6, 8]].tolist() == [1, 1, 1, -0.5, -0.5]
-    found = to_floats(explained_variance_metrics(metrics))
-    assert found["critic/values/mean"] == 0.25 and "critic/vf_explained_var" in found
+    metric_values = to_floats(explained_variance_metrics(metrics))
+    assert metric_values["critic/values/mean"] == 0.25 and "critic/vf_explained_var" in metric_values
 
 
 def test_remax_takes_the_greedy_score_off(group):

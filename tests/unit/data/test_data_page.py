@@ -84,9 +84,9 @@ def test_the_copy_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text("{}\n")
     (code,) = [block for block in blocks("python") if "copy_to_local" in block]
-    found: dict[str, str] = {}
-    exec(code.replace("/tmp/scalerl-docs", str(tmp_path)), found)
-    assert Path(found["path"]).read_text() == "{}\n" and found["path"].startswith("cache/")
+    namespace: dict[str, str] = {}
+    exec(code.replace("/tmp/scalerl-docs", str(tmp_path)), namespace)
+    assert Path(namespace["path"]).read_text() == "{}\n" and namespace["path"].startswith("cache/")
 
 
 def test_keys_and_defaults_are_those_of_the_schema():

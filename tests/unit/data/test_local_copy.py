@@ -158,11 +158,11 @@ def test_a_damaged_copy_is_made_again(store, tmp_path):
 def test_a_damaged_manifest_means_a_new_copy(store, tmp_path, monkeypatch, manifest):
     store.pipe("/a/x.json", b"good")
     local = copy_to_local("memory://a/x.json", tmp_path)
-    (found,) = tmp_path.rglob("copied.json")
-    found.write_text(manifest)
+    (manifest_path,) = tmp_path.rglob("copied.json")
+    manifest_path.write_text(manifest)
     read = count_reads(monkeypatch)
     assert copy_to_local("memory://a/x.json", tmp_path) == local and len(read) == 1
-    assert json.loads(found.read_text())["files"][""]["sha256"] == hashlib.sha256(b"good").hexdigest()
+    assert json.loads(manifest_path.read_text())["files"][""]["sha256"] == hashlib.sha256(b"good").hexdigest()
 
 
 def test_a_source_that_changed_is_copied_again(store, tmp_path):
@@ -245,15 +245,16 @@ def test_a_copy_whose_maker_is_killed_is_made_by_the_next(tmp_path):
 
 def test_threads_make_one_copy(store, tmp_path, monkeypatch):
     store.pipe("/a/x.json", b"1" * 1000)
-    read, found = count_reads(monkeypatch), []
+    read, local_paths = count_reads(monkeypatch), []
     threads = [
-        threading.Thread(target=lambda: found.append(copy_to_local("memory://a/x.json", tmp_path))) for _ in range(4)
+        threading.Thread(target=lambda: local_paths.append(copy_to_local("memory://a/x.json", tmp_path)))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 4 and len(set(found)) == 1 and len(read) == 1
+    assert len(local_paths) == 4 and len(set(local_paths)) == 1 and len(read) == 1
 
 
 # --- a source that fails

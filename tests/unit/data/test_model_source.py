@@ -160,9 +160,9 @@ def test_two_processes_that_fetch_the_same_model_at_once(hub: Hub, tmp_path: Pat
     """As the jobs of a sweep do: one transfers the weights while the other, which has asked for them, waits."""
     hub.awaited = 2
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: fetch(hub.url, tmp_path, REPO), range(2)))
-    assert found[0] == found[1]
-    (directory,) = found[0]
+        fetched = list(pool.map(lambda _: fetch(hub.url, tmp_path, REPO), range(2)))
+    assert fetched[0] == fetched[1]
+    (directory,) = fetched[0]
     assert (Path(directory) / "model.safetensors").read_bytes() == WEIGHTS
     assert sum(method == "GET" and path.endswith("model.safetensors") for method, path, _ in hub.requests) == 1
 

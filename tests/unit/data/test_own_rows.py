@@ -51,9 +51,9 @@ FORMATS = {".jsonl": jsonl, ".json": json_array, ".parquet": parquet, ".csv": cs
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str, capsys) -> None:
     file = FORMATS[suffix](tmp_path / f"mine{suffix}", SUMS)
-    found = run(tmp_path / "out", "--local", file, "--prompt", "q", "--answer", "a", "--val-size", 2)
-    assert (len(found["train"]), len(found["val"])) == (6, 2)
-    rows = sorted(found["train"] + found["val"], key=lambda row: row["extra_info"]["source_row"])
+    splits = run(tmp_path / "out", "--local", file, "--prompt", "q", "--answer", "a", "--val-size", 2)
+    assert (len(splits["train"]), len(splits["val"])) == (6, 2)
+    rows = sorted(splits["train"] + splits["val"], key=lambda row: row["extra_info"]["source_row"])
     assert [row["prompt"] for row in rows] == [[{"role": "user", "content": row["q"]}] for row in SUMS]
     assert [row["reward_model"]["ground_truth"] for row in rows] == [str(row["a"]) for row in SUMS]
     dataset = RLHFDataset([str(tmp_path / "out" / "train.parquet")], tiny_tokenizer(), DataConfig())
@@ -65,10 +65,10 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, suffix: str, capsys) -
 def test_a_template_a_system_message_and_texts_over_lines(tmp_path: Path) -> None:
     file = csv_file(tmp_path / "mine.csv", 'one,two\n"a, b","first\nsecond"\nc,d\n')
     arguments = ["--local", file, "--template", "{{x}} {one}: {two}", "--system", "Be brief.", "--val-size", 1]
-    found = run(tmp_path / "out", *arguments)
-    prompts = {tuple(message["content"] for message in row["prompt"]) for row in found["train"] + found["val"]}
+    splits = run(tmp_path / "out", *arguments)
+    prompts = {tuple(message["content"] for message in row["prompt"]) for row in splits["train"] + splits["val"]}
     assert prompts == {("Be brief.", "{x} a, b: first\nsecond"), ("Be brief.", "{x} c: d")}
-    assert {row["reward_model"]["ground_truth"] for row in found["train"]} == {""}
+    assert {row["reward_model"]["ground_truth"] for row in splits["train"]} == {""}
 
 
 @pytest.mark.parametrize("has_messages", [False, True])
@@ -76,16 +76,16 @@ def test_conversations(tmp_path: Path, has_messages: bool) -> None:
     turns = [[{"role": "user", "content": r["q"]}, {"role": "assistant", "content": str(r["a"])}] for r in SUMS]
     if has_messages:
         file = jsonl(tmp_path / "mine.jsonl", [{"chat": messages} for messages in turns])
-        found = run(tmp_path / "out", "--sft", "--local", file, "--prompt", "chat", "--val-size", 2)
+        splits = run(tmp_path / "out", "--sft", "--local", file, "--prompt", "chat", "--val-size", 2)
     else:
         # Two answers to one question are two things to learn.
         file = jsonl(tmp_path / "mine.jsonl", [*SUMS, {"q": SUMS[0]["q"], "a": "one"}])
-        found = run(tmp_path / "out", "--sft", "--local", file, "--prompt", "q", "--answer", "a", "--val-size", 2)
-    rows = [row["messages"] for row in found["train"] + found["val"]]
+        splits = run(tmp_path / "out", "--sft", "--local", file, "--prompt", "q", "--answer", "a", "--val-size", 2)
+    rows = [row["messages"] for row in splits["train"] + splits["val"]]
     assert len(rows) == (8 if has_messages else 9) and all(messages in rows for messages in turns)
-    assert set(found["train"][0]) == {"messages"}
+    assert set(splits["train"][0]) == {"messages"}
     dataset = SFTDataset([str(tmp_path / "out" / "train.parquet")], tiny_tokenizer(), SFTDataConfig())
-    assert len(dataset) == len(found["train"])
+    assert len(dataset) == len(splits["train"])
 
 
 def test_the_folder_of_a_hub_data_set(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_the_folder_of_a_hub_data_set(tmp_path: Path) -> None:
     parquet(folder / "data" / "validation-00000-of-00001.parquet", SUMS[6:])
     (folder / "dataset_infos.json").write_text('{"default": {}}')
     (folder / "README.md").write_text("# sums")
-    found = run(tmp_path / "out", "--local", folder, "--prompt", "q", "--answer", "a", "--data-source", "sums")
-    assert (len(found["train"]), len(found["val"])) == (6, 2)
-    assert {row["data_source"] for row in found["train"]} == {"sums"}
+    splits = run(tmp_path / "out", "--local", folder, "--prompt", "q", "--answer", "a", "--data-source", "sums")
+    assert (len(splits["train"]), len(splits["val"])) == (6, 2)
+    assert {row["data_source"] for row in splits["train"]} == {"sums"}
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,9 @@ def test_options_are_yaml():
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path, capsys):
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else found(name, *a)
+        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else find_spec(name, *a)
     )
     arguments = ["data", "reasoning_gym", "--task", "chain_sum", "--size", "5", "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 2

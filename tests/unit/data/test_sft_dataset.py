@@ -184,11 +184,11 @@ def conversations(write, tokenizer, messages, **changes) -> list[tuple[str, list
     """The conversations that a row with `messages` becomes: what stands before the learned text, and that text."""
     data = SFTDataset(write([{"messages": messages}]), tokenizer, SFTDataConfig(**changes))
     assert data.num_rows == 1
-    found = []
+    text_pairs = []
     for row in (data[i] for i in range(len(data))):
         given = row.input_ids[: row.loss_mask.index(1)]
-        found.append((tokenizer.decode(given), learned(tokenizer, row)))
-    return found
+        text_pairs.append((tokenizer.decode(given), learned(tokenizer, row)))
+    return text_pairs
 
 
 @pytest.mark.parametrize("last", [[], [say("user", "more?")]], ids=["ends with an answer", "ends with a question"])
