@@ -89,11 +89,11 @@ def test_a_whole_model_that_transformers_could_read(tmp_path: Path, model_path: 
     index = json.loads((Path(directory) / "model.safetensors.index.json").read_text())
     for number, bucket in enumerate(BUCKETS):
         file = f"model-0000{number + 1}-of-00002.safetensors"
-        found = load_file(Path(directory) / file)
-        assert found.keys() == dict(bucket).keys()
+        tensors = load_file(Path(directory) / file)
+        assert tensors.keys() == dict(bucket).keys()
         for name, tensor in bucket:
             assert index["weight_map"][name] == file
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+            assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor)
 
 
 def test_the_newest_is_kept_and_nothing_of_a_killed_run(tmp_path: Path, model_path: Path) -> None:

@@ -45,9 +45,9 @@ def test_a_step_that_fits_exactly() -> None:
     """KV cache 40, weights 8. Training brings 60 back; the sync 8 of the server and 10 of the trainer; then 40."""
     books = Handover()
     a_step(books, released=(12, 52, 60), before_sync=18, after_sync=40)
-    found = {key: (metric.value, metric.reduction) for key, metric in books.metrics().items()}
+    metrics = {key: (metric.value, metric.reduction) for key, metric in books.metrics().items()}
     points = {"before_release": 12, "after_release_kv": 52, "after_release": 60, "before_sync": 18, "after_sync": 40}
-    assert found == {
+    assert metrics == {
         **{f"perf/handover/free_gb/{point}": (pytest.approx(free), "min") for point, free in points.items()},
         **{f"perf/handover/used_gb/{point}": (1.0, "max") for point in points},
         "perf/handover/kv_gb": (40.0, "max"),
@@ -117,8 +117,8 @@ def test_nothing_was_released_so_nothing_comes_back() -> None:
 )
 def test_buckets_shrink_by_halves_to_fit_and_never_below_the_largest_tensor(free: int, expected: int) -> None:
     """Three copies in half of what is free."""
-    found = bucket_bytes_that_fit(free * MIB, limit_bytes=512 * MIB, largest_bytes=48 * MIB, num_copies=3)
-    assert found == expected * MIB
+    bucket_bytes = bucket_bytes_that_fit(free * MIB, limit_bytes=512 * MIB, largest_bytes=48 * MIB, num_copies=3)
+    assert bucket_bytes == expected * MIB
 
 
 def test_a_limit_below_the_largest_tensor_gives_it_room() -> None:
@@ -137,10 +137,10 @@ class Engine:
 
 
 def test_this_machine() -> None:
-    found = measure(3, "cpu", {"actor": Engine()})
-    assert found.rank == 3 and found.device.endswith(" cpu")
-    assert 0 < found.free_bytes <= found.total_bytes and 10 * MIB < found.used_bytes < found.total_bytes
-    assert found.returning == {"actor": {"params": 5}}
+    memory = measure(3, "cpu", {"actor": Engine()})
+    assert memory.rank == 3 and memory.device.endswith(" cpu")
+    assert 0 < memory.free_bytes <= memory.total_bytes and 10 * MIB < memory.used_bytes < memory.total_bytes
+    assert memory.returning == {"actor": {"params": 5}}
 
 
 @pytest.fixture

@@ -79,20 +79,20 @@ def test_what_each_rule_is_for(before: list[str], wrong: str) -> None:
 
 def test_whatever_is_allowed_nothing_samples_undefined_weights() -> None:
     """All sequences of up to nine allowed steps."""
-    found = 0
+    num_sequences = 0
     frontier: list[list[str]] = [[]]
     for _ in range(9):
         frontier = [[*steps, step] for steps in frontier for step in after(steps).allowed]
         for steps in frontier:
             if steps[-1] != "continue":
                 continue
-            found += 1
+            num_sequences += 1
             since = list(itertools.takewhile(lambda step: step != "drain", reversed(steps)))
             assert since.count("release_kv") == since.count("resume_kv")
             assert since.count("release_weights") == since.count("resume_weights")
             lost = min((since.index(step) for step in ("release_weights", "begin") if step in since), default=None)
             assert lost is None or "end" in since[:lost]
-    assert found > 20
+    assert num_sequences > 20
 
 
 def test_a_drained_server_may_be_updated_at_once() -> None:

@@ -222,6 +222,6 @@ def test_dry_run_leaves_nothing(here, capsys):
 
 def test_the_fingerprint_of_parts_can_be_read(here):
     with parts_of(config()) as parts:
-        found = json.loads((parts.directory / "fingerprint.json").read_text())
-    assert found["rollout.response_length"] == 8 and len(found["files of model.path"]) == 16
-    assert not [key for key in found if key.startswith("trainer.")]
+        stored_fingerprint = json.loads((parts.directory / "fingerprint.json").read_text())
+    assert stored_fingerprint["rollout.response_length"] == 8 and len(stored_fingerprint["files of model.path"]) == 16
+    assert not [key for key in stored_fingerprint if key.startswith("trainer.")]

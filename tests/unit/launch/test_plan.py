@@ -205,8 +205,8 @@ def test_secrets_of_the_run_are_not_on_the_jobs_command_line() -> None:
      "GPG_PASSPHRASE", "OPENAI_APIKEY"],
 )  # fmt: skip
 def test_names_of_secrets(name: str) -> None:
-    (found,) = secret_violations(SlurmConfig(env={name: "x"}))
-    assert found.startswith(f"slurm.env has {name}")
+    (violation,) = secret_violations(SlurmConfig(env={name: "x"}))
+    assert violation.startswith(f"slurm.env has {name}")
 
 
 def test_a_later_submission_leaves_the_paths_of_a_job_that_runs(tmp_path: Path) -> None:
@@ -352,9 +352,9 @@ def test_paths_that_every_node_needs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "data/v.parquet").touch()
     files = ["data.train_files=[data/t.parquet,s3://bucket/x]", "data.val_files=data/v.parquet"]
     cfg = compose("ppo", [*files, "actor_rollout_ref.model.path=Qwen/Qwen3-8B"], rules=False)
-    found = set(needed_paths(cfg))
-    assert {*(str(tmp_path / f"data/{name}.parquet") for name in "tv"), str(tmp_path), sys.prefix} <= found
-    assert not any("Qwen" in path or "bucket" in path for path in found)
+    paths = set(needed_paths(cfg))
+    assert {*(str(tmp_path / f"data/{name}.parquet") for name in "tv"), str(tmp_path), sys.prefix} <= paths
+    assert not any("Qwen" in path or "bucket" in path for path in paths)
 
 
 def test_a_record_reads_back_and_a_broken_one_is_named(tmp_path: Path) -> None:

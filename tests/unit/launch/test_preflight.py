@@ -47,9 +47,9 @@ def test_all_well_nodes_are_taken_if_the_head_is_one_and_they_are_enough() -> No
     """Those that the run does not need wait in its Ray cluster for one that is lost."""
     assert verdict(nodes_of(False, True, False, False), 2, "n1").hosts == ["n1", "n3", "n4"]
     assert verdict(nodes_of(False, False, False), 2, "n3").hosts == ["n1", "n2", "n3"]
-    found = verdict(nodes_of(False, True), 2, "n1")
-    assert (found.hosts, found.sick) == ([], {"n2": "disk: 1 GiB; clean up"})
-    assert found.lacking == "1 of 2 nodes are well, the run needs 2"
+    too_few = verdict(nodes_of(False, True), 2, "n1")
+    assert (too_few.hosts, too_few.sick) == ([], {"n2": "disk: 1 GiB; clean up"})
+    assert too_few.lacking == "1 of 2 nodes are well, the run needs 2"
     assert verdict(nodes_of(True, False), 1, "n1").lacking == "n1, on which the batch script runs, is sick"
 
 
@@ -107,12 +107,16 @@ def test_a_node_with_gpus_is_asked_what_doctor_asks(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr("scalerl.launch.probes.find_devices", lambda: Devices("2.13.0", "13.0", ()))
     monkeypatch.setattr("scalerl.nvidia.find_nvidia_device", lambda: NvidiaDevice("580.95.05", ("/dev/nvidia0",)))
-    found = {each.name: each for each in all_probes(Limits(gpus=4, min_disk_gib=0, min_shm_gib=0)) if not each.ok}
-    assert found.keys() == {"devices", "ECC", "NVLink", "driver and CUDA"}
-    assert found["devices"].value == "2 GPUs" and "the job asks for 4" in found["devices"].meaning
-    assert found["ECC"].value.startswith("GPU 1: 2, No, Yes") and "drain the node" in found["ECC"].meaning
-    assert found["NVLink"].value == "1 of 2 links inactive"
-    assert "sees no GPU" in found["driver and CUDA"].value
+    failed_probes = {
+        each.name: each for each in all_probes(Limits(gpus=4, min_disk_gib=0, min_shm_gib=0)) if not each.ok
+    }
+    assert failed_probes.keys() == {"devices", "ECC", "NVLink", "driver and CUDA"}
+    assert failed_probes["devices"].value == "2 GPUs" and "the job asks for 4" in failed_probes["devices"].meaning
+    assert (
+        failed_probes["ECC"].value.startswith("GPU 1: 2, No, Yes") and "drain the node" in failed_probes["ECC"].meaning
+    )
+    assert failed_probes["NVLink"].value == "1 of 2 links inactive"
+    assert "sees no GPU" in failed_probes["driver and CUDA"].value
 
 
 def test_the_file_system_of_the_run_is_looked_at_too(tmp_path: Path) -> None:
@@ -121,8 +125,8 @@ def test_the_file_system_of_the_run_is_looked_at_too(tmp_path: Path) -> None:
             each.name: each.ok for each in all_probes(limits) if each.name in (tempfile.gettempdir(), str(tmp_path))
         }
 
-    found = disks(Limits(min_disk_gib=1e9, min_shm_gib=0, run_dir=tmp_path))
-    assert found == {tempfile.gettempdir(): False, str(tmp_path): False}
+    ok_by_disk = disks(Limits(min_disk_gib=1e9, min_shm_gib=0, run_dir=tmp_path))
+    assert ok_by_disk == {tempfile.gettempdir(): False, str(tmp_path): False}
     assert disks(Limits(min_disk_gib=0, min_shm_gib=0, run_dir=tmp_path / "gone")) == {tempfile.gettempdir(): True}
 
 
@@ -169,12 +173,12 @@ def test_a_node_that_does_not_report_is_named_at_the_deadline(tmp_path: Path) ->
         target=main, args=(["--directory", str(tmp_path), "probe", "--head", head, "--host", "n1", *limits],)
     )
     node.start()
-    began, found = time.monotonic(), collector.collect()
+    began, nodes = time.monotonic(), collector.collect()
     collector.end()
     node.join(30)
     assert time.monotonic() - began >= 5 and not node.is_alive()
-    assert not found["n1"].sick and {"shared directory", "clock"} <= {probe.name for probe in found["n1"].probes}
-    assert [probe.value for probe in found["n2"].sick] == ["no answer within 5 s"]
+    assert not nodes["n1"].sick and {"shared directory", "clock"} <= {probe.name for probe in nodes["n1"].probes}
+    assert [probe.value for probe in nodes["n2"].sick] == ["no answer within 5 s"]
 
 
 def test_nodes_whose_probes_have_ended_are_not_waited_for(tmp_path: Path) -> None:
@@ -183,10 +187,10 @@ def test_nodes_whose_probes_have_ended_are_not_waited_for(tmp_path: Path) -> Non
     (tmp_path / "node-n1.log").write_text("Traceback:\n  here\n\n  there\nOSError: libcuda.so is torn\n")
     for host in ("n1", "n2"):
         (tmp_path / f"ended-{host}").touch()
-    found = collector.collect()
+    nodes = collector.collect()
     collector.end()
-    assert [probe.value for node in found.values() for probe in node.sick] == [
+    assert [probe.value for node in nodes.values() for probe in node.sick] == [
         "its probe ended: here | there | OSError: libcuda.so is torn",
         "its probe ended without a word",
     ]
-    assert "job's output" in found["n2"].sick[0].meaning
+    assert "job's output" in nodes["n2"].sick[0].meaning

@@ -49,8 +49,8 @@ def plan(*overrides: str, name: str = "qwen3-8b", memory: int | None = H100) -> 
     return memory_plan(config(*overrides), shapes(name), memory_bytes=memory)
 
 
-def phase(found: MemoryPlan, name: str, device: int = 0) -> dict[str, int]:
-    return next(dict(p.parts) for p in found.devices[device].phases if p.name == name)
+def phase(planned: MemoryPlan, name: str, device: int = 0) -> dict[str, int]:
+    return next(dict(p.parts) for p in planned.devices[device].phases if p.name == name)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_recompute_keeps_less() -> None:
 
 
 def test_offloaded_parts_are_there_when_they_are_needed() -> None:
-    found = plan(f"{MEGATRON}.param_offload=true", f"{MEGATRON}.optimizer_offload=true", "+recipe=ppo")
-    critic = phase(found, "critic update")
+    planned = plan(f"{MEGATRON}.param_offload=true", f"{MEGATRON}.optimizer_offload=true", "+recipe=ppo")
+    critic = phase(planned, "critic update")
     assert "actor weights" not in critic and "actor optimizer" not in critic and "actor gradients" in critic
     assert {"critic weights", "critic gradients", "critic optimizer"} <= critic.keys()
-    assert "actor weights" in phase(found, "actor log-probs") and "actor optimizer" in phase(found, "save")
-    assert "actor optimizer" not in phase(found, "weight sync") and "server weights" in phase(found, "weight sync")
+    assert "actor weights" in phase(planned, "actor log-probs") and "actor optimizer" in phase(planned, "save")
+    assert "actor optimizer" not in phase(planned, "weight sync") and "server weights" in phase(planned, "weight sync")
 
 
 def test_servers_weights_leave_for_a_save_that_has_no_room_beside_them() -> None:
@@ -121,15 +121,15 @@ def test_experts_that_are_hashed_are_counted() -> None:
     """Qwen3-30B-A3B: 128 experts of three matrices of 768 x 2048, of which two are joined, for one of 4 ranks."""
     cfg = config(f"{MEGATRON}.expert_model_parallel_size=8", f"{ROLLOUT}.tensor_model_parallel_size=4")
     matrix = 128 * 768 * 2048 * 2
-    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
-    assert found["checksums"] == (3 * matrix + 2 * matrix) // 4
+    parts = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert parts["checksums"] == (3 * matrix + 2 * matrix) // 4
     # One trainer rank then makes the checksums of all 4.
     cfg.actor_rollout_ref.rollout.weight_transport = "broadcast"
-    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
-    assert found["checksums"] == 3 * matrix + 2 * matrix // 4
+    parts = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert parts["checksums"] == 3 * matrix + 2 * matrix // 4
     cfg.actor_rollout_ref.rollout.verify_weights_every = 0
-    found = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
-    assert "checksums" not in found
+    parts = phase(memory_plan(cfg, shapes("qwen3-30b-a3b"), memory_bytes=H100), "weight sync")
+    assert "checksums" not in parts
     on_cpu = memory_plan(config(), shapes(), memory_bytes=H100, on_cpu=True)
     assert "checksums" not in phase(plan(), "weight sync") and "checksums" not in phase(on_cpu, "weight sync")
 
@@ -140,20 +140,20 @@ def test_servers_stay_with_what_does_not_release() -> None:
 
 
 def test_a_pool_of_its_own_has_its_devices() -> None:
-    found = plan("+recipe=ppo", "critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=8")
-    assert [device.name for device in found.devices] == ["trainer", "critic"]
-    assert not any(part.startswith("critic") for part in phase(found, "actor update"))
-    assert phase(found, "critic update", device=1)["critic weights"] > 0
+    planned = plan("+recipe=ppo", "critic.resource_pool.nnodes=1", "critic.resource_pool.n_gpus_per_node=8")
+    assert [device.name for device in planned.devices] == ["trainer", "critic"]
+    assert not any(part.startswith("critic") for part in phase(planned, "actor update"))
+    assert phase(planned, "critic update", device=1)["critic weights"] > 0
 
 
 def test_stages_of_a_pipeline() -> None:
     """The first stage has the embedding and holds the most micro-batches, the last one the vocabulary's end."""
-    found = plan(f"{MEGATRON}.pipeline_model_parallel_size=4", f"{MEGATRON}.tensor_model_parallel_size=2")
-    assert [len(device.layers) for device in found.devices] == [9, 9, 9, 9]
-    kept = [phase(found, "actor update", stage)["actor activations"] for stage in range(4)]
+    planned = plan(f"{MEGATRON}.pipeline_model_parallel_size=4", f"{MEGATRON}.tensor_model_parallel_size=2")
+    assert [len(device.layers) for device in planned.devices] == [9, 9, 9, 9]
+    kept = [phase(planned, "actor update", stage)["actor activations"] for stage in range(4)]
     assert kept[0] == pytest.approx(4 * kept[3], rel=0.1) and kept[0] == 2 * kept[2]
-    assert "actor vocabulary" in phase(found, "actor log-probs", 3) and "actor vocabulary" not in phase(
-        found, "actor log-probs", 0
+    assert "actor vocabulary" in phase(planned, "actor log-probs", 3) and "actor vocabulary" not in phase(
+        planned, "actor log-probs", 0
     )
 
 
@@ -167,8 +167,8 @@ def test_micro_batches_in_flight_by_hand() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_does() -> None:
     cfg = config("data.max_response_length=2048", f"{MEGATRON}.tensor_model_parallel_size=2")
-    found, violations = checked_plan(cfg, shapes(), H100)
-    assert found.problems() and len(violations) == 1
+    planned, violations = checked_plan(cfg, shapes(), H100)
+    assert planned.problems() and len(violations) == 1
     advice = violations[0].split("set ")[1].replace("\n  or ", "\n").splitlines()
     assert advice[0] == "actor_rollout_ref.actor.max_tokens_per_micro_batch=8192"
     for line in advice:
@@ -191,25 +191,25 @@ def test_what_nothing_makes_fit() -> None:
 
 
 def test_without_memory_nothing_is_refused() -> None:
-    found, violations = checked_plan(config(), shapes(), None)
-    assert violations == [] and found.server is not None and found.server.kv_tokens is None
-    assert "needs the device's memory" in summary(found)
+    planned, violations = checked_plan(config(), shapes(), None)
+    assert violations == [] and planned.server is not None and planned.server.kv_tokens is None
+    assert "needs the device's memory" in summary(planned)
 
 
 def test_a_cache_that_holds_no_sample_is_refused() -> None:
-    found = plan(f"{ROLLOUT}.kv_cache_tokens=1000", "data.max_response_length=2048")
-    assert found.concurrency == 0 and "1000 tokens" in found.problems()[-1]
+    planned = plan(f"{ROLLOUT}.kv_cache_tokens=1000", "data.max_response_length=2048")
+    assert planned.concurrency == 0 and "1000 tokens" in planned.problems()[-1]
 
 
 def test_every_replica_gets_the_cache_of_the_plan() -> None:
     """Also one that starts later beside a trainer: the number does not depend on what is free then."""
     cfg = config(f"{MEGATRON}.tensor_model_parallel_size=4")
-    found = memory_plan(cfg, shapes(), memory_bytes=H100)
-    with_kv_cache(cfg, found)
-    assert found.server is not None and found.server.kv_tokens and found.server.kv_tokens > 50_000
-    assert cfg.actor_rollout_ref.rollout.kv_cache_tokens == found.server.kv_tokens
+    planned = memory_plan(cfg, shapes(), memory_bytes=H100)
+    with_kv_cache(cfg, planned)
+    assert planned.server is not None and planned.server.kv_tokens and planned.server.kv_tokens > 50_000
+    assert cfg.actor_rollout_ref.rollout.kv_cache_tokens == planned.server.kv_tokens
     again = memory_plan(cfg, shapes(), memory_bytes=H100)
-    assert again.server == found.server
+    assert again.server == planned.server
     mine = config(f"{ROLLOUT}.kv_cache_tokens=4096")
     with_kv_cache(mine, memory_plan(mine, shapes(), memory_bytes=H100))
     assert mine.actor_rollout_ref.rollout.kv_cache_tokens == 4096
@@ -234,11 +234,11 @@ def test_host_memory_of_saves_in_the_background() -> None:
 
 
 def test_sums() -> None:
-    found = plan()
-    for device in found.devices:
+    planned = plan()
+    for device in planned.devices:
         assert device.peak.num_bytes == max(sum(p.parts.values()) for p in device.phases)
     assert all(value > 0 for value in DEVICES_GIB.values())
-    assert dataclasses.replace(found, memory_bytes=None).problems() == []
+    assert dataclasses.replace(planned, memory_bytes=None).problems() == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,13 +289,13 @@ def test_seconds_count_the_passes_that_a_step_makes() -> None:
     more = (f"{MEGATRON}.tensor_model_parallel_size=4", "data.train_batch_size=64")
     two = config(*more, "actor_rollout_ref.actor.ppo_mini_batch_size=32")
     one = config(*more, "actor_rollout_ref.actor.ppo_mini_batch_size=64")
-    found = memory_plan(one, shapes(), memory_bytes=H100)
+    planned = memory_plan(one, shapes(), memory_bytes=H100)
     assert has_logprob_pass(two) and not has_logprob_pass(one)
-    training = [predicted_seconds(cfg, shapes(), found) for cfg in (two, one)]
+    training = [predicted_seconds(cfg, shapes(), planned) for cfg in (two, one)]
     passes = training[0] - training[1]
     assert passes > 0
     two.algorithm.rollout_correction.bypass_mode = True
-    assert predicted_seconds(two, shapes(), found) == pytest.approx(training[1])
+    assert predicted_seconds(two, shapes(), planned) == pytest.approx(training[1])
 
 
 def test_seconds_count_the_servers_that_there_are() -> None:
@@ -303,16 +303,16 @@ def test_seconds_count_the_servers_that_there_are() -> None:
     batches = ("data.train_batch_size=2048", "actor_rollout_ref.actor.ppo_mini_batch_size=2048")
     # So few at a time divide the samples of a server.
     more = (f"{MEGATRON}.tensor_model_parallel_size=4", f"{ROLLOUT}.max_num_seqs=16", *batches)
-    found = memory_plan(config(*more), shapes(), memory_bytes=H100)
+    planned = memory_plan(config(*more), shapes(), memory_bytes=H100)
     room, eight, four, two = (
-        predicted_seconds(config(*more, f"{ROLLOUT}.num_replicas={count}"), shapes(), found)
+        predicted_seconds(config(*more, f"{ROLLOUT}.num_replicas={count}"), shapes(), planned)
         for count in ("null", 8, 4, 2)
     )
     assert room == eight
     assert 0 < two - four == pytest.approx(2 * (four - eight))
     pool = (f"{ROLLOUT}.resource_pool.nnodes=1", f"{ROLLOUT}.resource_pool.n_gpus_per_node=2")
     apart = config(*more, "actor_rollout_ref.hybrid_engine=false", *pool)
-    assert predicted_seconds(apart, shapes(), found) == two
+    assert predicted_seconds(apart, shapes(), planned) == two
 
 
 def test_balance_by_hand() -> None:

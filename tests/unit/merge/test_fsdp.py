@@ -39,8 +39,8 @@ def test_every_family_is_what_its_configuration_says(tmp_path: Path, family: str
 def test_so_is_a_critic(tmp_path: Path, bias: bool) -> None:
     head = {"score.weight": torch.ones(1, 32)} | ({"score.bias": torch.ones(1)} if bias else {})
     assert run(save(tmp_path, "qwen3", **head), tmp_path / "merged") == 0
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert ("score.bias" in found) == bias and "lm_head.weight" not in found
+    tensors = load_file(tmp_path / "merged" / "model.safetensors")
+    assert ("score.bias" in tensors) == bias and "lm_head.weight" not in tensors
 
 
 def test_another_model_than_the_configuration_says_is_not_left(

@@ -138,15 +138,15 @@ def test_several_files_with_an_index_in_bytes(tmp_path, hf_dir, actor):
     original = load_file(hf_dir / "model.safetensors")
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in original.values())
     assert index["metadata"]["total_parameters"] == sum(t.numel() for t in original.values())
-    found = {}
+    tensors = {}
     for file in files:
         part = load_file(target / file)
         assert all(index["weight_map"][n] == file for n in part)
         biggest_group = 3 * 300 * 32 * 4
         assert sum(t.nbytes for t in part.values()) <= max(40_000, biggest_group)
-        found |= part
-    assert found.keys() == index["weight_map"].keys() == original.keys()
-    assert all(torch.equal(found[n], original[n]) for n in original)
+        tensors |= part
+    assert tensors.keys() == index["weight_map"].keys() == original.keys()
+    assert all(torch.equal(tensors[n], original[n]) for n in original)
 
 
 @pytest.mark.parametrize("prefix", [CHECKPOINT_MODEL_PREFIX, ""])

@@ -71,10 +71,10 @@ def test_ranks_have_what_their_layout_says(models: dict[str, Path], tmp_path: Pa
     with DistCheckpoint(tmp_path / "split" / "dist_ckpt") as stored:
 
         def ranks(key: str) -> dict[str, set[tuple[int, ...]]]:
-            found: dict[str, set[tuple[int, ...]]] = {}
+            offsets_of_file: dict[str, set[tuple[int, ...]]] = {}
             for piece in stored.pieces(f"model.{key}"):
-                found.setdefault(piece.file, set()).add(piece.offsets)
-            return found
+                offsets_of_file.setdefault(piece.file, set()).add(piece.offsets)
+            return offsets_of_file
 
         # Chunks of one layer: stage 0 has layers 0 and 2.
         of_layer = [set(ranks(f"decoder.layers.{i}.self_attention.linear_proj.weight")) for i in range(4)]

@@ -19,7 +19,7 @@ DOC = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 def patterns(text: str) -> list[re.Pattern[str]]:
     """Of the first column of the tables: {a,b} expands, {name} is anything, N a number."""
-    found = []
+    regexes = []
     for line in text.splitlines():
         cell = line.split("|")[1].strip() if line.startswith("| `") else ""
         key = cell.strip("`")
@@ -32,8 +32,8 @@ def patterns(text: str) -> list[re.Pattern[str]]:
             for at, word in enumerate(words):
                 is_name = at % 2 and "," not in pieces[at]
                 regex += ".+?" if is_name else re.sub(r"@N\b", r"@\\d+", re.escape(word))
-            found.append(re.compile(regex + r"\Z"))
-    return found
+            regexes.append(re.compile(regex + r"\Z"))
+    return regexes
 
 
 def test_the_charts_that_come_first_are_of_metrics_that_runs_log():

@@ -36,11 +36,11 @@ def sequences(rollout_T, old_T, mask_T, cu_seqlens):
 
 def test_equals_a_loop_over_sequences():
     columns = batch()
-    found = [(x, y) for x, y in sequences(*columns) if len(x)]
-    ratio = np.exp(np.concatenate([y - x for x, y in found]))
-    ratio_seq = np.array([np.exp(y).prod() / np.exp(x).prod() for x, y in found])
-    ppl_old = np.array([np.exp(y).prod() ** (-1 / len(y)) for _, y in found])
-    ppl_rollout = np.array([np.exp(x).prod() ** (-1 / len(x)) for x, _ in found])
+    logprob_pairs = [(x, y) for x, y in sequences(*columns) if len(x)]
+    ratio = np.exp(np.concatenate([y - x for x, y in logprob_pairs]))
+    ratio_seq = np.array([np.exp(y).prod() / np.exp(x).prod() for x, y in logprob_pairs])
+    ppl_old = np.array([np.exp(y).prod() ** (-1 / len(y)) for _, y in logprob_pairs])
+    ppl_rollout = np.array([np.exp(x).prod() ** (-1 / len(x)) for x, _ in logprob_pairs])
     relative = np.log(ppl_old / ppl_rollout)
     want = {
         "kl": -np.log(ratio).mean(),
@@ -73,25 +73,25 @@ def test_any_split_of_the_sequences_gives_the_whole(cuts):
     for start, end in zip([0, *cuts], [*cuts, 20], strict=True):
         piece = slice(int(cu_seqlens[start]), int(cu_seqlens[end]))
         parts.append(mismatch_metrics(*(c[piece] for c in tokens), cu_seqlens[start : end + 1] - cu_seqlens[start]))
-    found, want = to_floats(merge_metrics(parts)), to_floats(mismatch_metrics(*tokens, cu_seqlens))
-    assert found.keys() == want.keys()
+    metrics, want = to_floats(merge_metrics(parts)), to_floats(mismatch_metrics(*tokens, cu_seqlens))
+    assert metrics.keys() == want.keys()
     for key, value in want.items():
         exact = key.endswith(("_max", "_min"))
-        assert found[key] == (value if exact else pytest.approx(value, rel=1e-12, abs=1e-15)), key
+        assert metrics[key] == (value if exact else pytest.approx(value, rel=1e-12, abs=1e-15)), key
 
 
 def test_equal_log_probs_differ_by_nothing():
     rollout, _, mask, cu_seqlens = batch()
-    found = to_floats(mismatch_metrics(rollout, rollout.clone(), mask, cu_seqlens))
-    zero = {key: value for key, value in found.items() if "ppl" not in key or "diff" in key}
-    assert set(zero.values()) == {0.0} and found["rollout_corr/ppl_ratio"] == 1.0
-    assert found["rollout_corr/training_ppl"] == found["rollout_corr/rollout_ppl"] > 1
+    metrics = to_floats(mismatch_metrics(rollout, rollout.clone(), mask, cu_seqlens))
+    zero = {key: value for key, value in metrics.items() if "ppl" not in key or "diff" in key}
+    assert set(zero.values()) == {0.0} and metrics["rollout_corr/ppl_ratio"] == 1.0
+    assert metrics["rollout_corr/training_ppl"] == metrics["rollout_corr/rollout_ppl"] > 1
 
 
 def test_k3_of_a_small_gap_keeps_its_digits():
     gap = 1e-8
-    found = to_floats(mismatch_metrics(torch.zeros(1), f64([gap]), torch.ones(1), torch.tensor([0, 1])))
-    assert found["rollout_corr/k3_kl"] == pytest.approx(gap**2 / 2, rel=1e-6, abs=0)
+    metrics = to_floats(mismatch_metrics(torch.zeros(1), f64([gap]), torch.ones(1), torch.tensor([0, 1])))
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(gap**2 / 2, rel=1e-6, abs=0)
 
 
 def f64(values) -> torch.Tensor:
@@ -100,8 +100,8 @@ def f64(values) -> torch.Tensor:
 
 @pytest.mark.parametrize("gap", [1e4, -1e4, 1e30, -1e30])
 def test_finite_for_any_gap(gap):
-    found = mismatch_metrics(f64([0.0, 0.0]), f64([gap, 0.1]), torch.ones(2), torch.tensor([0, 2]))
-    assert all(math.isfinite(value) for value in to_floats(found).values())
+    metrics = mismatch_metrics(f64([0.0, 0.0]), f64([gap, 0.1]), torch.ones(2), torch.tensor([0, 2]))
+    assert all(math.isfinite(value) for value in to_floats(metrics).values())
 
 
 def test_nothing_sampled_has_no_metrics():
@@ -114,22 +114,22 @@ def test_padding_after_the_last_sequence_does_not_count():
     columns = batch()
     padded = [torch.cat([column, column[:1].new_ones(4)]) for column in columns[:3]]
     assert mismatch_metrics(*padded, columns[3]) == mismatch_metrics(*columns)
-    for found, want in zip(largest_differences(*padded, columns[3]), largest_differences(*columns), strict=True):
-        np.testing.assert_array_equal(found, want)
+    for of_padded, want in zip(largest_differences(*padded, columns[3]), largest_differences(*columns), strict=True):
+        np.testing.assert_array_equal(of_padded, want)
 
 
 def test_a_nan_of_a_sampled_token_shows():
-    found = to_floats(mismatch_metrics(f64([0.0, 0.0]), f64([0.0, NAN]), torch.ones(2), torch.tensor([0, 2])))
-    assert math.isnan(found["rollout_corr/kl"]) and math.isnan(found["rollout_corr/log_ppl_diff_max"])
+    metrics = to_floats(mismatch_metrics(f64([0.0, 0.0]), f64([0.0, NAN]), torch.ones(2), torch.tensor([0, 2])))
+    assert math.isnan(metrics["rollout_corr/kl"]) and math.isnan(metrics["rollout_corr/log_ppl_diff_max"])
 
 
 def test_largest_differences_equal_a_loop():
     rollout, old, mask, cu_seqlens = batch()
-    found, positions = largest_differences(rollout, old, mask, cu_seqlens)
+    differences, positions = largest_differences(rollout, old, mask, cu_seqlens)
     for row, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         of_tokens = {t: abs(float(old[start + t] - rollout[start + t])) for t in range(end - start) if mask[start + t]}
         worst = max(of_tokens, key=of_tokens.get, default=-1)
-        assert (found[row], positions[row]) == (of_tokens.get(worst, 0.0), worst)
+        assert (differences[row], positions[row]) == (of_tokens.get(worst, 0.0), worst)
 
 
 def test_positions_of_equals_nan_and_infinity():
@@ -137,10 +137,10 @@ def test_positions_of_equals_nan_and_infinity():
     rollout = f64([NAN, 0, 0, 0, 0, 0, -math.inf, 0, -math.inf])
     old = f64([0, 1.0, -1.0, 50.0, NAN, 0, 0, 1.0, -math.inf])
     mask = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 1])
-    found, positions = largest_differences(rollout, old, mask, torch.tensor([0, 3, 5, 7, 9]))
-    np.testing.assert_array_equal(found, [1.0, NAN, math.inf, NAN])
+    differences, positions = largest_differences(rollout, old, mask, torch.tensor([0, 3, 5, 7, 9]))
+    np.testing.assert_array_equal(differences, [1.0, NAN, math.inf, NAN])
     assert positions.tolist() == [1, 1, 1, 1]
-    assert worst_samples(found, 3).tolist() == [1, 3, 2]
+    assert worst_samples(differences, 3).tolist() == [1, 3, 2]
 
 
 def test_worst_samples_come_in_order_and_agreement_is_no_outlier():

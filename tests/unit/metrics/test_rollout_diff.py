@@ -22,9 +22,9 @@ def tokens(num: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_any_split_over_ranks_gives_the_numbers_of_the_whole(cuts):
     rollout, old, mask = tokens(100)
     pieces = zip(*(column.tensor_split(list(cuts)) for column in (rollout, old, mask)), strict=True)
-    found = to_floats(rollout_diff_metrics(merge_metrics(rollout_diff_sums(*piece) for piece in pieces)))
+    metrics = to_floats(rollout_diff_metrics(merge_metrics(rollout_diff_sums(*piece) for piece in pieces)))
     x, y = (np.exp(c[mask].double().numpy()) for c in (rollout, old))
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "training/rollout_probs_diff_valid": 1.0,
             "training/rollout_probs_diff_mean": np.abs(x - y).mean(),
@@ -38,9 +38,9 @@ def test_any_split_over_ranks_gives_the_numbers_of_the_whole(cuts):
 
 def test_equal_log_probs_differ_by_nothing():
     rollout, _, mask = tokens(50)
-    found = to_floats(rollout_diff_metrics(rollout_diff_sums(rollout, rollout.clone(), mask)))
-    assert found["training/rollout_probs_diff_max"] == found["training/rollout_probs_diff_std"] == 0.0
-    assert found[CORR] == pytest.approx(1.0, abs=1e-12)
+    metrics = to_floats(rollout_diff_metrics(rollout_diff_sums(rollout, rollout.clone(), mask)))
+    assert metrics["training/rollout_probs_diff_max"] == metrics["training/rollout_probs_diff_std"] == 0.0
+    assert metrics[CORR] == pytest.approx(1.0, abs=1e-12)
 
 
 def test_masked_tokens_do_not_count_even_as_nan():
@@ -51,8 +51,8 @@ def test_masked_tokens_do_not_count_even_as_nan():
 
 def test_a_nan_log_prob_of_a_sampled_token_shows():
     old = torch.tensor([0.0, math.nan])
-    found = to_floats(rollout_diff_metrics(rollout_diff_sums(torch.zeros(2), old, torch.ones(2))))
-    assert math.isnan(found["training/rollout_probs_diff_mean"])
+    metrics = to_floats(rollout_diff_metrics(rollout_diff_sums(torch.zeros(2), old, torch.ones(2))))
+    assert math.isnan(metrics["training/rollout_probs_diff_mean"])
 
 
 def test_without_tokens_only_valid_says_so():
@@ -61,8 +61,8 @@ def test_without_tokens_only_valid_says_so():
 
 
 def test_constant_probabilities_have_no_correlation():
-    found = rollout_diff_metrics(rollout_diff_sums(torch.full((4,), -1.0), -torch.arange(4.0), torch.ones(4)))
-    assert CORR not in found
+    metrics = rollout_diff_metrics(rollout_diff_sums(torch.full((4,), -1.0), -torch.arange(4.0), torch.ones(4)))
+    assert CORR not in metrics
 
 
 def test_other_metrics_pass_through():

@@ -36,12 +36,12 @@ def explained(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, c
 def test_statistics_do_not_depend_on_the_split_over_ranks(cuts):
     values, _, mask = tokens(100)
     pieces = zip(*(column.tensor_split(list(cuts)) for column in (values, mask)), strict=True)
-    found = merge_metrics(token_stat_sums("critic/values", *piece) for piece in pieces)
+    metrics = merge_metrics(token_stat_sums("critic/values", *piece) for piece in pieces)
     kept = values.double().numpy()[mask.numpy()]
-    assert to_floats(found) == pytest.approx(
+    assert to_floats(metrics) == pytest.approx(
         {"critic/values/mean": kept.mean(), "critic/values/max": kept.max(), "critic/values/min": kept.min()}, rel=1e-12
     )
-    assert found["critic/values/mean"].weight == len(kept)
+    assert metrics["critic/values/mean"].weight == len(kept)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
@@ -56,8 +56,8 @@ def test_explained_variance_does_not_depend_on_the_split_over_ranks(cuts):
 def test_explained_variance_by_hand():
     # Errors of variance 2, returns of variance 8.
     returns, errors = torch.tensor([0.0, 4.0]), torch.tensor([1.0, 3.0])
-    found = explained(returns - errors, returns, torch.ones(2))
-    assert found[EXPLAINED] == pytest.approx(1 - 2 / (8 + 1e-5), rel=1e-12)
+    metrics = explained(returns - errors, returns, torch.ones(2))
+    assert metrics[EXPLAINED] == pytest.approx(1 - 2 / (8 + 1e-5), rel=1e-12)
 
 
 def test_values_right_but_for_a_constant_explain_all():

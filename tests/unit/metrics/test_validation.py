@@ -43,8 +43,8 @@ def test_the_keys_and_which_of_them_are_core():
     names = {"core": {"mean@4", "best@4/mean", "maj@4/mean"}, "aux": {"std@4", "best@4/std", "maj@4/std"}}
     names["aux"] |= {f"{what}@2/{of}" for what in ("best", "worst", "maj") for of in ("mean", "std")}
     names["aux"] |= {"worst@4/mean", "worst@4/std"}
-    expected = {f"val-{part}/a/b/reward/{name}" for part, found in names.items() for name in found}
-    expected |= {f"val-{part}/a/b/acc/{name}" for part, found in names.items() for name in found}
+    expected = {f"val-{part}/a/b/reward/{name}" for part, part_names in names.items() for name in part_names}
+    expected |= {f"val-{part}/a/b/acc/{name}" for part, part_names in names.items() for name in part_names}
     assert set(metrics) == expected | {"val-core/a/b/acc/pass@4", "val-aux/a/b/acc/pass@2"}
 
 

@@ -19,10 +19,10 @@ def test_grouped_experts(sizes: tuple[int, ...], dtype: torch.dtype, bound: floa
     drawn = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
     weights_N = torch.rand(sum(sizes), generator=generator).requires_grad_()
     upstream = torch.randn(sum(sizes), HIDDEN, generator=generator).to(dtype)
-    found = []
+    outputs_and_gradients = []
     for compute in (grouped, one_by_one):
         out = compute(drawn[0], torch.tensor(sizes), weights_N, *drawn[1:])
-        found.append([out, *torch.autograd.grad(out, (*drawn, weights_N), upstream)])
-    for mine, theirs in zip(*found, strict=True):
+        outputs_and_gradients.append([out, *torch.autograd.grad(out, (*drawn, weights_N), upstream)])
+    for mine, theirs in zip(*outputs_and_gradients, strict=True):
         assert mine.dtype == theirs.dtype
         assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < bound

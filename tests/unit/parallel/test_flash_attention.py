@@ -145,11 +145,13 @@ def test_one_that_is_not_installed_is_refused_with_what_to_install(impl: str) ->
     ],
 )
 def test_gpus_of_each_implementation(impl: str, capabilities: list[tuple[int, int]], named: str | None) -> None:
-    found = flash_attention_violation(impl, capabilities)
-    assert (found is None) == (named is None)
-    if found is not None and named is not None:
-        assert found.startswith(f"trainer.flash_attention_impl = {impl}: torch runs it on GPUs of compute capability")
-        assert named in found and "set trainer.flash_attention_impl=null" in found
+    violation = flash_attention_violation(impl, capabilities)
+    assert (violation is None) == (named is None)
+    if violation is not None and named is not None:
+        assert violation.startswith(
+            f"trainer.flash_attention_impl = {impl}: torch runs it on GPUs of compute capability"
+        )
+        assert named in violation and "set trainer.flash_attention_impl=null" in violation
 
 
 def test_the_table_is_that_of_torch() -> None:
@@ -164,7 +166,7 @@ def test_the_table_is_that_of_torch() -> None:
 def test_heads_without_a_kernel_on_every_gpu_are_refused() -> None:
     assert [head_size_violation("FA4", size, "m") for size in (64, 80, 128, 256)] == [None] * 4
     assert [head_size_violation("FA3", size, "m") for size in (64, 192, 256)] == [None] * 3
-    found = head_size_violation("FA4", 192, "models/deepseek")
-    assert found is not None and "heads of models/deepseek have size 192" in found
-    assert "set trainer.flash_attention_impl=FA3, or trainer.flash_attention_impl=null" in found
+    violation = head_size_violation("FA4", 192, "models/deepseek")
+    assert violation is not None and "heads of models/deepseek have size 192" in violation
+    assert "set trainer.flash_attention_impl=FA3, or trainer.flash_attention_impl=null" in violation
     assert "set trainer.flash_attention_impl=null" in (head_size_violation("FA3", 100, "m") or "")

@@ -63,8 +63,8 @@ def test_experts_count_their_own_way_over_the_ranks_of_a_stage() -> None:
     ],
 )
 def test_layers_of_stages(layout: Layout, num_layers: int, expected: list[list[list[int]]]) -> None:
-    found = [[list(chunk) for chunk in layout.layers(num_layers, stage)] for stage in range(layout.pp_size)]
-    assert found == expected
+    layers_of_stages = [[list(chunk) for chunk in layout.layers(num_layers, stage)] for stage in range(layout.pp_size)]
+    assert layers_of_stages == expected
     for stage, chunks in enumerate(expected):
         for chunk, layers in enumerate(chunks):
             assert all(layout.owner_of_layer(num_layers, layer) == (stage, chunk) for layer in layers)

@@ -37,23 +37,23 @@ def reference(
     """(logprobs, entropy, gradient of hidden, gradient of weight) in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     distribution = ((hidden @ weight.T)[:, :WORDS] / temperature).log_softmax(-1)
-    found = distribution.gather(1, labels[:, None])[:, 0]
+    token_logprobs = distribution.gather(1, labels[:, None])[:, 0]
     entropy = -(distribution.exp() * distribution).sum(-1)
-    (found * factors[0] + entropy * factors[1]).sum().backward()
-    return found.detach(), entropy.detach(), hidden.grad, weight.grad
+    (token_logprobs * factors[0] + entropy * factors[1]).sum().backward()
+    return token_logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 def fused(
     hidden: Tensor, weight: Tensor, labels: Tensor, factors: Tensor, temperature: float, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
-    found, entropy = linear_logprobs(
+    token_logprobs, entropy = linear_logprobs(
         hidden, weight, labels, vocab_size=WORDS, temperature=temperature, chunk_tokens=chunk_tokens
     )
-    assert found.dtype == entropy.dtype == torch.float32
-    (found * factors[0] + entropy * factors[1]).sum().backward()
+    assert token_logprobs.dtype == entropy.dtype == torch.float32
+    (token_logprobs * factors[0] + entropy * factors[1]).sum().backward()
     assert (hidden.grad.dtype, weight.grad.dtype) == (hidden.dtype, weight.dtype)
-    return found.detach(), entropy.detach(), hidden.grad, weight.grad
+    return token_logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
 def assert_near(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
@@ -88,8 +88,8 @@ def test_one_input_alone_has_a_gradient(frozen: str) -> None:
     expected = reference(hidden, weight, labels, factors, 1.0)
     wanted = (weight, expected[3]) if frozen == "hidden" else (hidden, expected[2])
     wanted[0].requires_grad_()
-    found, entropy = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, chunk_tokens=4)
-    (found * factors[0] + entropy * factors[1]).sum().backward()
+    token_logprobs, entropy = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, chunk_tokens=4)
+    (token_logprobs * factors[0] + entropy * factors[1]).sum().backward()
     torch.testing.assert_close(wanted[0].grad.double(), wanted[1], rtol=1e-5, atol=1e-5)
     assert (hidden if frozen == "hidden" else weight).grad is None
 
@@ -121,8 +121,8 @@ def test_weight_gradient_is_summed_over_chunks_in_float32() -> None:
     num_tokens = 4096
     hidden, labels = torch.ones(num_tokens, 1), torch.zeros(num_tokens, dtype=torch.int64)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    found, _ = linear_logprobs(hidden.bfloat16(), weight, labels, vocab_size=2, chunk_tokens=1)
-    found.sum().backward()
+    token_logprobs, _ = linear_logprobs(hidden.bfloat16(), weight, labels, vocab_size=2, chunk_tokens=1)
+    token_logprobs.sum().backward()
     assert weight.grad[:, 0].tolist() == [num_tokens / 2, -num_tokens / 2]
 
 
@@ -169,8 +169,8 @@ def test_main_grad_takes_the_gradient(is_embedding_too: bool) -> None:
     expected = reference(hidden, weight, labels, factors, 1.0)[3]
     weight.main_grad, weight.grad_added_to_main_grad = torch.ones(ROWS, HIDDEN), False
     weight.zero_out_wgrad = is_embedding_too
-    found, entropy = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, chunk_tokens=4)
-    (found * factors[0] + entropy * factors[1]).sum().backward()
+    token_logprobs, entropy = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, chunk_tokens=4)
+    (token_logprobs * factors[0] + entropy * factors[1]).sum().backward()
     assert weight.grad_added_to_main_grad and (weight.grad is None) == is_embedding_too
     assert (weight.main_grad - 1 - expected).norm() / expected.norm() < 0.02
 
@@ -228,7 +228,7 @@ def extra_bytes(version: str, num_tokens: int) -> dict[str, int]:
     arguments = [str(number) for number in (num_tokens, MEMORY_WORDS, MEMORY_HIDDEN)]
     # Freed memory goes back at once, so that the peak is what lives and not what the allocator keeps.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROBE, version, *arguments],
         capture_output=True,
         text=True,
@@ -236,8 +236,8 @@ def extra_bytes(version: str, num_tokens: int) -> dict[str, int]:
         env=environment,
         check=False,
     )
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells a process's peak memory")
@@ -284,14 +284,16 @@ def test_half_precision_as_on_a_gpu(products_in_float32: list[str], temperature:
     labels = torch.randint(0, WORDS, (37,), generator=generator)
     weight.main_grad = torch.ones(WORDS, 16)  # pyright: ignore[reportAttributeAccessIssue]
     weight.grad_added_to_main_grad = False  # pyright: ignore[reportAttributeAccessIssue]
-    found, _ = linear_logprobs(hidden, weight, labels, vocab_size=WORDS, temperature=temperature, chunk_tokens=5)
+    token_logprobs, _ = linear_logprobs(
+        hidden, weight, labels, vocab_size=WORDS, temperature=temperature, chunk_tokens=5
+    )
     logits = (hidden.double() @ weight.double().t()) / temperature
     expected = logits.log_softmax(-1)[torch.arange(37), labels]
-    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=2e-6)
+    torch.testing.assert_close(token_logprobs.double(), expected, rtol=5e-7, atol=2e-6)
     # What rounding logits to bfloat16 costs.
     rounded = (hidden @ weight.t()).double() / temperature
     assert (rounded.log_softmax(-1)[torch.arange(37), labels] - expected).abs().max() > 1e-3
-    found.sum().backward()
+    token_logprobs.sum().backward()
     grad = torch.zeros(37, WORDS, dtype=torch.float64)
     grad[torch.arange(37), labels] = 1.0
     grad = ((grad - logits.detach().softmax(-1)) / temperature).bfloat16().double()

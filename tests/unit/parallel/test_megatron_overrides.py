@@ -58,8 +58,8 @@ def test_fields_of_megatron_pass():
     ],
 )
 def test_others_are_named_with_what_megatron_wants(field: str, value: Any, text: str):
-    (found,) = override_violations("actor.megatron", MegatronConfig(override_transformer_config={field: value}))
-    assert found.startswith(f"actor.megatron.override_transformer_config.{field} = ") and text in found
+    (violation,) = override_violations("actor.megatron", MegatronConfig(override_transformer_config={field: value}))
+    assert violation.startswith(f"actor.megatron.override_transformer_config.{field} = ") and text in violation
 
 
 def test_names_become_members_and_types():
@@ -144,9 +144,9 @@ def test_kernels_of_deepep(fields: dict[str, Any], device: str, text: str | None
     megatron = MegatronConfig(override_transformer_config=fields)
     monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", False)
     monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", False)
-    found = list(kernel_violations("m", megatron, device=device))
-    assert [text in violation for violation in found] == ([] if text is None else [True])
+    violations = list(kernel_violations("m", megatron, device=device))
+    assert [text in violation for violation in violations] == ([] if text is None else [True])
     monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", True)
     monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", True)
     here = list(kernel_violations("m", megatron, device="cuda"))
-    assert here == ([] if text is None or "only with" not in text else found)
+    assert here == ([] if text is None or "only with" not in text else violations)

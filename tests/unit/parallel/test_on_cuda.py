@@ -30,10 +30,10 @@ class Calls(TorchDispatchMode):
         self.seen: list[tuple[str, list[tuple[torch.dtype, torch.Size]]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **kwargs or {})
-        results = found if isinstance(found, tuple | list) else [found]
+        output = func(*args, **kwargs or {})
+        results = output if isinstance(output, tuple | list) else [output]
         self.seen.append((str(func), [(r.dtype, r.shape) for r in results if isinstance(r, torch.Tensor)]))
-        return found
+        return output
 
     @property
     def names(self) -> list[str]:

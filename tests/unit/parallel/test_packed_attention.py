@@ -42,5 +42,5 @@ def test_output_and_gradients_are_those_of_each_sequence_alone() -> None:
     output = attention(*states, packed_seq_params=Packing(lengths=LENGTHS, cos_sin=cos_sin))
     expected = plain_attention(*states)
     torch.testing.assert_close(output, expected)
-    found, wanted = (torch.autograd.grad((out * weights).sum(), states) for out in (output, expected))
-    torch.testing.assert_close(found, wanted)
+    gradients, wanted = (torch.autograd.grad((out * weights).sum(), states) for out in (output, expected))
+    torch.testing.assert_close(gradients, wanted)
